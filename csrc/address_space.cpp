@@ -1,0 +1,137 @@
+#include "address_space.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace vattn {
+
+AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape)
+    : driver_(std::move(driver)), pool_(std::move(pool)), shape_(shape), slots_(shape.slots) {
+  for (std::size_t tensor = 0; tensor < shape_.tensors; ++tensor) {
+    Address base = 0;
+    const Result result = driver_->reserve(&base, tensor_bytes(), pool_->page_size());
+    if (result != kSuccess) {
+      for (const Address reserved : bases_) driver_->free(reserved, tensor_bytes());
+      throw DriverFailure(Call::kReserve, result);
+    }
+    bases_.push_back(base);
+  }
+}
+
+AddressSpace::~AddressSpace() {
+  if (fork_.forked()) return;
+  Handle handle = 0;
+  Access access = Access::kNone;
+  for (std::size_t slot = 0; slot < shape_.slots; ++slot)
+    for (std::size_t lane = 0; lane < lanes(); ++lane)
+      for (std::size_t page = 0; page < slots_[slot].most_columns; ++page)
+        if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access))
+          driver_->unmap(at, pool_->page_size());
+  for (const Address base : bases_) driver_->free(base, tensor_bytes());
+}
+
+Address AddressSpace::address(std::size_t lane, std::size_t slot, std::size_t page) const {
+  const std::size_t tensor = lane / shape_.runs;
+  const std::size_t run = slot * shape_.runs + lane % shape_.runs;
+  return bases_[tensor] + (run * shape_.run_pages + page) * pool_->page_size();
+}
+
+void AddressSpace::add_operations(Transaction& transaction, Operation::Kind kind, std::size_t slot, std::size_t from,
+                                  std::size_t to) const {
+  const std::vector<Column>& columns = slots_[slot].columns;
+  while (from < to) {
+    std::size_t end = from + 1;
+    while (end < to && columns[end].access == columns[from].access) ++end;
+    for (std::size_t lane = 0; lane < lanes(); ++lane) {
+      Operation operation{kind, {}, address(lane, slot, from), columns[from].access};
+      operation.pages.reserve(end - from);
+      for (std::size_t column = from; column < end; ++column) operation.pages.push_back(columns[column].pages[lane]);
+      transaction.add(std::move(operation));
+    }
+    from = end;
+  }
+}
+
+void AddressSpace::push(Transaction& transaction, std::size_t slot, std::vector<Column> columns) {
+  std::vector<Column>& mapped = slots_.at(slot).columns;
+  const std::size_t before = mapped.size();
+  for (Column& column : columns) mapped.push_back(std::move(column));
+  slots_[slot].most_columns = std::max(slots_[slot].most_columns, mapped.size());
+  add_operations(transaction, Operation::Kind::kMap, slot, before, mapped.size());
+  transaction.on_revert([self = shared_from_this(), slot, before] { self->slots_[slot].columns.resize(before); });
+}
+
+void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t count) {
+  const std::vector<Column>& mapped = slots_.at(slot).columns;
+  const PoolCounts counts = pool_->counts();
+  if (mapped.size() + count > shape_.run_pages) throw std::logic_error("grew a slot past its end");
+  if (lanes() * count > counts.free + counts.absent) throw std::logic_error("grew a slot past the pool's budget");
+  std::vector<Column> columns(count, Column{std::vector<PageId>(lanes()), Access::kReadWrite});
+  std::vector<PageId> taken, created;
+  for (std::size_t lane = 0; lane < lanes(); ++lane) {
+    const PageId* after = mapped.empty() ? nullptr : &mapped.back().pages[lane];
+    const std::vector<PageId> pages = pool_->take(count, after, &created);
+    for (std::size_t i = 0; i < count; ++i) columns[i].pages[lane] = pages[i];
+    taken.insert(taken.end(), pages.begin(), pages.end());
+  }
+  if (!created.empty()) transaction.add({Operation::Kind::kCreate, created});
+  transaction.on_revert(
+      [pool = pool_, taken = std::move(taken), created = std::move(created)] { pool->undo_take(taken, created); });
+  push(transaction, slot, std::move(columns));
+}
+
+void AddressSpace::alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
+                         Access access) {
+  const std::vector<Column>& from = slots_.at(source).columns;
+  const std::size_t begin = columns(slot);
+  if (slot == source || upto > from.size()) throw std::logic_error("aliased columns that the source does not have");
+  std::vector<Column> columns;
+  for (std::size_t i = begin; i < upto; ++i) {
+    columns.push_back({from[i].pages, access});
+    for (const PageId page : from[i].pages) pool_->retain(page);
+  }
+  transaction.on_revert([pool = pool_, columns] {
+    for (const Column& column : columns)
+      for (const PageId page : column.pages) pool->drop(page);
+  });
+  push(transaction, slot, std::move(columns));
+}
+
+void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_t count) {
+  std::vector<Column>& mapped = slots_.at(slot).columns;
+  if (count > mapped.size()) throw std::logic_error("shrank a slot below nothing");
+  add_operations(transaction, Operation::Kind::kUnmap, slot, mapped.size() - count, mapped.size());
+  std::vector<Column> removed(std::make_move_iterator(mapped.end() - static_cast<std::ptrdiff_t>(count)),
+                              std::make_move_iterator(mapped.end()));
+  mapped.resize(mapped.size() - count);
+  for (const Column& column : removed)
+    for (const PageId page : column.pages) pool_->drop(page);
+  transaction.on_revert([self = shared_from_this(), slot, removed = std::move(removed)] {
+    for (const Column& column : removed) {
+      for (const PageId page : column.pages) self->pool_->undo_drop(page);
+      self->slots_[slot].columns.push_back(column);
+    }
+  });
+}
+
+void AddressSpace::check() const {
+  for (std::size_t slot = 0; slot < shape_.slots; ++slot) {
+    const std::vector<Column>& mapped = slots_[slot].columns;
+    for (std::size_t lane = 0; lane < lanes(); ++lane) {
+      Handle handle = 0;
+      Access access = Access::kNone;
+      for (std::size_t page = 0; page < mapped.size(); ++page) {
+        if (!driver_->mapped(address(lane, slot, page), &handle, &access))
+          throw std::logic_error("a page in the books is not mapped");
+        if (handle != pool_->handle(mapped[page].pages[lane])) throw std::logic_error("another page is mapped");
+        if (access != mapped[page].access) throw std::logic_error("a page is mapped with another access");
+      }
+      for (std::size_t page = mapped.size(); page < shape_.run_pages && page < mapped.size() + 2; ++page)
+        if (driver_->mapped(address(lane, slot, page), &handle, &access))
+          throw std::logic_error("a page past the books is mapped");
+    }
+  }
+}
+
+}  // namespace vattn

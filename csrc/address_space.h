@@ -1,0 +1,81 @@
+// The virtual tensors of one kind: equal reservations that grow and shrink together, and the books of what is mapped
+// where.
+//
+// A reservation is divided into slots, a slot into runs, a run into pages:
+//   address of page p = base[tensor] + ((slot * runs + run) * run_pages + p) * page_size.
+// A lane is one run of one tensor. A column is the pages of one index in all lanes of a slot: they back the same
+// tokens, and are mapped and unmapped together.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "driver.h"
+#include "fork_guard.h"
+#include "mapper.h"
+#include "page_pool.h"
+
+namespace vattn {
+
+class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
+ public:
+  struct Shape {
+    std::size_t tensors;
+    std::size_t slots;
+    std::size_t runs;
+    std::size_t run_pages;
+  };
+
+  // Reserves `tensors` address ranges of slots * runs * run_pages pages. Throws DriverFailure; nothing stays reserved
+  // then.
+  AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape);
+  // Gives the addresses back. Whatever is mapped is unmapped first, whether the books know of it or not, so nothing of it
+  // may be in the mapper's log.
+  ~AddressSpace();
+  AddressSpace(const AddressSpace&) = delete;
+  AddressSpace& operator=(const AddressSpace&) = delete;
+
+  const Shape& shape() const { return shape_; }
+  std::size_t lanes() const { return shape_.tensors * shape_.runs; }
+  std::size_t tensor_bytes() const { return shape_.slots * shape_.runs * shape_.run_pages * pool_->page_size(); }
+  Address base(std::size_t tensor) const { return bases_.at(tensor); }
+  std::size_t columns(std::size_t slot) const { return slots_.at(slot).columns.size(); }
+
+  // These change the books and add to the transaction what the worker has to do. The caller has checked that the pool
+  // and the slot have room; std::logic_error otherwise.
+  void grow(Transaction& transaction, std::size_t slot, std::size_t count);
+  void shrink(Transaction& transaction, std::size_t slot, std::size_t count);
+  // Appends columns [columns(slot), upto) of `source` to `slot`: the same physical pages, at the same place in their
+  // slot.
+  void alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto, Access access);
+
+  // With the log run dry: asks the provider whether exactly the pages in the books are mapped, with their access.
+  // Throws std::logic_error.
+  void check() const;
+
+ private:
+  struct Column {
+    std::vector<PageId> pages;  // one per lane
+    Access access;
+  };
+  struct Slot {
+    std::vector<Column> columns;
+    std::size_t most_columns = 0;  // ever: no page beyond was touched
+  };
+
+  Address address(std::size_t lane, std::size_t slot, std::size_t page) const;
+  void push(Transaction& transaction, std::size_t slot, std::vector<Column> columns);
+  // One operation per lane and stretch of equal access over columns [from, to) of the slot.
+  void add_operations(Transaction& transaction, Operation::Kind kind, std::size_t slot, std::size_t from,
+                      std::size_t to) const;
+
+  const std::shared_ptr<Driver> driver_;
+  const std::shared_ptr<PagePool> pool_;
+  const Shape shape_;
+  const ForkGuard fork_;
+  std::vector<Address> bases_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace vattn

@@ -1,0 +1,411 @@
+#include "host_vmm.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "fork_guard.h"
+
+namespace vattn {
+namespace {
+
+constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
+
+// Hands out ranges of one memfd, lowest first, so that memory created in sequence has neighbouring offsets:
+// neighbouring mappings of neighbouring offsets cost one entry in the kernel's table instead of one each.
+class PhysicalFile {
+ public:
+  Result allocate(std::size_t size, off_t* offset) {
+    if (fd_ < 0 && (fd_ = memfd_create("vattn", MFD_CLOEXEC)) < 0) return kOutOfMemory;
+    for (auto hole = holes_.begin(); hole != holes_.end(); ++hole) {
+      if (hole->second < size) continue;
+      *offset = hole->first;
+      const std::size_t rest = hole->second - size;
+      holes_.erase(hole);
+      if (rest) holes_.emplace(*offset + static_cast<off_t>(size), rest);
+      return kSuccess;
+    }
+    if (size > static_cast<std::size_t>(std::numeric_limits<off_t>::max() - end_)) return kOutOfMemory;
+    if (ftruncate(fd_, end_ + static_cast<off_t>(size)) != 0) return kOutOfMemory;
+    *offset = end_;
+    end_ += static_cast<off_t>(size);
+    return kSuccess;
+  }
+
+  void deallocate(off_t offset, std::size_t size) {
+    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size));
+    auto next = holes_.lower_bound(offset);
+    if (next != holes_.end() && next->first == offset + static_cast<off_t>(size)) {
+      size += next->second;
+      next = holes_.erase(next);
+    }
+    if (next != holes_.begin()) {
+      auto before = std::prev(next);
+      if (before->first + static_cast<off_t>(before->second) == offset) {
+        before->second += size;
+        return;
+      }
+    }
+    holes_.emplace(offset, size);
+  }
+
+  int fd() const { return fd_; }
+
+ private:
+  int fd_ = -1;
+  off_t end_ = 0;
+  std::map<off_t, std::size_t> holes_;
+};
+
+// Physical memory lives while references + mappings > 0.
+struct Physical {
+  int granularity_log2;
+  off_t offset;
+  std::size_t size;
+  std::size_t references;
+  std::size_t mappings;
+};
+
+struct Mapping {
+  std::size_t size;
+  Handle handle;
+  int fd;
+  off_t offset;
+  Access access;
+};
+
+struct Reservation {
+  std::size_t size;
+  bool strict;
+  std::map<Address, Mapping> mappings;
+};
+
+struct State {
+  std::mutex mutex;
+  std::array<PhysicalFile, kGranularities> files;
+  std::map<Handle, Physical> physical;
+  std::map<Address, Reservation> reservations;
+  Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
+  std::size_t kernel_mappings = 0;
+  std::size_t other_mappings = 0;  // of the rest of the process, as last counted
+  std::size_t physical_bytes = 0;
+  ForkGuard fork;
+};
+
+// A forked child starts anew: the parent's mappings are not there, and its mutex may be held by a thread that is not.
+// What the child inherited is leaked on purpose.
+State& state() {
+  static State* current = new State;
+  if (current->fork.forked()) {
+    for (const PhysicalFile& file : current->files)
+      if (file.fd() >= 0) close(file.fd());
+    current = new State;
+  }
+  return *current;
+}
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+// MADV_DONTFORK belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again. It cannot fail
+// there: the range is one mapping, so nothing has to be split.
+bool map_fixed(Address address, std::size_t size, int protection, int flags, int fd, off_t offset) {
+  if (mmap(pointer(address), size, protection, MAP_FIXED | flags, fd, offset) == MAP_FAILED) return false;
+  madvise(pointer(address), size, MADV_DONTFORK);
+  return true;
+}
+
+// Brings the file's range into memory, zeroed. False: there is not enough of it.
+bool populate(int fd, off_t offset, std::size_t size) {
+  void* window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+  if (window == MAP_FAILED) return false;
+  bool populated = madvise(window, size, MADV_POPULATE_WRITE) == 0;
+  if (!populated && errno == EINVAL) {  // Linux < 5.14
+    populated = fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size)) == 0;
+    if (populated) std::memset(window, 0, size);
+  }
+  munmap(window, size);
+  return populated;
+}
+
+constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
+
+Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kUnknown; }
+
+std::map<Address, Reservation>::iterator find_reservation(State& s, Address address) {
+  auto it = s.reservations.upper_bound(address);
+  if (it == s.reservations.begin()) return s.reservations.end();
+  --it;
+  return address < it->first + it->second.size ? it : s.reservations.end();
+}
+
+const Mapping* find_mapping(const Reservation& reservation, Address address) {
+  auto it = reservation.mappings.upper_bound(address);
+  if (it == reservation.mappings.begin()) return nullptr;
+  --it;
+  return address < it->first + it->second.size ? &it->second : nullptr;
+}
+
+// The mappings of [address, address + size), if they cover it exactly.
+bool whole_mappings(Reservation& reservation, Address address, std::size_t size,
+                    std::map<Address, Mapping>::iterator* first, std::map<Address, Mapping>::iterator* last) {
+  *first = reservation.mappings.find(address);
+  Address reached = address;
+  for (*last = *first; *last != reservation.mappings.end() && reached < address + size; ++*last) {
+    if ((*last)->first != reached) return false;
+    reached += (*last)->second.size;
+  }
+  return size > 0 && reached == address + size;
+}
+
+// The kernel joins neighbours that are alike: both unmapped, or the same file at adjoining offsets with the same
+// rights.
+bool joined(const Reservation& reservation, Address boundary) {
+  const Mapping* left = find_mapping(reservation, boundary - 1);
+  auto right_it = reservation.mappings.find(boundary);
+  const Mapping* right = right_it == reservation.mappings.end() ? nullptr : &right_it->second;
+  if (!left || !right) return left == right;
+  return left->fd == right->fd && left->offset + static_cast<off_t>(left->size) == right->offset &&
+         left->access == right->access;
+}
+
+// Boundaries inside the reservation, from begin to end inclusive, at which the kernel needs a new entry.
+std::size_t seams(Address base, const Reservation& reservation, Address begin, Address end) {
+  std::size_t count = 0;
+  Address previous = 0;
+  auto visit = [&](Address at) {
+    if (at == previous || at <= base || at >= base + reservation.size) return;
+    previous = at;
+    count += !joined(reservation, at);
+  };
+  visit(begin);
+  for (auto it = reservation.mappings.lower_bound(begin); it != reservation.mappings.end() && it->first < end; ++it) {
+    visit(it->first);
+    visit(it->first + it->second.size);
+  }
+  visit(end);
+  return count;
+}
+
+std::size_t max_map_count() {
+  static const std::size_t limit = [] {
+    std::size_t value = 65530;
+    std::ifstream("/proc/sys/vm/max_map_count") >> value;
+    return value;
+  }();
+  return limit;
+}
+
+// Whether the kernel's table of mappings has room for `more`. Near the limit the rest of the process is counted anew,
+// and a reserve is left to it: a table that is full to the last entry fails malloc and thread creation elsewhere.
+bool room_for_mappings(State& s, std::size_t more) {
+  constexpr std::size_t kReserve = 512;
+  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + kReserve <= max_map_count(); };
+  if (s.other_mappings == 0 || !fits()) {
+    std::ifstream maps("/proc/self/maps");
+    std::size_t lines = 0;
+    for (std::string line; std::getline(maps, line);) ++lines;
+    s.other_mappings = lines > s.kernel_mappings ? lines - s.kernel_mappings : 1;
+  }
+  return fits();
+}
+
+void forget(State& s, std::map<Handle, Physical>::iterator it) {
+  if (it->second.references + it->second.mappings > 0) return;
+  s.files[it->second.granularity_log2 - kMinGranularityLog2].deallocate(it->second.offset, it->second.size);
+  s.physical_bytes -= it->second.size;
+  s.physical.erase(it);
+}
+
+Result address_reserve(Address* address, std::size_t size, std::size_t alignment, Address hint, Flags flags) {
+  const std::size_t page = std::size_t{1} << kMinGranularityLog2;
+  if (!address || size == 0 || size % page || (alignment & (alignment - 1)) || hint || (flags & ~kReserveStrict))
+    return kInvalidValue;
+  if (alignment < page) alignment = page;
+  State& s = state();
+  const bool strict = flags & kReserveStrict;
+  const std::lock_guard lock(s.mutex);
+  const std::size_t padded = size + alignment - page;
+  if (padded < size) return kOutOfMemory;
+  void* raw = mmap(nullptr, padded, reservation_protection(strict), kReservationFlags, -1, 0);
+  if (raw == MAP_FAILED) return from_errno();
+  const Address start = reinterpret_cast<Address>(raw);
+  const Address aligned = (start + alignment - 1) & ~(Address{alignment} - 1);
+  if (aligned > start) munmap(raw, aligned - start);
+  const Address excess = start + padded - (aligned + size);
+  if (excess) munmap(pointer(aligned + size), excess);
+  madvise(pointer(aligned), size, MADV_DONTFORK);
+  s.reservations.emplace(aligned, Reservation{size, strict, {}});
+  s.kernel_mappings += 1;
+  *address = aligned;
+  return kSuccess;
+}
+
+Result address_free(Address address, std::size_t size) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = s.reservations.find(address);
+  if (it == s.reservations.end() || it->second.size != size || !it->second.mappings.empty()) return kInvalidValue;
+  if (munmap(pointer(address), size) != 0) return from_errno();
+  s.reservations.erase(it);
+  s.kernel_mappings -= 1;
+  return kSuccess;
+}
+
+Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flags flags) {
+  if (!handle || !prop || flags || prop->location.type != kLocationHost) return kInvalidValue;
+  const int log2 = prop->location.id;
+  if (log2 < kMinGranularityLog2 || log2 > kMaxGranularityLog2) return kInvalidValue;
+  if (size == 0 || size % (std::size_t{1} << log2)) return kInvalidValue;
+  State& s = state();
+  PhysicalFile& file = s.files[log2 - kMinGranularityLog2];
+  off_t offset = 0;
+  {
+    const std::lock_guard lock(s.mutex);
+    if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
+  }
+  // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
+  // would be a SIGBUS there and is an error here.
+  const bool filled = populate(file.fd(), offset, size);
+  const std::lock_guard lock(s.mutex);
+  if (!filled) {
+    file.deallocate(offset, size);
+    return kOutOfMemory;
+  }
+  *handle = s.next_handle++;
+  s.physical.emplace(*handle, Physical{log2, offset, size, 1, 0});
+  s.physical_bytes += size;
+  return kSuccess;
+}
+
+Result release(Handle handle) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = s.physical.find(handle);
+  if (it == s.physical.end() || it->second.references == 0) return kInvalidValue;
+  it->second.references -= 1;
+  forget(s, it);
+  return kSuccess;
+}
+
+Result map(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto physical = s.physical.find(handle);
+  if (physical == s.physical.end() || physical->second.references == 0 || offset || flags) return kInvalidValue;
+  Physical& memory = physical->second;
+  const std::size_t granularity = std::size_t{1} << memory.granularity_log2;
+  if (size != memory.size || address % granularity) return kInvalidValue;
+  auto it = find_reservation(s, address);
+  if (it == s.reservations.end() || address + size > it->first + it->second.size) return kInvalidValue;
+  Reservation& reservation = it->second;
+  auto next = reservation.mappings.lower_bound(address);
+  if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
+    return kAlreadyMapped;
+  if (!room_for_mappings(s, 2)) return kOutOfMemory;
+  const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
+  const std::size_t seams_before = seams(it->first, reservation, address, address + size);
+  if (!map_fixed(address, size, PROT_NONE, MAP_SHARED, fd, memory.offset)) return from_errno();
+  reservation.mappings.emplace(address, Mapping{size, handle, fd, memory.offset, Access::kNone});
+  memory.mappings += 1;
+  s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
+  return kSuccess;
+}
+
+Result unmap(Address address, std::size_t size) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = find_reservation(s, address);
+  if (it == s.reservations.end()) return kInvalidValue;
+  Reservation& reservation = it->second;
+  std::map<Address, Mapping>::iterator first, last;
+  if (!whole_mappings(reservation, address, size, &first, &last)) return kInvalidValue;
+  const std::size_t seams_before = seams(it->first, reservation, address, address + size);
+  if (!map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
+    return from_errno();
+  for (auto mapping = first; mapping != last; ++mapping) {
+    auto physical = s.physical.find(mapping->second.handle);
+    physical->second.mappings -= 1;
+    forget(s, physical);
+  }
+  reservation.mappings.erase(first, last);
+  s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
+  return kSuccess;
+}
+
+Result set_access(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
+  if (!descs || count != 1 || descs->location.type != kLocationHost) return kInvalidValue;
+  const auto access = static_cast<Access>(descs->flags);
+  int protection = PROT_NONE;
+  if (access == Access::kRead) protection = PROT_READ;
+  if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
+  if (protection == PROT_NONE && access != Access::kNone) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = find_reservation(s, address);
+  if (it == s.reservations.end()) return kInvalidValue;
+  std::map<Address, Mapping>::iterator first, last;
+  if (!whole_mappings(it->second, address, size, &first, &last)) return kInvalidValue;
+  const std::size_t seams_before = seams(it->first, it->second, address, address + size);
+  if (mprotect(pointer(address), size, protection) != 0) return from_errno();
+  for (auto mapping = first; mapping != last; ++mapping) mapping->second.access = access;
+  s.kernel_mappings += seams(it->first, it->second, address, address + size) - seams_before;
+  // Fills the process's page table now instead of by faults in the caller's kernels. A read suffices: shared memory
+  // that may be written is entered writable. The memory is there already, so a refusal (Linux < 5.14) only costs those
+  // faults.
+  if (access != Access::kNone) madvise(pointer(address), size, MADV_POPULATE_READ);
+  return kSuccess;
+}
+
+Result get_access(Flags* flags, const Location* location, Address address) {
+  if (!flags || !location || location->type != kLocationHost) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = find_reservation(s, address);
+  const Mapping* mapping = it == s.reservations.end() ? nullptr : find_mapping(it->second, address);
+  if (!mapping) return kInvalidValue;
+  *flags = static_cast<Flags>(mapping->access);
+  return kSuccess;
+}
+
+Result retain_handle(Handle* handle, void* address) {
+  if (!handle) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto it = find_reservation(s, reinterpret_cast<Address>(address));
+  const Mapping* mapping =
+      it == s.reservations.end() ? nullptr : find_mapping(it->second, reinterpret_cast<Address>(address));
+  if (!mapping) return kInvalidValue;
+  *handle = mapping->handle;
+  s.physical.at(*handle).references += 1;
+  return kSuccess;
+}
+
+Result set_context(void*) { return kSuccess; }
+
+}  // namespace
+
+const Vmm& host_vmm() {
+  static const Vmm table{address_reserve, address_free, create,     release,       map,
+                         unmap,           set_access,   get_access, retain_handle, set_context};
+  return table;
+}
+
+HostUsage host_usage() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  return {s.kernel_mappings, s.physical_bytes, s.physical.size(), s.reservations.size()};
+}
+
+}  // namespace vattn

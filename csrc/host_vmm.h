@@ -1,0 +1,28 @@
+// The host provider: CUDA's virtual memory calls over Linux memory (memfd_create, mmap), with CUDA's contract.
+//
+// Physical memory is a range of a memfd; a reservation is an anonymous mapping that cannot be written, so that a stray
+// read past the mapped pages sees zeros and a stray write faults. A location of type kLocationHost names its
+// granularity by its id, the power of two: 12 (4 KiB) to 21 (2 MiB).
+#pragma once
+
+#include "vmm.h"
+
+namespace vattn {
+
+constexpr int kMinGranularityLog2 = 12;
+constexpr int kMaxGranularityLog2 = 21;
+
+// A flag of address_reserve: what is not mapped cannot be read either, instead of reading as zeros.
+constexpr Flags kReserveStrict = 1;
+
+const Vmm& host_vmm();
+
+struct HostUsage {
+  std::size_t kernel_mappings;  // entries that this provider's reservations have in the kernel's table of mappings
+  std::size_t physical_bytes;   // memory that handles or mappings keep alive
+  std::size_t handles;          // handles and mapped memory not yet gone
+  std::size_t reservations;
+};
+HostUsage host_usage();
+
+}  // namespace vattn

@@ -1,0 +1,196 @@
+#include "mapper.h"
+
+#include <pthread.h>
+
+#include <csignal>
+#include <stdexcept>
+#include <utility>
+
+namespace vattn {
+
+void Transaction::revert() {
+  while (!undo_.empty()) {
+    undo_.back()();
+    undo_.pop_back();
+  }
+}
+
+struct Mapper::Worker {
+  std::mutex mutex;
+  std::condition_variable submitted;
+  std::condition_variable finished;
+  std::deque<std::shared_ptr<Transaction>> log;
+  // Executed transactions, until a caller's thread destroys them: what they hold may need the interpreter's lock, for
+  // which the worker must never wait.
+  std::vector<std::shared_ptr<Transaction>> executed;
+  bool stopping = false;
+  std::thread thread;
+};
+
+Mapper::Mapper(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool)
+    : driver_(std::move(driver)), pool_(std::move(pool)), worker_(std::make_unique<Worker>()) {
+  // Signals are the interpreter's: the worker must not be the thread that they interrupt.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  worker_->thread = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Mapper::~Mapper() {
+  stop();
+  if (fork_.forked()) static_cast<void>(worker_.release());
+}
+
+Ticket Mapper::submit(std::shared_ptr<Transaction> transaction) {
+  if (stopped_ || fork_.forked()) throw std::logic_error("the worker is not running");
+  transaction->ticket_ = ++last_;
+  std::vector<std::shared_ptr<Transaction>> executed;  // destroyed after the lock is gone
+  {
+    const std::lock_guard lock(worker_->mutex);
+    worker_->log.push_back(std::move(transaction));
+    executed.swap(worker_->executed);
+  }
+  worker_->submitted.notify_one();
+  return last_;
+}
+
+void Mapper::wait(Ticket ticket) {
+  if (passed(ticket)) return;
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  std::unique_lock lock(worker_->mutex);
+  worker_->finished.wait(lock, [&] { return passed(ticket); });
+}
+
+std::vector<std::shared_ptr<Transaction>> Mapper::collect_failures() {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  wait(last_);
+  const std::lock_guard lock(worker_->mutex);
+  failed_ = false;
+  return std::exchange(failures_, {});
+}
+
+void Mapper::stop() {
+  if (stopped_ || fork_.forked()) return;
+  stopped_ = true;
+  {
+    const std::lock_guard lock(worker_->mutex);
+    worker_->stopping = true;
+  }
+  worker_->submitted.notify_one();
+  worker_->thread.join();
+}
+
+void Mapper::run() {
+  const Result context = driver_->set_context();
+  std::unique_lock lock(worker_->mutex);
+  for (;;) {
+    worker_->submitted.wait(lock, [&] { return worker_->stopping || !worker_->log.empty(); });
+    if (worker_->log.empty()) return;
+    Transaction& transaction = *worker_->log.front();
+    Status status = Status::kCancelled;
+    if (!failed_) {
+      lock.unlock();
+      if (context == kSuccess) {
+        execute(transaction);
+      } else {
+        transaction.failed_call_ = Call::kSetContext;
+        transaction.failed_result_ = context;
+      }
+      lock.lock();
+      status = transaction.failed_result_ == kSuccess ? Status::kDone : Status::kFailed;
+    }
+    // Before the ticket passes, so that whoever sees it pass sees the failure.
+    if (status != Status::kDone) failed_ = true;
+    transaction.status_.store(status, std::memory_order_release);
+    passed_.store(transaction.ticket_, std::memory_order_release);
+    auto& destination = status == Status::kDone ? worker_->executed : failures_;
+    destination.push_back(std::move(worker_->log.front()));
+    worker_->log.pop_front();
+    worker_->finished.notify_all();
+  }
+}
+
+void Mapper::execute(Transaction& transaction) {
+  const auto& operations = transaction.operations_;
+  std::size_t i = 0, done = 0;
+  bool undone = true;
+  for (; i < operations.size(); ++i, done = 0)
+    if (!perform(operations[i], &done, &transaction.failed_call_, &transaction.failed_result_)) break;
+  if (i < operations.size()) {
+    undone = undo(operations[i], done);
+  } else {
+    // Memory goes when nothing else can fail: gone earlier, an undo could replace it, but not what it held.
+    std::size_t gone = 0;
+    Result result = kSuccess;
+    while (gone < released_.size() && (result = driver_->release(released_[gone])) == kSuccess) ++gone;
+    if (gone == released_.size()) return released_.clear();
+    transaction.failed_call_ = Call::kRelease;
+    transaction.failed_result_ = result;
+    while (gone-- > 0) undone = driver_->create(&released_[gone], pool_->page_size()) == kSuccess && undone;
+  }
+  while (i-- > 0) undone = undo(operations[i], operations[i].pages.size()) && undone;
+  if (!undone) broken_ = true;
+}
+
+// Performs an operation, counting the pages that are done; false at the first call that fails.
+bool Mapper::perform(const Operation& operation, std::size_t* done, Call* call, Result* result) {
+  const std::size_t page_size = pool_->page_size();
+  const std::vector<PageId>& pages = operation.pages;
+  const auto failed = [&](Call which, Result r) {
+    if (r == kSuccess) return false;
+    *call = which;
+    *result = r;
+    return true;
+  };
+  switch (operation.kind) {
+    case Operation::Kind::kCreate:
+      for (; *done < pages.size(); ++*done)
+        if (failed(Call::kCreate, driver_->create(&pool_->handle(pages[*done]), page_size))) return false;
+      return true;
+    case Operation::Kind::kRelease:
+      for (; *done < pages.size(); ++*done) released_.push_back(pool_->handle(pages[*done]));
+      return true;
+    case Operation::Kind::kMap:
+      for (; *done < pages.size(); ++*done)
+        if (failed(Call::kMap,
+                   driver_->map(operation.address + *done * page_size, page_size, pool_->handle(pages[*done]))))
+          return false;
+      // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
+      return !failed(Call::kSetAccess,
+                     driver_->set_access(operation.address, pages.size() * page_size, operation.access));
+    case Operation::Kind::kUnmap:
+      if (failed(Call::kUnmap, driver_->unmap(operation.address, pages.size() * page_size))) return false;
+      *done = pages.size();
+      return true;
+  }
+  return false;
+}
+
+// Undoes the first `done` pages of an operation; false if that fails.
+bool Mapper::undo(const Operation& operation, std::size_t done) {
+  if (done == 0) return true;
+  bool undone = true;
+  Operation inverse{operation.kind, {}, operation.address, operation.access};
+  inverse.pages.assign(operation.pages.begin(), operation.pages.begin() + static_cast<std::ptrdiff_t>(done));
+  switch (operation.kind) {
+    case Operation::Kind::kCreate:
+      while (done-- > 0) undone = driver_->release(pool_->handle(operation.pages[done])) == kSuccess && undone;
+      return undone;
+    case Operation::Kind::kRelease:
+      for (; done-- > 0; released_.pop_back()) pool_->handle(operation.pages[done]) = released_.back();
+      return true;
+    case Operation::Kind::kMap:
+      inverse.kind = Operation::Kind::kUnmap;
+      break;
+    case Operation::Kind::kUnmap:
+      inverse.kind = Operation::Kind::kMap;
+      break;
+  }
+  std::size_t performed = 0;
+  Call call;
+  Result result;
+  return perform(inverse, &performed, &call, &result);
+}
+
+}  // namespace vattn

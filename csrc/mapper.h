@@ -1,0 +1,110 @@
+// The log of map and unmap operations, and the one thread that executes it.
+//
+// Decisions are taken, and the books changed, on the caller's thread, while a transaction is put together; the worker
+// only executes, in order, and reports by ticket. A transaction is executed wholly or not at all: where a call fails,
+// what the transaction did before is undone on the worker. From then on the log stands still: every later transaction
+// is cancelled, because its decisions rest on those of the failed one, until the caller collects the failures, takes
+// their decisions back in reverse order (Transaction::revert) and submits anew.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "driver.h"
+#include "fork_guard.h"
+#include "page_pool.h"
+
+namespace vattn {
+
+struct Operation {
+  enum class Kind { kCreate, kRelease, kMap, kUnmap };
+  Kind kind;
+  std::vector<PageId> pages;  // of map and unmap: neighbours in the address space
+  Address address = 0;        // of map and unmap: where the first page goes
+  Access access = Access::kNone;
+};
+
+using Ticket = std::uint64_t;
+
+enum class Status { kPending, kDone, kFailed, kCancelled };
+
+class Transaction {
+ public:
+  // What has to be done, and how the books take the decision back.
+  void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  void on_revert(std::function<void()> undo) { undo_.push_back(std::move(undo)); }
+
+  // Takes the decisions back, last one first. For a transaction that was never submitted, failed, or was cancelled.
+  void revert();
+
+  bool empty() const { return operations_.empty(); }
+  Ticket ticket() const { return ticket_; }
+  Status status() const { return status_.load(std::memory_order_acquire); }
+  // Of a failed transaction.
+  Call failed_call() const { return failed_call_; }
+  Result failed_result() const { return failed_result_; }
+
+ private:
+  friend class Mapper;
+  std::vector<Operation> operations_;
+  std::vector<std::function<void()>> undo_;
+  Ticket ticket_ = 0;
+  std::atomic<Status> status_{Status::kPending};
+  Call failed_call_ = Call::kMap;
+  Result failed_result_ = kSuccess;
+};
+
+class Mapper {
+ public:
+  Mapper(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool);
+  ~Mapper();  // stops
+  Mapper(const Mapper&) = delete;
+  Mapper& operator=(const Mapper&) = delete;
+
+  // Appends to the log. Throws std::logic_error after stop().
+  Ticket submit(std::shared_ptr<Transaction> transaction);
+
+  // Blocks until the worker is past the ticket: it is done, failed or cancelled.
+  void wait(Ticket ticket);
+  bool passed(Ticket ticket) const { return passed_.load(std::memory_order_acquire) >= ticket; }
+  Ticket last() const { return last_; }
+
+  // True while failures wait to be collected.
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  // Waits for the log to run dry, then hands over what failed and was cancelled, oldest first, and lets the log go on.
+  std::vector<std::shared_ptr<Transaction>> collect_failures();
+
+  // True if undoing a failed transaction failed as well: the mappings are no longer what the books say.
+  bool broken() const { return broken_.load(std::memory_order_acquire); }
+
+  // Executes what was submitted, then ends the thread. Idempotent; does nothing in a forked child.
+  void stop();
+
+ private:
+  struct Worker;  // what the thread shares with its callers; leaked in a forked child, where it cannot be torn down
+  void run();
+  void execute(Transaction& transaction);
+  bool perform(const Operation& operation, std::size_t* done, Call* call, Result* result);
+  bool undo(const Operation& operation, std::size_t done);
+
+  const std::shared_ptr<Driver> driver_;
+  const std::shared_ptr<PagePool> pool_;
+  const ForkGuard fork_;
+  std::unique_ptr<Worker> worker_;
+  std::vector<Handle> released_;  // the worker's: memory that the transaction under way gives back
+  std::vector<std::shared_ptr<Transaction>> failures_;  // guarded by the worker's mutex
+  Ticket last_ = 0;
+  bool stopped_ = false;
+  std::atomic<Ticket> passed_{0};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> broken_{false};
+};
+
+}  // namespace vattn

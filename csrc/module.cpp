@@ -1,0 +1,211 @@
+// Python bindings of the mechanism; no logic.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "address_space.h"
+#include "host_vmm.h"
+#include "mapper.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace vattn;
+
+namespace {
+
+using Table = std::map<std::string, std::uintptr_t>;
+
+// Visits the table's entries under CUDA's names, so that reading and building one name them in one place.
+template <class Vmm_, class Visit>
+void visit_table(Vmm_& vmm, Visit&& visit) {
+  visit("cuMemAddressReserve", vmm.address_reserve);
+  visit("cuMemAddressFree", vmm.address_free);
+  visit("cuMemCreate", vmm.create);
+  visit("cuMemRelease", vmm.release);
+  visit("cuMemMap", vmm.map);
+  visit("cuMemUnmap", vmm.unmap);
+  visit("cuMemSetAccess", vmm.set_access);
+  visit("cuMemGetAccess", vmm.get_access);
+  visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuCtxSetCurrent", vmm.set_context);
+}
+
+Table table_of(const Vmm& vmm) {
+  Table table;
+  visit_table(vmm, [&](const char* name, auto function) { table[name] = reinterpret_cast<std::uintptr_t>(function); });
+  return table;
+}
+
+std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags) {
+  Vmm vmm;
+  visit_table(vmm, [&](const char* name, auto& function) {
+    const auto entry = table.find(name);
+    if (entry == table.end() || !entry->second) throw nb::value_error((std::string("the table lacks ") + name).c_str());
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(entry->second);
+  });
+  AllocationProp allocation;
+  if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
+  std::memcpy(&allocation, prop.c_str(), sizeof allocation);
+  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags);
+}
+
+nb::bytes host_prop(std::size_t granularity) {
+  AllocationProp prop{};
+  prop.type = 1;
+  prop.location.type = kLocationHost;
+  while (prop.location.id < 63 && (std::size_t{1} << prop.location.id) < granularity) prop.location.id += 1;
+  return nb::bytes(&prop, sizeof prop);
+}
+
+using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
+
+Stats call_stats(const Driver& driver) {
+  Stats stats;
+  for (unsigned i = 0; i < kCalls; ++i) {
+    const CallStats s = driver.stats(static_cast<Call>(i));
+    stats[call_name(static_cast<Call>(i))] = nb::make_tuple(s.count, static_cast<double>(s.nanoseconds) * 1e-9);
+  }
+  return stats;
+}
+
+nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, std::size_t index, int device_type,
+                                              int device_id) {
+  const AddressSpace& space = nb::cast<const AddressSpace&>(self);
+  const std::size_t shape[1] = {space.tensor_bytes()};
+  return {reinterpret_cast<void*>(space.base(index)),
+          1,
+          shape,
+          self,
+          nullptr,
+          nb::dtype<std::uint8_t>(),
+          device_type,
+          device_id};
+}
+
+void raise_driver_error(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const DriverFailure& failure) {
+    const nb::object type = nb::module_::import_("vattn.errors").attr("DriverError");
+    const nb::object error = type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result,
+                                  "name"_a = result_name(failure.result));
+    PyErr_SetObject(type.ptr(), error.ptr());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The mechanism of vattn: physical pages, address spaces, and the worker that maps one into the other.";
+  // Tensors may outlive the interpreter's modules, and what they keep alive is then reported as leaked.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(raise_driver_error);
+
+  m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
+  m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
+  m.def("result_name", &result_name, "result"_a);
+  m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
+  m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
+  m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
+
+  nb::class_<HostUsage>(m, "HostUsage")
+      .def_ro("kernel_mappings", &HostUsage::kernel_mappings)
+      .def_ro("physical_bytes", &HostUsage::physical_bytes)
+      .def_ro("handles", &HostUsage::handles)
+      .def_ro("reservations", &HostUsage::reservations);
+  m.def("host_usage", &host_usage, "What the host provider holds for this process.");
+
+  nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
+      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0)
+      .def("call_stats", &call_stats, "Calls so far by CUDA's names: (count, seconds).");
+
+  nb::class_<PoolCounts>(m, "PoolCounts")
+      .def_ro("budget", &PoolCounts::budget)
+      .def_ro("absent", &PoolCounts::absent)
+      .def_ro("free", &PoolCounts::free)
+      .def_ro("taken", &PoolCounts::taken);
+
+  nb::class_<PagePool>(m, "PagePool", "Physical pages by index; absent + free + taken == budget.")
+      .def(nb::new_(
+               [](std::size_t page_size, std::size_t budget) { return std::make_shared<PagePool>(page_size, budget); }),
+           "page_size"_a, "budget"_a)
+      .def_prop_ro("page_size", &PagePool::page_size)
+      .def("counts", &PagePool::counts)
+      .def(
+          "release_free",
+          [](std::shared_ptr<PagePool> self, Transaction& transaction, std::size_t count) {
+            const std::vector<PageId> pages = self->remove_free(count);
+            if (pages.empty()) return std::size_t{0};
+            transaction.add({Operation::Kind::kRelease, pages});
+            transaction.on_revert([self, pages] { self->undo_remove_free(pages); });
+            return pages.size();
+          },
+          "transaction"_a, "count"_a, "Gives the memory of up to `count` free pages back; how many.")
+      .def("check", &PagePool::check);
+
+  nb::enum_<Status>(m, "Status")
+      .value("PENDING", Status::kPending)
+      .value("DONE", Status::kDone)
+      .value("FAILED", Status::kFailed)
+      .value("CANCELLED", Status::kCancelled);
+
+  nb::class_<Transaction>(m, "Transaction", "Decisions in the books, and the operations that make them true.")
+      .def(nb::new_([] { return std::make_shared<Transaction>(); }))
+      .def_prop_ro("empty", &Transaction::empty)
+      .def_prop_ro("status", &Transaction::status)
+      .def_prop_ro("failed_call", [](const Transaction& t) { return call_name(t.failed_call()); })
+      .def_prop_ro("failed_code", &Transaction::failed_result)
+      .def("revert", &Transaction::revert, "Takes its decisions back; for one that did not happen.");
+
+  nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
+      .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, std::size_t tensors,
+                       std::size_t slots, std::size_t runs, std::size_t run_pages) {
+             return std::make_shared<AddressSpace>(std::move(driver), std::move(pool),
+                                                   AddressSpace::Shape{tensors, slots, runs, run_pages});
+           }),
+           "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a)
+      .def_prop_ro("slots", [](const AddressSpace& self) { return self.shape().slots; })
+      .def_prop_ro("lanes", &AddressSpace::lanes)
+      .def_prop_ro("tensor_bytes", &AddressSpace::tensor_bytes)
+      .def("columns", &AddressSpace::columns, "slot"_a)
+      .def("grow", &AddressSpace::grow, "transaction"_a, "slot"_a, "count"_a)
+      .def("shrink", &AddressSpace::shrink, "transaction"_a, "slot"_a, "count"_a)
+      .def(
+          "alias",
+          [](AddressSpace& self, Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
+             bool writable) {
+            self.alias(transaction, slot, source, upto, writable ? Access::kReadWrite : Access::kRead);
+          },
+          "transaction"_a, "slot"_a, "source"_a, "upto"_a, "writable"_a = false)
+      .def("check", &AddressSpace::check)
+      .def("tensor", &tensor, "index"_a, "device_type"_a, "device_id"_a,
+           "One virtual tensor as uint8 [tensor_bytes], which keeps the addresses reserved while it lives.");
+
+  nb::class_<Mapper>(m, "Mapper", "The worker that executes transactions in the order of their tickets.")
+      .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool) {
+             return std::make_shared<Mapper>(std::move(driver), std::move(pool));
+           }),
+           "driver"_a, "pool"_a)
+      .def("submit", &Mapper::submit, "transaction"_a)
+      .def("wait", &Mapper::wait, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("passed", &Mapper::passed, "ticket"_a)
+      .def_prop_ro("last", &Mapper::last)
+      .def_prop_ro("failed", &Mapper::failed)
+      .def_prop_ro("broken", &Mapper::broken)
+      .def(
+          "collect_failures",
+          [](Mapper& self) {
+            {
+              const nb::gil_scoped_release unlocked;
+              self.wait(self.last());
+            }
+            return self.collect_failures();
+          },
+          "Waits for the log to run dry; then failed and cancelled transactions, oldest first.")
+      .def("stop", &Mapper::stop, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,112 @@
+#include "page_pool.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace vattn {
+
+PagePool::PagePool(std::size_t page_size, std::size_t budget) : page_size_(page_size) {
+  if (budget > std::numeric_limits<PageId>::max()) throw std::invalid_argument("more pages than a page index can name");
+  references_.resize(budget, 0);
+  handles_.resize(budget, 0);
+}
+
+PoolCounts PagePool::counts() const {
+  const std::size_t budget = references_.size();
+  return {budget, released_.size() + (budget - fresh_), free_.size(), taken_};
+}
+
+PageId PagePool::take_one(const PageId* after, std::vector<PageId>* created) {
+  PageId page;
+  if (!free_.empty()) {
+    auto it = after ? free_.find(*after + 1) : free_.end();
+    if (it == free_.end()) it = free_.begin();
+    page = *it;
+    free_.erase(it);
+  } else {
+    if (!released_.empty()) {
+      auto it = after ? released_.find(*after + 1) : released_.end();
+      if (it == released_.end()) it = released_.begin();
+      page = *it;
+      released_.erase(it);
+    } else {
+      page = fresh_++;
+    }
+    created->push_back(page);
+  }
+  references_[page] = 1;
+  taken_ += 1;
+  return page;
+}
+
+std::vector<PageId> PagePool::take(std::size_t count, const PageId* after, std::vector<PageId>* created) {
+  const PoolCounts now = counts();
+  if (count > now.free + now.absent) throw std::logic_error("took more pages than the pool has");
+  std::vector<PageId> pages;
+  pages.reserve(count);
+  while (pages.size() < count) pages.push_back(take_one(pages.empty() ? after : &pages.back(), created));
+  return pages;
+}
+
+void PagePool::retain(PageId page) {
+  if (references_[page] == 0) throw std::logic_error("retained a page that nobody holds");
+  references_[page] += 1;
+}
+
+void PagePool::drop(PageId page) {
+  if (references_[page] == 0) throw std::logic_error("dropped a page that nobody holds");
+  if (--references_[page] == 0) {
+    free_.insert(page);
+    taken_ -= 1;
+  }
+}
+
+std::vector<PageId> PagePool::remove_free(std::size_t count) {
+  std::vector<PageId> pages;
+  while (pages.size() < count && !free_.empty()) {
+    const PageId page = *free_.rbegin();
+    free_.erase(page);
+    released_.insert(page);
+    pages.push_back(page);
+  }
+  return pages;
+}
+
+void PagePool::undo_take(const std::vector<PageId>& pages, const std::vector<PageId>& created) {
+  for (const PageId page : pages) drop(page);
+  for (const PageId page : created) {
+    free_.erase(page);
+    released_.insert(page);
+  }
+}
+
+void PagePool::undo_drop(PageId page) {
+  if (references_[page]++ == 0) {
+    free_.erase(page);
+    taken_ += 1;
+  }
+}
+
+void PagePool::undo_remove_free(const std::vector<PageId>& pages) {
+  for (const PageId page : pages) {
+    released_.erase(page);
+    free_.insert(page);
+  }
+}
+
+void PagePool::check() const {
+  std::size_t taken = 0;
+  for (PageId page = 0; page < references_.size(); ++page) {
+    const bool held = references_[page] > 0;
+    const bool is_free = free_.contains(page);
+    const bool is_absent = page >= fresh_ || released_.contains(page);
+    if (held + is_free + is_absent != 1) throw std::logic_error("a page is not in exactly one of absent, free, taken");
+    taken += held;
+  }
+  const PoolCounts c = counts();
+  if (taken != c.taken || c.absent + c.free + c.taken != c.budget)
+    throw std::logic_error("absent + free + taken is not the budget");
+}
+
+}  // namespace vattn

@@ -1,0 +1,88 @@
+// The one door to virtual memory: a table of driver calls with the signatures of CUDA's virtual memory management
+// API, so that one mechanism runs over CUDA's driver and over the host's memory. Nothing here includes CUDA's
+// headers; the structs and numbers repeat its ABI.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vattn {
+
+using Address = unsigned long long;  // CUdeviceptr
+using Handle = unsigned long long;   // CUmemGenericAllocationHandle
+using Flags = unsigned long long;
+using Result = int;  // CUresult
+
+// The CUresults that this code names; a provider may return any other.
+enum : Result {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNotInitialized = 3,
+  kInvalidContext = 201,
+  kMapFailed = 205,
+  kUnmapFailed = 206,
+  kAlreadyMapped = 208,
+  kNotMapped = 211,
+  kNotPermitted = 800,
+  kNotSupported = 801,
+  kUnknown = 999,
+};
+
+enum class Access : unsigned { kNone = 0, kRead = 1, kReadWrite = 3 };  // CUmemAccess_flags
+
+enum : unsigned { kLocationDevice = 1, kLocationHost = 2 };  // CUmemLocationType
+
+struct Location {  // CUmemLocation
+  unsigned type;
+  int id;
+};
+
+struct AccessDesc {  // CUmemAccessDesc
+  Location location;
+  unsigned flags;
+};
+
+struct AllocationProp {  // CUmemAllocationProp
+  unsigned type;         // 1: CU_MEM_ALLOCATION_TYPE_PINNED
+  unsigned requested_handle_types;
+  Location location;
+  void* win32_handle_metadata;
+  struct {
+    unsigned char compression_type;
+    unsigned char gpu_direct_rdma_capable;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } alloc_flags;
+};
+static_assert(sizeof(AccessDesc) == 12 && sizeof(AllocationProp) == 32, "CUDA's ABI");
+
+// `granularity` below is the size of a page as cuMemGetAllocationGranularity reports it for `prop`. A call that fails
+// changes nothing. Every call may be made from any thread on which `set_context` succeeded.
+struct Vmm {
+  // Pre: size is a multiple of the granularity; alignment is 0 or a power of two; hint is 0.
+  // Post: [*address, *address + size) belongs to the caller; nothing is mapped there.
+  Result (*address_reserve)(Address* address, std::size_t size, std::size_t alignment, Address hint, Flags flags);
+  // Pre: exactly the range that one address_reserve returned; nothing is mapped in it.
+  Result (*address_free)(Address address, std::size_t size);
+  // Pre: size is a multiple of the granularity. Post: *handle stands for `size` bytes of physical memory, referenced
+  // once.
+  Result (*create)(Handle* handle, std::size_t size, const AllocationProp* prop, Flags flags);
+  // Pre: the handle has a reference left. Post: one less; the memory goes when no reference and no mapping is left.
+  Result (*release)(Handle handle);
+  // Pre: address and size are multiples of the granularity, size is the handle's, offset is 0, the range lies in one
+  // reservation and nothing is mapped in it. Post: mapped, without access.
+  Result (*map)(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags);
+  // Pre: the range consists of whole mappings, without a gap. Post: nothing is mapped there.
+  Result (*unmap)(Address address, std::size_t size);
+  // Pre: as for unmap. Post: the range is readable, or readable and writable, by each descriptor's location.
+  Result (*set_access)(Address address, std::size_t size, const AccessDesc* descs, std::size_t count);
+  // Pre: something is mapped at address. Post: *flags is the access that `location` has there.
+  Result (*get_access)(Flags* flags, const Location* location, Address address);
+  // Pre: something is mapped at address. Post: *handle is what is mapped there, with one reference more.
+  Result (*retain_handle)(Handle* handle, void* address);
+  // Makes the provider's context (null on the host) current on the calling thread.
+  Result (*set_context)(void* context);
+};
+
+}  // namespace vattn

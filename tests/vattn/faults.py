@@ -1,0 +1,79 @@
+"""A driver table over the host's that can fail chosen calls: every call passes through Python on its way."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from vattn import _native
+
+_size, _address, _flags, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
+_SIGNATURES = {
+    "cuMemAddressReserve": (_pointer, _size, _size, _address, _flags),
+    "cuMemAddressFree": (_address, _size),
+    "cuMemCreate": (_pointer, _size, _pointer, _flags),
+    "cuMemRelease": (_address,),
+    "cuMemMap": (_address, _size, _size, _address, _flags),
+    "cuMemUnmap": (_address, _size),
+    "cuMemSetAccess": (_address, _size, _pointer, _size),
+}
+
+
+class FaultyTable:
+    """`addresses` is a driver table; `fail(n)` makes the n-th call from now on fail (1: the next), once.
+
+    Calls that only look (retain, get_access) are passed on uncounted.
+    """
+
+    def __init__(self) -> None:
+        self.addresses = dict(_native.host_table())
+        self.calls: Counter[str] = Counter()
+        self.failed: str | None = None
+        self._countdown: int | None = None
+        self._always: frozenset[str] = frozenset()
+        self._code = 0
+        self._transparent = False
+        self._only: str | None = None
+        self._kept_alive = []
+        for name, arguments in _SIGNATURES.items():
+            prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+            callback = prototype(self._wrap(name, prototype(self.addresses[name])))
+            self._kept_alive.append(callback)
+            self.addresses[name] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+
+    def fail(self, nth: int, code: int = 999, name: str | None = None) -> None:
+        self.failed = None
+        self._countdown, self._code, self._only = nth, code, name
+
+    def fail_always(self, *names: str, code: int = 999) -> None:
+        self._always, self._code = frozenset(names), code
+
+    @contextlib.contextmanager
+    def transparent(self) -> Iterator[None]:
+        """For checks, which make calls of their own."""
+        self._transparent = True
+        yield
+        self._transparent = False
+
+    def heal(self) -> None:
+        self._countdown = None
+        self._always = frozenset()
+
+    def _wrap(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def wrapped(*arguments: int) -> int:
+            if self._transparent:
+                return call(*arguments)
+            self.calls[name] += 1
+            if name in self._always:
+                return self._code
+            if self._countdown is not None and self._only in (None, name):
+                self._countdown -= 1
+                if self._countdown == 0:
+                    self._countdown = None
+                    self.failed = name
+                    return self._code
+            return call(*arguments)
+
+        return wrapped

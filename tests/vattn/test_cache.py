@@ -1,0 +1,422 @@
+"""What users of the four calls are promised."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "dtype": "float32",
+    "max_batch_size": 4,
+    "max_context_len": 1000,
+    "memory_budget": "4MiB",
+    "page_size": 4096,  # 64 tokens of a head ("layer", HND), 8 pages to a column
+}
+COLUMN = 8
+
+
+def make(**changes: Any) -> vattn.KVCache:
+    return vattn.KVCache(vattn.KVConfig(**BASE | changes))
+
+
+@pytest.fixture
+def cache() -> Iterator[vattn.KVCache]:
+    with make() as made:
+        yield made
+        made.check()
+
+
+def fill(cache: vattn.KVCache, reqid: int, tokens: int, seed: int) -> None:
+    for layer in range(cache.config.num_layers):
+        for side, tensor in enumerate(cache.layer(layer)):
+            tensor[reqid, :tokens] = content(tensor, tokens, seed + 10 * layer + side)
+
+
+def content(like: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 100, (tokens, *like.shape[2:]), generator=generator)
+    return values.to(like.dtype)
+
+
+def assert_holds(cache: vattn.KVCache, reqid: int, tokens: int, seed: int) -> None:
+    for layer in range(cache.config.num_layers):
+        for side, tensor in enumerate(cache.layer(layer)):
+            expected = content(tensor, tokens, seed + 10 * layer + side)
+            assert torch.equal(tensor[reqid, :tokens].float(), expected.float())
+
+
+@pytest.mark.parametrize(
+    ("layout", "order", "v_head_dim"), list(itertools.product(("layer", "sliced", "fused"), ("NHD", "HND"), (None, 8)))
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_tokens_survive_growth_beside_other_slots(layout: str, order: str, v_head_dim: int | None, dtype: str) -> None:
+    with make(layout=layout, kv_order=order, v_head_dim=v_head_dim, dtype=dtype, page_size=4096) as cache:
+        slots = [cache.alloc_reqid() for _ in range(4)]
+        lengths = dict.fromkeys(slots, 0)
+        for grow in (1, 63, 500, 436):
+            for slot in slots:
+                lengths[slot] += grow
+            cache.step(lengths)
+            for slot in slots:
+                fill(cache, slot, lengths[slot], slot)
+            for slot in slots:
+                assert_holds(cache, slot, lengths[slot], slot)
+            cache.check()
+        k, v = cache.layer(1)
+        assert k.shape == (4, 1000, 2, 16)
+        assert v.shape == (4, 1000, 2, v_head_dim or 16)
+        assert k.stride(-1) == v.stride(-1) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "context"), [(20, 1000), (3, 77), (80, 4097), (257, 333)])
+@pytest.mark.parametrize("layout", ["layer", "sliced", "fused"])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_sizes_that_do_not_divide_a_page(head_dim: int, context: int, layout: str, order: str) -> None:
+    with make(
+        head_dim=head_dim, max_context_len=context, layout=layout, kv_order=order, memory_budget="64MiB"
+    ) as cache:
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({first: context, second: context})
+        fill(cache, first, context, 1)
+        fill(cache, second, context, 2)
+        assert_holds(cache, first, context, 1)
+        assert_holds(cache, second, context, 2)
+        cache.check()
+
+
+def test_a_token_larger_than_a_page() -> None:
+    with make(layout="fused", kv_order="NHD", num_layers=40, head_dim=128, max_context_len=8) as cache:
+        assert cache.layout.kinds[0].block_tokens == 0
+        reqid = cache.alloc_reqid()
+        for n in range(1, 9):
+            cache.step({reqid: n})
+            fill(cache, reqid, n, n)
+            assert_holds(cache, reqid, n, n)
+        cache.check()
+
+
+def test_physical_memory_follows_the_tokens(cache: vattn.KVCache) -> None:
+    assert cache.stats().owned_pages == 0
+    reqid = cache.alloc_reqid()
+    for tokens, columns in ((1, 1), (64, 1), (65, 2), (640, 10)):
+        cache.step({reqid: tokens})
+        cache.check()
+        stats = cache.stats()
+        assert columns * COLUMN <= stats.owned_pages <= (columns + 1) * COLUMN  # one block ahead at the most
+        assert stats.live_bytes == tokens * 2 * 2 * 2 * 16 * 4
+
+
+def test_a_sequence_of_lengths_names_the_slots_that_are_not_zero(cache: vattn.KVCache) -> None:
+    slots = {cache.alloc_reqid() for _ in range(2)}
+    lengths = [100 if slot in slots else 0 for slot in range(4)]
+    cache.step(lengths)
+    cache.step(torch.tensor(lengths))
+    assert {p.reqid for p in cache.page_map() if p.length == 100} == slots
+    with pytest.raises(vattn.InvalidLength, match="3 lengths for 4 slots"):
+        cache.step([1, 2, 3])
+
+
+def test_a_length_may_go_down_and_loses_nothing_below(cache: vattn.KVCache) -> None:
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 500})
+    fill(cache, reqid, 500, 7)
+    cache.step({reqid: 100})
+    owned = cache.stats().owned_pages
+    assert_holds(cache, reqid, 500, 7)
+    cache.step({reqid: 500})
+    assert cache.stats().owned_pages == owned
+    assert_holds(cache, reqid, 500, 7)
+
+
+def test_steady_state_makes_no_driver_call(cache: vattn.KVCache) -> None:
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 10})
+    cache.check()
+    before = cache.stats().calls
+    for tokens in range(10, 60):
+        cache.step({reqid: tokens})
+    assert cache.stats().calls == before
+
+
+def test_overlap_maps_the_next_block_before_it_is_needed() -> None:
+    with make(eager_pages=0, watermark=0) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 63})
+        cache.check()
+        assert cache.stats().owned_pages == COLUMN
+        cache.step({reqid: 64})  # the last token of its block: the next is queued
+        cache.check()  # waits for the worker
+        assert cache.stats().owned_pages == 2 * COLUMN
+        waits = cache.stats().waits
+        cache.step({reqid: 65})
+        assert cache.stats().waits == waits
+
+
+def test_next_lengths_are_mapped_ahead() -> None:
+    with make(eager_pages=0, watermark=0) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 10}, next_lengths={reqid: 300})
+        cache.check()
+        waits = cache.stats().waits
+        cache.step({reqid: 300})
+        assert cache.stats().waits == waits
+        with pytest.raises(vattn.InvalidSlot):
+            cache.step({reqid: 300}, next_lengths={3: 1})
+
+
+def test_without_overlap_the_worker_is_never_ahead() -> None:
+    with make(overlap=False, eager_pages=0) as cache:
+        reqid = cache.alloc_reqid()
+        for tokens in range(1, 200):
+            cache.step({reqid: tokens}, next_lengths={reqid: tokens + 100})
+            assert cache.stats().owned_pages == -(-tokens // 64) * COLUMN
+
+
+def test_deferred_reclamation_gives_the_slot_that_fits_best() -> None:
+    with make(eager_pages=0, watermark=0) as cache:
+        slots = [cache.alloc_reqid() for _ in range(3)]
+        cache.step(dict(zip(slots, (600, 100, 300), strict=True)))
+        for slot in slots:
+            cache.free_reqid(slot)
+        cache.check()
+        mapped = cache.stats().calls["cuMemMap"].count
+        assert cache.alloc_reqid(200) == slots[2]
+        assert cache.alloc_reqid(90) == slots[1]
+        assert cache.alloc_reqid(10_000) == slots[0]  # none is enough: the largest
+        cache.step({slots[2]: 200, slots[1]: 90, slots[0]: 600})
+        cache.check()
+        assert cache.stats().calls["cuMemMap"].count == mapped
+
+
+def test_without_deferred_reclamation_pages_leave_at_once() -> None:
+    with make(deferred_reclamation=False, eager_pages=0) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 500})
+        cache.free_reqid(reqid)
+        cache.check()
+        assert cache.stats().mapped_pages == 0
+
+
+def test_eager_pages_wait_for_the_next_request() -> None:
+    with make(eager_pages=3, watermark=0) as cache:
+        first = cache.alloc_reqid()
+        cache.step({first: 1})
+        cache.check()
+        waits = cache.stats().waits
+        second = cache.alloc_reqid()
+        cache.step({second: 3 * 64 - 1})
+        assert cache.stats().waits == waits
+
+
+def test_the_watermark_replenishes_free_pages() -> None:
+    budget = 64 * COLUMN
+    with make(eager_pages=0, watermark=0.5, memory_budget=budget * 4096) as cache:
+        for length in (900, 900, 900):
+            reqid = cache.alloc_reqid(1)
+            cache.step({reqid: length})
+        for reqid in range(4):
+            if cache.page_map()[reqid].active:
+                cache.free_reqid(reqid)
+        cache.check()
+        assert cache.stats().free_pages >= budget // 2
+
+
+def test_parked_pages_go_to_whoever_needs_them() -> None:
+    with make(eager_pages=0, watermark=0, memory_budget=16 * COLUMN * 4096) as cache:
+        first = cache.alloc_reqid()
+        cache.step({first: 900})  # 15 of 16 columns
+        cache.free_reqid(first)
+        second = cache.alloc_reqid(1)
+        third = cache.alloc_reqid(1)
+        cache.step({second: 64})
+        cache.step({third: 14 * 64})
+        cache.check()
+        fill(cache, third, 14 * 64, 3)
+        assert_holds(cache, third, 14 * 64, 3)
+
+
+def test_pages_beyond_a_running_requests_length_can_be_taken_back() -> None:
+    with make(eager_pages=0, watermark=0, memory_budget=16 * COLUMN * 4096) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 900})
+        cache.free_reqid(reqid)
+        short = cache.alloc_reqid(100)
+        assert short == reqid
+        cache.step({short: 100})
+        fill(cache, short, 100, 1)
+        long = cache.alloc_reqid()
+        assert cache.available_pages() == 14 * COLUMN
+        cache.step({short: 128, long: 14 * 64})
+        cache.check()
+        assert_holds(cache, short, 100, 1)
+        with pytest.raises(vattn.OutOfPages):
+            cache.step({short: 129})
+        cache.check()
+
+
+def test_a_failed_step_changes_nothing_and_says_what_is_missing() -> None:
+    with make(eager_pages=0, watermark=0, memory_budget=8 * COLUMN * 4096) as cache:
+        first, second = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({first: 200, second: 100})
+        fill(cache, first, 200, 1)
+        before = cache.stats()
+        with pytest.raises(vattn.OutOfPages, match="preempt") as caught:
+            cache.step({first: 300, second: 400})
+        assert caught.value.missing_pages == (5 + 7 - 8) * COLUMN
+        assert caught.value.missing_bytes == caught.value.missing_pages * 4096
+        assert isinstance(caught.value, MemoryError)
+        cache.check()
+        after = cache.stats()
+        assert (after.owned_pages, after.parked_pages, after.live_tokens, after.calls) == (
+            before.owned_pages,
+            before.parked_pages,
+            before.live_tokens,
+            before.calls,
+        )
+        assert_holds(cache, first, 200, 1)
+        cache.free_reqid(second)
+        cache.step({first: 500})
+        assert_holds(cache, first, 200, 1)
+
+
+def test_pages_needed_and_available_agree_with_step() -> None:
+    with make(eager_pages=0, watermark=0, memory_budget=8 * COLUMN * 4096) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 100})
+        cache.check()
+        fits = cache.available_pages()
+        assert cache.pages_needed(8 * 64, reqid) == fits
+        assert cache.pages_needed(8 * 64 + 1, reqid) > fits
+        assert cache.pages_needed(100) == 2 * COLUMN
+        assert cache.total_pages == 8 * COLUMN
+        cache.step({reqid: 8 * 64})
+
+
+def test_misuse_is_refused_by_type(cache: vattn.KVCache) -> None:
+    reqid = cache.alloc_reqid()
+    for slot in (reqid + 1, -1, 4, "a", None):
+        with pytest.raises(vattn.InvalidSlot):
+            cache.step({slot: 1})  # type: ignore[dict-item]
+        with pytest.raises(KeyError):
+            cache.free_reqid(slot)  # type: ignore[arg-type]
+    with pytest.raises(vattn.InvalidLength, match="max_context_len=1000"):
+        cache.step({reqid: 1001})
+    with pytest.raises(vattn.InvalidLength):
+        cache.step({reqid: -1})
+    with pytest.raises(IndexError):
+        cache.layer(2)
+    for _ in range(3):
+        cache.alloc_reqid()
+    with pytest.raises(vattn.NoFreeSlot, match="max_batch_size"):
+        cache.alloc_reqid()
+    cache.free_reqid(reqid)
+    with pytest.raises(vattn.InvalidSlot, match="not allocated"):
+        cache.free_reqid(reqid)
+    cache.check()
+
+
+def test_the_full_context_fits_and_no_more(cache: vattn.KVCache) -> None:
+    reqid = cache.alloc_reqid()
+    for tokens in (999, 1000, 1000):
+        cache.step({reqid: tokens})
+    fill(cache, reqid, 1000, 5)
+    assert_holds(cache, reqid, 1000, 5)
+
+
+def test_guard_rows_are_backed_past_every_length() -> None:
+    with make(guard_rows=64, eager_pages=0, overlap=False) as cache:
+        reqid = cache.alloc_reqid()
+        for tokens in (1, 64, 65, 1000):
+            cache.step({reqid: tokens})
+            assert cache.page_map()[reqid].mapped >= tokens + 64
+            cache.check()
+
+
+@pytest.mark.parametrize("call", ["alloc_reqid", "available_pages", "stats", "check", "page_map", "trim"])
+def test_every_call_after_close_is_refused(call: str) -> None:
+    cache = make()
+    cache.close()
+    cache.close()
+    with pytest.raises(vattn.CacheClosed):
+        getattr(cache, call)()
+    with pytest.raises(vattn.CacheClosed):
+        cache.step({0: 1})
+    with pytest.raises(vattn.CacheClosed):
+        cache.layer(0)
+    assert "closed" in repr(cache)
+
+
+def test_tensors_that_outlive_the_cache_read_as_zeros() -> None:
+    cache = make()
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 10})
+    k, _ = cache.layer(0)
+    k[reqid, :10] = 1
+    cache.close()
+    assert k[reqid, :10].abs().sum() == 0
+
+
+def test_a_dropped_cache_gives_everything_back() -> None:
+    cache = make()
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 500})
+    del cache  # the fixture finds what is lost
+
+
+def test_reads_past_the_mapped_pages_see_zeros(cache: vattn.KVCache) -> None:
+    k, v = cache.layer(0)
+    assert k.abs().sum() == 0
+    assert v[3, 999].abs().sum() == 0
+
+
+def test_trim_gives_memory_back_to_the_machine() -> None:
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 900})
+        cache.free_reqid(reqid)
+        other = cache.alloc_reqid(1)
+        cache.step({other: 10})
+        fill(cache, other, 10, 1)
+        assert cache.trim() > 0
+        cache.check()
+        stats = cache.stats()
+        assert stats.created_pages == stats.owned_pages
+        assert_holds(cache, other, 10, 1)
+
+
+def test_writable_outside_inference_mode_and_inside() -> None:
+    with torch.inference_mode():
+        cache = make()
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 1})
+    k, _ = cache.layer(0)
+    k[reqid, 0] = 1
+    with torch.inference_mode():
+        k[reqid, 0] = 2
+    cache.close()
+
+
+def test_module_functions_act_on_the_cache_made_last() -> None:
+    options = BASE | {"num_layers": 1}
+    older = vattn.init(**options)
+    cache = vattn.init(**options)
+    reqid = vattn.alloc_reqid()
+    vattn.step({reqid: 5})
+    assert cache.stats().live_tokens == 5
+    assert older.stats().live_tokens == 0
+    vattn.free_reqid(reqid)
+    older.close()
+    cache.close()
+    with pytest.raises(vattn.CacheClosed):
+        vattn.alloc_reqid()
+    with pytest.raises(vattn.ConfigError, match="unknown option layers"):
+        vattn.init(**options, layers=3)

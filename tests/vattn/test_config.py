@@ -1,0 +1,120 @@
+"""What can be asked for, and that everything else is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from vattn import drivers
+from vattn.config import resolve
+from vattn.units import format_bytes, parse_bytes
+
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "dtype": "float32",
+    "max_batch_size": 4,
+    "max_context_len": 1000,
+    "memory_budget": "4MiB",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_kv_heads": True}, "num_kv_heads=True"),
+        ({"head_dim": 1.5}, "head_dim=1.5"),
+        ({"max_context_len": -1}, "max_context_len=-1"),
+        ({"dtype": "float64"}, "float64"),
+        ({"dtype": torch.int64}, "torch.int64"),
+        ({"page_size": 5000}, "powers of two"),
+        ({"page_size": 2048}, "4096"),
+        ({"page_size": 2**22}, "2097152"),
+        ({"layout": "blocked"}, "'sliced'"),
+        ({"kv_order": "HDN"}, "'HND'"),
+        ({"guard": "none"}, "'strict'"),
+        ({"watermark": 1.0}, "watermark"),
+        ({"eager_pages": -1}, "eager_pages"),
+        ({"overlap": "yes"}, "overlap"),
+        ({"memory_budget": "4 apples"}, "'4GiB'"),
+        ({"memory_budget": 0}, "more than 0"),
+        ({"memory_budget": 4096 * 7, "page_size": 4096, "layout": "layer"}, "below one token block"),
+        ({"block_tokens": 32, "layout": "layer", "page_size": 4096}, "at most two of the three"),
+        ({"block_tokens": 1}, "finest here is"),
+        ({"device": "cuda"}, "'cpu'"),
+        ({"block_size": 16}, "unknown option block_size"),
+    ],
+)
+def test_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(vattn.ConfigError, match=re.escape(says)):
+        vattn.KVCache(vattn.KVConfig.from_options(**(BASE | change)))
+
+
+def test_missing_options_are_named() -> None:
+    with pytest.raises(vattn.ConfigError, match="num_kv_heads, head_dim"):
+        vattn.KVConfig.from_options(
+            **{k: v for k, v in BASE.items() if k not in ("num_kv_heads", "head_dim")},
+        )
+
+
+def test_config_is_frozen() -> None:
+    config = vattn.KVConfig(**BASE)
+    with pytest.raises(AttributeError):
+        config.num_layers = 3  # type: ignore[misc]
+
+
+def test_a_budget_of_exactly_one_token_block_works() -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE | {"memory_budget": 8 * 4096, "page_size": 4096, "layout": "layer"})) as c:
+        reqid = c.alloc_reqid()
+        c.step({reqid: 64})
+        c.check()
+        with pytest.raises(vattn.OutOfPages):
+            c.step({reqid: 65})
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "page_size", "layout"),
+    [(512, "auto", "layer"), (100, 8192, "sliced"), (16, 4096, "fused"), (64, "auto", "sliced")],
+)
+def test_block_tokens_chooses_what_is_open(block_tokens: int, page_size: Any, layout: Any) -> None:
+    config = vattn.KVConfig(
+        **BASE | {"block_tokens": block_tokens, "page_size": page_size, "layout": layout}
+        if page_size == "auto"
+        else BASE | {"block_tokens": block_tokens, "page_size": page_size}
+    )
+    made, _ = resolve(config)
+    assert made.block_tokens <= block_tokens < 2 * made.block_tokens * (1 if page_size == "auto" else 2)
+    assert made.name == layout
+
+
+def test_auto_layout_gives_every_slot_a_block_and_keeps_clear_of_the_mapping_limit() -> None:
+    config = vattn.KVConfig(**BASE | {"max_batch_size": 64, "num_layers": 32, "memory_budget": "8MiB"})
+    made, pages = resolve(config)
+    assert made.name != "layer"
+    assert pages >= made.pages(1) * 64
+    large, pages = resolve(vattn.KVConfig(**BASE | {"max_context_len": 2**20, "memory_budget": "64GiB"}))
+    assert pages <= drivers.max_mappings() // 2
+    assert large.name == "layer"
+
+
+def test_budget_is_never_more_than_all_slots_need() -> None:
+    made, pages = resolve(vattn.KVConfig(**BASE | {"memory_budget": "1TiB"}))
+    assert pages * made.page_size == made.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 2**32), ("1.5 MiB", 3 * 2**19), ("512", 512), ("2k", 2048), ("3MB", 3_000_000), (77, 77)],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_bytes(text, "x") == size
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(n) for n in (1, 2048, 3 * 2**20, 2**41)] == ["1 B", "2.0 KiB", "3.0 MiB", "2.0 TiB"]

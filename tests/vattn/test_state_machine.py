@@ -1,0 +1,164 @@
+"""Random operations, with driver calls failing at random, against a model that knows nothing of pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from faults import FaultyTable
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import vattn
+
+SLOTS = 4
+CONTEXT = 40
+BUDGET_PAGES = 40
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The model: per running slot, its length and the number written into each of its tokens."""
+
+    @initialize(
+        layout=st.sampled_from(["layer", "sliced", "fused"]),
+        order=st.sampled_from(["NHD", "HND"]),
+        v_head_dim=st.sampled_from([64, 32]),
+        overlap=st.booleans(),
+        deferred=st.booleans(),
+        eager=st.integers(0, 2),
+        watermark=st.sampled_from([0.0, 0.3]),
+        guard_rows=st.sampled_from([0, 3]),
+    )
+    def make(
+        self,
+        layout: Any,
+        order: Any,
+        v_head_dim: int,
+        overlap: bool,
+        deferred: bool,
+        eager: int,
+        watermark: float,
+        guard_rows: int,
+    ) -> None:
+        self.table = FaultyTable()
+        config = vattn.KVConfig(
+            num_layers=2,
+            num_kv_heads=2,
+            head_dim=64,
+            v_head_dim=v_head_dim,
+            dtype="float32",
+            max_batch_size=SLOTS,
+            max_context_len=CONTEXT,
+            memory_budget=BUDGET_PAGES * 4096,
+            page_size=4096,
+            layout=layout,
+            kv_order=order,
+            overlap=overlap,
+            deferred_reclamation=deferred,
+            eager_pages=eager,
+            watermark=watermark,
+            guard_rows=guard_rows,
+        )
+        self.pool = vattn.PagePool(BUDGET_PAGES * 4096, page_size=4096, table=self.table.addresses)
+        self.cache = vattn.KVCache(config, pool=self.pool)
+        self.tokens: dict[int, list[int]] = {}
+        self.next_value = 1
+
+    @rule(hint=st.one_of(st.none(), st.integers(1, CONTEXT)))
+    def alloc(self, hint: int | None) -> None:
+        if len(self.tokens) == SLOTS:
+            try:
+                self.cache.alloc_reqid(hint)
+            except vattn.NoFreeSlot:
+                return
+            raise AssertionError("a slot too many")
+        reqid = self.cache.alloc_reqid(hint)
+        assert reqid not in self.tokens
+        assert 0 <= reqid < SLOTS
+        self.tokens[reqid] = []
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        reqid = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.cache.free_reqid(reqid)
+        del self.tokens[reqid]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), fail_at=st.one_of(st.none(), st.integers(1, 60)), announce=st.booleans())
+    def step(self, data: st.DataObject, fail_at: int | None, announce: bool) -> None:
+        """Any lengths, up and down; the n-th driver call from here on may fail, in this step or in the background."""
+        lengths = data.draw(st.dictionaries(st.sampled_from(sorted(self.tokens)), st.integers(0, CONTEXT), min_size=1))
+        following = {r: min(CONTEXT, n + 7) for r, n in lengths.items()} if announce else None
+        if fail_at is not None:
+            self.table.fail(fail_at, data.draw(st.sampled_from([2, 999])))
+        before = self.books()
+        try:
+            self.cache.step(lengths, following)
+        except (vattn.OutOfPages, vattn.DriverError) as error:
+            if not isinstance(error, vattn.DriverError) and self.table.failed is None:
+                assert self.pages(lengths) > BUDGET_PAGES
+            assert self.books() == before
+            return
+        for reqid, length in lengths.items():
+            tokens = self.tokens[reqid]
+            del tokens[length:]
+            for position in range(len(tokens), length):
+                self.write(reqid, position, self.next_value)
+                tokens.append(self.next_value)
+                self.next_value += 1
+
+    @rule()
+    def trim(self) -> None:
+        self.cache.trim()
+
+    @rule(wrong=st.sampled_from([-1, SLOTS, SLOTS + 7]))
+    def misuse(self, wrong: int) -> None:
+        for call in (lambda: self.cache.free_reqid(wrong), lambda: self.cache.step({wrong: 1})):
+            try:
+                call()
+            except vattn.InvalidSlot:
+                continue
+            raise AssertionError("a slot that does not exist was accepted")
+
+    @invariant()
+    def books_and_mappings_agree_and_every_token_is_there(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.table.heal()
+        self.cache.check()
+        stats = self.cache.stats()
+        assert stats.owned_pages + stats.parked_pages + stats.free_pages == BUDGET_PAGES
+        assert stats.live_tokens == sum(map(len, self.tokens.values()))
+        for reqid, tokens in self.tokens.items():
+            for layer in range(2):
+                for side, tensor in enumerate(self.cache.layer(layer)):
+                    found = tensor[reqid, : len(tokens)]
+                    expected = torch.tensor(tokens, dtype=torch.float32) * 10 + layer * 2 + side
+                    assert torch.equal(found, expected[:, None, None].expand_as(found))
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.table.heal()
+            self.cache.close()
+            self.pool.close()
+
+    def write(self, reqid: int, position: int, value: int) -> None:
+        for layer in range(2):
+            for side, tensor in enumerate(self.cache.layer(layer)):
+                tensor[reqid, position] = value * 10 + layer * 2 + side
+
+    def pages(self, lengths: dict[int, int]) -> int:
+        """Pages that all running requests need after a step to `lengths`."""
+        after = {r: len(t) for r, t in self.tokens.items()} | lengths
+        return sum(self.cache.pages_needed(n) for n in after.values())
+
+    def books(self) -> tuple[int, dict[int, int]]:
+        return self.cache.stats().live_tokens, {p.reqid: p.length for p in self.cache.page_map() if p.active}
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,55 @@
+"""KV-cache memory for LLM serving: contiguous in virtual memory, on demand in physical memory, no block table.
+
+cache = vattn.init(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16,
+                   max_batch_size=64, max_context_len=131_072, memory_budget="4GiB")
+reqid = vattn.alloc_reqid()
+vattn.step({reqid: 1000})           # backs tokens [0, 1000) of the slot
+k, v = cache.layer(0)               # torch tensors [max_batch_size, max_context_len, num_kv_heads, head_dim]
+k[reqid, :1000] = ...               # plain memory, for any kernel
+vattn.free_reqid(reqid)             # parked, not unmapped
+"""
+
+from vattn import attention
+from vattn.api import alloc_reqid, free_reqid, init, step
+from vattn.cache import KVCache
+from vattn.config import KVConfig
+from vattn.errors import (
+    CacheClosed,
+    ConfigError,
+    DriverError,
+    ForkedProcess,
+    InvalidLength,
+    InvalidSlot,
+    MappingLimit,
+    NoFreeSlot,
+    OutOfPages,
+    UnsupportedModel,
+    VattnError,
+)
+from vattn.pool import PagePool
+from vattn.stats import CacheStats, CallStats, SlotPages
+
+__all__ = [
+    "CacheClosed",
+    "CacheStats",
+    "CallStats",
+    "ConfigError",
+    "DriverError",
+    "ForkedProcess",
+    "InvalidLength",
+    "InvalidSlot",
+    "KVCache",
+    "KVConfig",
+    "MappingLimit",
+    "NoFreeSlot",
+    "OutOfPages",
+    "PagePool",
+    "SlotPages",
+    "UnsupportedModel",
+    "VattnError",
+    "alloc_reqid",
+    "attention",
+    "free_reqid",
+    "init",
+    "step",
+]

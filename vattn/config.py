@@ -1,0 +1,224 @@
+"""What a cache is asked to be (`KVConfig`), and what that comes to on this machine (`resolve`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from vattn import drivers
+from vattn.errors import ConfigError
+from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
+from vattn.units import format_bytes, parse_bytes
+
+_DTYPES = {
+    name: dtype
+    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+    for dtype in (getattr(torch, name),)
+}
+
+# An automatic page size keeps to half of the kernel's mappings, and to blocks of at least this many tokens: below that,
+# calls to the driver cost more than the memory that they save.
+_MIN_AUTO_BLOCK_TOKENS = 64
+_AUTO_BUDGET_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """What a cache holds, where, and how it behaves.
+
+    Attributes:
+        num_layers: attention layers that keep K and V.
+        num_kv_heads: K/V heads of each.
+        head_dim: elements of a K head (and of a V head, unless `v_head_dim` says otherwise).
+        v_head_dim: elements of a V head, where it differs.
+        dtype: element type, as torch has it or by name: float32, bfloat16, float16, or an 8-bit type.
+        max_batch_size: slots, so requests at a time.
+        max_context_len: tokens that a slot can grow to. Only address space depends on it.
+        device: where the tensors live: "cpu".
+        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB". "auto" is half of what the
+            machine has available. Never more than all slots at full length need.
+        page_size: bytes of a page: a power of two from 4 KiB to 2 MiB on the host. "auto" takes the smallest of at
+            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings.
+        layout: "layer" (a K and a V tensor per layer), "sliced" (one K and one V tensor for all layers), "fused" (one
+            tensor), in the order of falling tokens per page. "auto" takes the first in which the budget gives every
+            slot a token block.
+        kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
+            on the CPU, where it is what attention reads fastest.
+        block_tokens: instead of a layout, the most tokens that a page may cover; with a fixed page size this chooses
+            the layout, with a fixed layout the page size.
+        guard_rows: rows past a slot's length that a kernel reads without using them; they are backed and finite.
+        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault.
+        overlap: map what the next step needs while this one computes.
+        deferred_reclamation: leave a finished request's pages mapped, for the next request in that slot.
+        eager_pages: pages per run that one idle slot has mapped ahead of the next request. 0: none.
+        watermark: share of the budget below which free pages are replenished from finished requests. 0: only on demand.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype | str
+    max_batch_size: int
+    max_context_len: int
+    v_head_dim: int | None = None
+    device: str | torch.device = "cpu"
+    memory_budget: int | str = "auto"
+    page_size: int | Literal["auto"] = "auto"
+    layout: LayoutName | Literal["auto"] = "auto"
+    kv_order: KVOrder | Literal["auto"] = "auto"
+    block_tokens: int | None = None
+    guard_rows: int = 0
+    guard: drivers.Guard = "zero"
+    overlap: bool = True
+    deferred_reclamation: bool = True
+    eager_pages: int = 1
+    watermark: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_context_len"):
+            self._check_int(name, at_least=1)
+        for name in ("v_head_dim", "block_tokens"):
+            if getattr(self, name) is not None:
+                self._check_int(name, at_least=1)
+        for name in ("guard_rows", "eager_pages"):
+            self._check_int(name, at_least=0)
+        self._check_choice("layout", ("auto", *LAYOUTS))
+        self._check_choice("kv_order", ("auto", "NHD", "HND"))
+        self._check_choice("guard", ("zero", "strict"))
+        for name in ("overlap", "deferred_reclamation"):
+            self._check_choice(name, (True, False))
+        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
+        if self.page_size != "auto":
+            self._check_int("page_size", at_least=1)
+            drivers.check_page_size(self.page_size)
+        if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
+            raise ConfigError(
+                f"block_tokens={self.block_tokens} follows from layout={self.layout!r} and page_size={self.page_size}; "
+                "give at most two of the three"
+            )
+        if isinstance(self.dtype, str):
+            if self.dtype not in _DTYPES:
+                raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
+            object.__setattr__(self, "dtype", _DTYPES[self.dtype])
+        elif self.dtype not in _DTYPES.values():
+            raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(f'torch.{n}' for n in _DTYPES)}")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> KVConfig:
+        """A config from keywords, with a ConfigError instead of a TypeError for unknown or missing ones."""
+        known = {field.name: field for field in fields(cls)}
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
+        required = list(known)[: list(known).index("v_head_dim")]
+        missing = [name for name in required if name not in options]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} must be given")
+        return cls(**options)
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head sizes of K and V."""
+        return self.head_dim, self.v_head_dim if self.v_head_dim is not None else self.head_dim
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        assert isinstance(self.dtype, torch.dtype)
+        return self.dtype
+
+    def _check_int(self, name: str, *, at_least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+    def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
+    """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
+    return build(
+        name,
+        "HND" if config.kv_order == "auto" else config.kv_order,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dims=config.head_dims,
+        itemsize=config.torch_dtype.itemsize,
+        slots=config.max_batch_size,
+        tokens=config.max_context_len + config.guard_rows,
+        page_size=page_size,
+    )
+
+
+def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Layout, int]:
+    """Chooses what the config leaves open.
+
+    Args:
+        pool_page_size: the page size of a given pool, which then decides.
+
+    Returns:
+        The geometry, and the budget in pages (what the config allows; a given pool may allow less).
+
+    Raises:
+        ConfigError: if no choice fits, saying what would.
+    """
+    if config.memory_budget == "auto":
+        budget = int(drivers.available_memory() * _AUTO_BUDGET_SHARE)
+    else:
+        budget = parse_bytes(config.memory_budget, "memory_budget")
+    names = LAYOUTS if config.layout == "auto" else (config.layout,)
+
+    if pool_page_size is not None:
+        if config.page_size not in ("auto", pool_page_size):
+            raise ConfigError(
+                f"page_size={config.page_size} contradicts the pool's pages of {pool_page_size} bytes; leave it out"
+            )
+        sizes = [pool_page_size]
+    elif config.page_size != "auto":
+        sizes = [config.page_size]
+    else:
+        powers = range(drivers.MIN_PAGE_SIZE.bit_length(), drivers.MAX_PAGE_SIZE.bit_length() + 1)
+        sizes = [1 << (power - 1) for power in powers]
+
+    candidates = [build_layout(config, name, size) for name in names for size in sizes]
+    if config.block_tokens is not None:
+        fine = [c for c in candidates if c.block_tokens <= config.block_tokens]
+        if not fine:
+            best = min(candidates, key=lambda c: c.block_tokens)
+            raise ConfigError(
+                f"block_tokens={config.block_tokens} is not possible: the finest here is {best.block_tokens} tokens "
+                f"(layout={best.name!r}, page_size={best.page_size})"
+            )
+        coarsest = max(c.block_tokens for c in fine)
+        candidates = [c for c in fine if c.block_tokens == coarsest]
+
+    def pages(candidate: Layout) -> int:
+        slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
+        return min(budget // candidate.page_size, slot * candidate.slots)
+
+    def comfortable(candidate: Layout) -> bool:
+        # A page that has no neighbour costs a mapping of its own, and so does the rest of every run.
+        mappings = pages(candidate) + candidate.lanes * candidate.slots
+        return (
+            mappings <= drivers.max_mappings() // 2
+            and pages(candidate) >= candidate.pages(1) * candidate.slots
+            and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
+        )
+
+    finest = min(candidates, key=lambda c: c.pages(1) * c.page_size)
+    chosen = next(filter(comfortable, candidates), finest)
+    if pages(chosen) < chosen.pages(1):
+        need = chosen.pages(1) * chosen.page_size
+        raise ConfigError(
+            f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
+            f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
+            f"({format_bytes(need)}) for a slot's first token; raise the budget, or choose smaller pages or a finer "
+            "layout ('sliced', 'fused')"
+        )
+    return chosen, pages(chosen)
