@@ -229,19 +229,21 @@ class KVCache:
             return min(self._budget, held) - needed
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None) -> int:
-        """Pages for `num_tokens` tokens: in all, or beyond those that slot `reqid` has.
+        """Pages for `num_tokens` tokens: in all, or beyond those for the length of slot `reqid`.
+
+        A step to these lengths succeeds if the sum over its slots is at most `available_pages()`.
 
         Raises:
             InvalidSlot: if `reqid` is not allocated.
         """
-        tokens = self._backed(num_tokens)
+        self._check_open()
+        pages = self.layout.pages(self._backed(num_tokens))
         if reqid is None:
-            return self.layout.pages(tokens)
-        with self._pool.lock:
-            self._enter()
-            if reqid not in self._length:
-                raise self._invalid_slot(reqid)
-            return self._growth(reqid, tokens)
+            return pages
+        length = self._length.get(reqid)
+        if length is None:
+            raise self._invalid_slot(reqid)
+        return max(0, pages - self.layout.pages(self._backed(length)))
 
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""
@@ -514,10 +516,8 @@ class KVCache:
     def _reclaim_surplus(self, transaction: _native.Transaction, pages: int) -> int:
         """Plans to unmap pages that active slots have beyond their lengths; returns how many."""
         reclaimed = 0
-        for slot, length in self._length.items():
-            if reclaimed >= pages:
-                break
-            if self._slot_pages(slot) > self.layout.pages(self._backed(length)):
+        for slot in self._length:
+            if reclaimed < pages:
                 reclaimed += self._unmap(transaction, slot, pages - reclaimed)
         return reclaimed
 

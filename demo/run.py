@@ -1,0 +1,187 @@
+"""The main job, to look at: `python -m demo.run`.
+
+A queue of short and long prompts goes through the engine twice, with the KV cache in virtual tensors and in paged blocks.
+Printed are every request's text, tokens and time, and a table of both runs side by side; written is a picture of the
+physical memory over time and of the page map. Every answer is compared with transformers' own `generate` for its prompt
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from demo.prompts import prompts as demo_prompts
+from engine.kv.virtual import VirtualKV
+from engine.llm import LLM, StepRecord
+from engine.outputs import RequestOutput
+from engine.sampling import SamplingParams
+from vattn import SlotPages
+from vattn.units import format_bytes
+
+HERE = Path(__file__).parent
+SLOTS = 8
+MAX_TOKENS = 600
+BUDGET = "24MiB"  # less than the queue would like, so that pages are parked, reused and taken back
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass of the queue.
+
+    Attributes:
+        seconds: from the first request's arrival to the last one's end.
+        steps: what each step did.
+        pages: what every slot held after each step; empty for `paged`, which has no pages.
+    """
+
+    kv: str
+    seconds: float
+    outputs: list[RequestOutput]
+    steps: list[StepRecord]
+    pages: list[list[SlotPages]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the demo queue with both KV backends.")
+    parser.add_argument("--model", default=str(HERE / "model"), help="path or hub id")
+    parser.add_argument("--out", type=Path, default=HERE / "out" / "memory.png", help="the picture to write")
+    args = parser.parse_args()
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = demo_prompts()
+    model.train(False)
+    print(f"{len(prompts)} prompts, {SLOTS} at a time, {model.num_parameters() / 1e6:.1f} M parameters in float32, CPU\n")
+    expected = generate_alone(model, tokenizer, prompts)
+    runs = [run(model, tokenizer, prompts, kv) for kv in ("virtual", "paged")]
+
+    for index, output in enumerate(runs[0].outputs):
+        print_request(index, output)
+    print_table(runs, expected)
+    draw(runs, args.out)
+    print(f"\nphysical memory over time and the page map: {args.out}")
+
+
+def generate_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+    """The tokens that transformers' own greedy `generate` answers to each prompt, one prompt at a time."""
+    answers = []
+    for prompt in tqdm(prompts, desc="generate, one by one", unit="req", dynamic_ncols=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+        answers.append(ids[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], kv: str) -> Run:
+    """The whole queue through the engine with one backend."""
+    steps: list[StepRecord] = []
+    pages: list[list[SlotPages]] = []
+    outputs: dict[str, RequestOutput] = {}
+    with LLM(model, kv=kv, tokenizer=tokenizer, max_num_seqs=SLOTS, max_num_batched_tokens=256, memory_budget=BUDGET) as llm:
+        llm.on_step = steps.append
+        start = time.monotonic()
+        for index, prompt in enumerate(prompts):
+            llm.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        with tqdm(total=len(prompts), desc=f"{kv:>20}", unit="req", dynamic_ncols=True) as bar:
+            while llm.has_unfinished():
+                for output in llm.step():
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        bar.update()
+                if isinstance(llm.kv, VirtualKV):
+                    pages.append(llm.kv.cache.page_map())
+        seconds = time.monotonic() - start
+        llm.check()
+    return Run(kv, seconds, [outputs[str(index)] for index in range(len(prompts))], steps, pages)
+
+
+def print_request(index: int, output: RequestOutput) -> None:
+    completion, metrics = output.outputs[0], output.metrics
+    prompt = (output.prompt or "").strip()
+    shown = prompt if len(prompt) <= 100 else f"{prompt[:60]} ... {prompt[-36:]}"
+    text = completion.text.strip()
+    print(
+        f"[{index:2}] {len(output.prompt_token_ids):4} + {len(completion.token_ids):3} tokens, {completion.finish_reason}, "
+        f"first after {metrics.time_to_first_token or 0:5.2f} s, all after {metrics.latency or 0:5.2f} s"
+    )
+    print(f"     {' '.join(shown.split())}")
+    print(f"     -> {text if len(text) <= 160 else text[:110] + ' ... ' + text[-46:]}")
+
+
+def print_table(runs: list[Run], expected: list[list[int]]) -> None:
+    """Both runs, one column each."""
+
+    def row(name: str, *cells: str) -> None:
+        print(f"  {name:<44}" + "".join(f"{cell:>16}" for cell in cells))
+
+    print()
+    row("", *(r.kv for r in runs))
+    last = [r.steps[-1].kv for r in runs]
+    tokens = [sum(len(o.outputs[0].token_ids) for o in r.outputs) for r in runs]
+    row("output tokens per second", *(f"{n / r.seconds:.0f}" for n, r in zip(tokens, runs, strict=True)))
+    row("reserved virtual memory", *(format_bytes(kv.reserved_bytes) for kv in last))
+    row("peak physical KV memory", *(format_bytes(kv.peak_physical_bytes) for kv in last))
+    row("  of it held by running requests, at most", *(format_bytes(max(s.kv.used_bytes for s in r.steps)) for r in runs))
+    row("waste: held by requests without a live token", *(f"{waste(r):.1%}" for r in runs))
+    row("map calls", *(str(kv.map_calls) for kv in last))
+    row("steps", *(str(len(r.steps)) for r in runs))
+    row("time that steps waited for the driver", *(f"{kv.wait_seconds * 1e3:.1f} ms" for kv in last))
+    row("preemptions", *(str(sum(s.num_preempted for s in r.steps)) for r in runs))
+    for r in runs:
+        same = sum(o.outputs[0].token_ids == ids for o, ids in zip(r.outputs, expected, strict=True))
+        verdict = "every answer" if same == len(expected) else f"only {same} of {len(expected)} answers"
+        print(f"  {r.kv} agrees with transformers' generate in {verdict}, token for token")
+
+
+def waste(r: Run) -> float:
+    """Share of the memory that running requests held, on average over the steps, which had no live token in it."""
+    used = sum(s.kv.used_bytes for s in r.steps)
+    return sum(s.kv.waste_bytes for s in r.steps) / used if used else 0.0
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Physical memory of both runs over their steps, and the virtual run's page map when most is mapped."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mib = 2**20
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for axis, r in zip(axes, runs, strict=False):
+        x = range(len(r.steps))
+        axis.fill_between(x, [s.kv.physical_bytes / mib for s in r.steps], color="#dfe3ea", label="physical, free or parked")
+        axis.fill_between(x, [s.kv.used_bytes / mib for s in r.steps], color="#8fb4e3", label="held by running requests")
+        axis.fill_between(x, [s.kv.live_bytes / mib for s in r.steps], color="#2b62b3", label="live tokens")
+        axis.set(title=f"{r.kv}: KV memory", xlabel="step", ylabel="MiB", xlim=(0, len(r.steps) - 1), ylim=(0, None))
+        axis.legend(loc="lower right", frameon=False, fontsize=8)
+    top = max(axis.get_ylim()[1] for axis in axes[:2])
+    for axis in axes[:2]:
+        axis.set_ylim(0, top)
+
+    moment = max(range(len(runs[0].pages)), key=lambda i: sum(slot.pages for slot in runs[0].pages[i]))
+    axis = axes[2]
+    for slot in runs[0].pages[moment]:
+        if slot.active:
+            axis.barh(slot.reqid, slot.mapped, color="#8fb4e3")
+            axis.barh(slot.reqid, slot.length, color="#2b62b3")
+        else:
+            axis.barh(slot.reqid, slot.mapped, color="#e0b36a")
+    axis.set(title=f"page map at step {moment}: tokens backed per slot", xlabel="token", ylabel="slot (reqid)")
+    axis.invert_yaxis()
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=c) for c in ("#2b62b3", "#8fb4e3", "#e0b36a")]
+    axis.legend(handles, ["live tokens", "mapped ahead of them", "parked"], frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
