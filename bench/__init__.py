@@ -1,0 +1,15 @@
+"""Benchmarks: each reproduces a published result, or shows one of vattn's own, as ratios within one run.
+
+    python -m bench NAME [--quick] [--json FILE]
+    python -m bench.plot [--check]
+
+A benchmark is a module with `run(quick) -> Report`. What `--json` writes is committed as
+`bench/results/<machine>/<name>.json`; plots and tables in the documents are made from those files only.
+"""
+
+BENCHMARKS = {
+    "step": "time of step() with 256 running requests, against filling a padded block table",
+    "overlap": "latency of decode iterations that need new memory, mapped ahead and mapped on the spot",
+    "fragmentation": "physical over live bytes: static, paged, and virtual by layout and page size",
+    "decode": "attention and whole decode steps, virtual against paged",
+}

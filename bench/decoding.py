@@ -1,0 +1,98 @@
+"""A batch in decode, driven through the engine's own runner and backend, at any context without a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from engine.kv import KVBackend
+from engine.request import Request
+from engine.runner import ModelRunner
+from engine.sampling import SamplingParams
+from engine.scheduler import Entry
+from vattn import hf
+from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.attention import get as get_attention
+
+
+def qwen2(**config: Any) -> PreTrainedModel:
+    """A Qwen2 model with random weights in bfloat16, ready for packed steps."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**config))
+    model.bfloat16()
+    model.train(False)
+    hf.register()
+    model.set_attn_implementation(hf.NAME)
+    return model
+
+
+class DecodeLoop:
+    """`batch` requests with `length` tokens in the cache each, filled with random rows; every `step` adds one token.
+
+    All requests have the same length, so that all of them reach the end of a block in the same step.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv: KVBackend, *, batch: int, length: int, max_length: int) -> None:
+        self.length = length
+        self._kv = kv
+        self._attention = get_attention()
+        self._runner = ModelRunner(model, kv, self._attention)
+        self._shape = hf.kv_shape(model)
+        self._dtype = model.dtype
+        self._query_heads: int = model.config.num_attention_heads
+        self._slots = [kv.allocate(length) for _ in range(batch)]
+        kv.prepare(dict.fromkeys(self._slots, length))
+        for slot in self._slots:
+            rows = PackedBatch.pack([Span(slot, 0, length)])
+            for layer in range(self._shape.num_layers):
+                kv.write(layer, rows, *self._random_rows(length))
+        self._requests = []
+        for number, slot in enumerate(self._slots):
+            params = SamplingParams(max_tokens=max_length)
+            request = Request(str(number), [1] * max_length, params, max_total_tokens=max_length + 1, seed=0)
+            request.admit(slot)
+            self._requests.append(request)
+
+    def step(self) -> None:
+        """One decode step: memory, then the model. Sampling is left out: it does not depend on the backend."""
+        self.length += 1
+        self._kv.prepare(dict.fromkeys(self._slots, self.length))
+        self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests])
+
+    def attention_steps(self, count: int) -> Callable[[], None]:
+        """What attention does in each of the next `count` steps: in every layer, store the new rows, read, attend.
+
+        Each call is one step, one token further. Memory and the index tensors that the model's positions come from
+        are ready before; what a backend derives from them is not.
+        """
+        batches = []
+        for length in range(self.length + 1, self.length + count + 1):
+            batch = PackedBatch.pack([Span(slot, length - 1, length) for slot in self._slots])
+            assert len(batch.slots) == len(batch.positions)  # builds both
+            batches.append(batch)
+        self.length += count
+        self._kv.prepare(dict.fromkeys(self._slots, self.length))
+        upcoming = iter(batches)
+        query = torch.randn(len(self._slots), self._query_heads, self._shape.head_dim, dtype=self._dtype)
+        key, value = self._random_rows(len(self._slots))
+        params = AttentionParams()
+
+        def action() -> None:
+            batch = next(upcoming)
+            with torch.inference_mode():
+                for layer in range(self._shape.num_layers):
+                    self._kv.write(layer, batch, key, value)
+                    self._attention(query, self._kv, layer, batch, params)
+
+        return action
+
+    def _random_rows(self, count: int) -> tuple[Tensor, Tensor]:
+        shape = self._shape
+        key, value = (
+            torch.randn(count, shape.num_kv_heads, dim, dtype=self._dtype) for dim in (shape.head_dim, shape.v_head_dim)
+        )
+        return key, value

@@ -1,0 +1,42 @@
+"""The reference serving engine over vattn: continuous batching on unmodified transformers models.
+
+from engine import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, StepRecord
+    from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from engine.request import FinishReason, IllegalTransition, InvalidRequest
+    from engine.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "FinishReason",
+    "IllegalTransition",
+    "InvalidRequest",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StepRecord",
+]
+
+_HOMES = {
+    "engine.llm": ("LLM", "StepRecord"),
+    "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "engine.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
+    "engine.sampling": ("SamplingParams",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: `vattn --help` must not wait seconds for transformers."""
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""Where keys and values live: one protocol, one backend per file.
+
+`available()`, `needed()` and `total()` count in the backend's own unit of memory (pages or blocks). The units are
+comparable within one backend only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from vattn.attention import KVSource, PackedBatch
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """Memory and driver figures of a backend at one moment.
+
+    `live_bytes <= used_bytes <= physical_bytes`, and `waste_bytes = used_bytes - live_bytes`: memory that a running
+    request holds and has no token in.
+
+    Attributes:
+        reserved_bytes: address space, of which memory backs only `physical_bytes`.
+        physical_bytes, peak_physical_bytes: memory that the backend holds, now and at most.
+        used_bytes: of it, what running requests hold.
+        live_bytes: bytes of the tokens that running requests have in the cache.
+        map_calls: driver calls that mapped memory, since the start.
+        wait_seconds: time that `prepare` waited for the driver, since the start.
+    """
+
+    reserved_bytes: int
+    physical_bytes: int
+    peak_physical_bytes: int
+    used_bytes: int
+    live_bytes: int
+    map_calls: int = 0
+    wait_seconds: float = 0.0
+
+    @property
+    def waste_bytes(self) -> int:
+        return self.used_bytes - self.live_bytes
+
+
+class KVBackend(KVSource, Protocol):
+    """A store for the keys and values of running requests.
+
+    A slot is one request's: `allocate`, then any number of `prepare`, `write` and `read`, then `free`.
+    """
+
+    name: str
+
+    def allocate(self, num_tokens: int) -> int:
+        """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
+
+        Raises:
+            NoFreeSlot: `max_num_seqs` requests hold one.
+        """
+        ...
+
+    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+        """Make tokens `[0, n)` of each slot writable; what was stored stays.
+
+        Args:
+            lengths: slot to n, which never goes down. A slot that is not named keeps what it has.
+            next_lengths: what the step after this one will need, where that is more than one token further.
+
+        Raises:
+            OutOfPages: the memory does not suffice; nothing changed.
+            InvalidSlot: a slot that is not allocated; nothing changed.
+        """
+        ...
+
+    def free(self, slot: int) -> None:
+        """Give the slot and its memory back.
+
+        Raises:
+            InvalidSlot: it is not allocated.
+        """
+        ...
+
+    def needed(self, num_tokens: int, slot: int | None = None) -> int:
+        """Units that `[0, num_tokens)` takes beyond those that the slot has; all of them for None."""
+        ...
+
+    def available(self) -> int:
+        """Units that `prepare` may still take."""
+        ...
+
+    def total(self) -> int:
+        """Units in all."""
+        ...
+
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        """Store one row per token of the batch, which `prepare` has made writable.
+
+        Args:
+            key: `[num_tokens, num_kv_heads, head_dim]`, rows in the order of `batch`.
+            value: `[num_tokens, num_kv_heads, v_head_dim]`.
+        """
+        ...
+
+    def stats(self) -> KVStats: ...
+
+    def check(self) -> None:
+        """Assert the backend's conservation law; for tests and idle moments."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. After it every call raises or is undefined."""
+        ...

@@ -1,0 +1,173 @@
+"""A request: its tokens, its place in the cache, and the only legal ways from one state to the next.
+
+    WAITING --admit--> PREFILLING --append--> DECODING --append--> DECODING
+       ^                   |  ^                  |
+       |                preempt  admit        preempt          any of them --finish--> DONE
+       |                   v  |                  v
+                          PREEMPTED <------------+
+
+The request owns its transitions; one that the picture lacks raises `IllegalTransition`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+
+import torch
+
+from engine.sampling import SamplingParams
+from vattn.errors import VattnError
+
+
+class InvalidRequest(VattnError, ValueError):
+    """A request that can never run; it was not accepted, and nothing changed."""
+
+
+class IllegalTransition(VattnError, RuntimeError):
+    """A step that the request's state does not allow: a bug in the caller."""
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PREEMPTED = "preempted"
+    DONE = "done"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+_LEGAL = {
+    State.WAITING: {State.PREFILLING, State.DONE},
+    State.PREFILLING: {State.DECODING, State.PREEMPTED, State.DONE},
+    State.DECODING: {State.DECODING, State.PREEMPTED, State.DONE},
+    State.PREEMPTED: {State.PREFILLING, State.DONE},
+    State.DONE: set(),
+}
+
+
+class Request:
+    """One prompt on its way to its completion.
+
+    Invariants: a slot is held exactly while PREFILLING or DECODING; `0 <= num_computed_tokens < num_tokens` until
+    DONE, since the newest token has never been through the model.
+
+    Attributes:
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        slot: the backend's slot; None while nothing is cached.
+        error: what went wrong, where `finish_reason` is ERROR.
+        arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
+        num_preemptions: how often its cache was taken away, to be computed again.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_total_tokens: int,
+        seed: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prompt: str | None = None,
+    ) -> None:
+        assert 0 < len(prompt_token_ids) < max_total_tokens, "the engine admits no other prompt"
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.output_token_ids: list[int] = []
+        self.sampling = sampling
+        self.max_total_tokens = max_total_tokens
+        self.generator = torch.Generator().manual_seed(seed)
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._stop_token_ids |= eos_token_ids
+
+        self.state = State.WAITING
+        self.slot: int | None = None
+        self.num_computed_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.error: BaseException | None = None
+
+        self.arrival_time = time.monotonic()
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+        self.num_preemptions = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state.value}, slot={self.slot}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens `[start, end)` of prompt and output."""
+        split = len(self.prompt_token_ids)
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        return self.prompt_token_ids[start:split] + self.output_token_ids[max(0, start - split) : end - split]
+
+    def admit(self, slot: int) -> None:
+        """WAITING or PREEMPTED -> PREFILLING: the request runs, with nothing computed, in `slot`."""
+        self._go(State.PREFILLING)
+        self.slot = slot
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = time.monotonic()
+
+    def advance(self, end: int) -> None:
+        """Tokens `[0, end)` are in the cache now."""
+        if self.state not in (State.PREFILLING, State.DECODING):
+            raise IllegalTransition(f"{self!r} has no slot to compute tokens in")
+        assert self.num_computed_tokens < end <= self.num_tokens
+        self.num_computed_tokens = end
+
+    def append(self, token_id: int) -> None:
+        """PREFILLING or DECODING -> DECODING with one more output token, or DONE where that token ends it."""
+        if self.num_uncomputed_tokens:
+            raise IllegalTransition(f"{self!r} cannot take a token before all of its tokens are computed")
+        self._go(State.DECODING)
+        self.output_token_ids.append(token_id)
+        if self.first_token_time is None:
+            self.first_token_time = time.monotonic()
+        if token_id in self._stop_token_ids:
+            self.stop_reason = token_id
+            self.finish(FinishReason.STOP)
+        elif self.num_tokens >= self.max_total_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def preempt(self) -> None:
+        """PREFILLING or DECODING -> PREEMPTED: the cache is gone and will be computed again; the tokens stay."""
+        self._go(State.PREEMPTED)
+        self.slot = None
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
+    def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Any state but DONE -> DONE. The slot stays noted until the scheduler has freed it."""
+        self._go(State.DONE)
+        self.finish_reason = reason
+        self.error = error
+        self.finished_time = time.monotonic()
+
+    def _go(self, state: State) -> None:
+        if state not in _LEGAL[self.state]:
+            raise IllegalTransition(f"{self!r} cannot become {state.value}")
+        self.state = state

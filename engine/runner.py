@@ -1,0 +1,75 @@
+"""From a plan to logits: packs the plan's tokens into one row and runs the model once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.kv import KVBackend
+from engine.request import Request
+from engine.scheduler import Entry
+from vattn.attention import Attention, AttentionParams, PackedBatch, Span
+from vattn.hf import run_packed
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the attention function of transformers reaches: store the new rows, then attend."""
+
+    kv: KVBackend
+    attention: Attention
+    batch: PackedBatch
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        self.kv.write(layer, self.batch, key, value)
+        return self.attention(query, self.kv, layer, self.batch, params)
+
+
+class ModelRunner:
+    """One model over one backend.
+
+    Args:
+        model: in eval mode, its attention implementation set to `"vattn"`.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv: KVBackend, attention: Attention) -> None:
+        self.model = model
+        self.kv = kv
+        self.attention = attention
+
+    def run(self, entries: Sequence[Entry]) -> tuple[list[Request], Tensor]:
+        """Compute the entries' tokens, which the backend is prepared for.
+
+        Returns:
+            The requests whose newest token was computed, and the logits of that token, `[len(requests), vocab_size]`.
+        """
+        # The batch's order (spans of one token first) is the order of everything below.
+        ordered = sorted(entries, key=lambda entry: entry.end - entry.start > 1)
+        spans = []
+        for entry in ordered:
+            assert entry.request.slot is not None
+            spans.append(Span(entry.request.slot, entry.start, entry.end))
+        batch = PackedBatch(tuple(spans), self.model.device)
+
+        tokens: list[int] = []
+        sampled: list[Request] = []
+        last_rows: list[int] = []
+        for entry in ordered:
+            tokens += entry.request.token_ids(entry.start, entry.end)
+            if entry.samples:
+                sampled.append(entry.request)
+                last_rows.append(len(tokens) - 1)
+
+        device = self.model.device
+        logits = run_packed(
+            self.model,
+            _Step(self.kv, self.attention, batch),
+            torch.tensor(tokens, device=device),
+            batch.positions,
+            torch.tensor(last_rows, dtype=torch.int64, device=device),
+        )
+        return sampled, logits

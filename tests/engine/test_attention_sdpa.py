@@ -1,0 +1,124 @@
+"""The SDPA adapter against attention written out token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from vattn import attention
+from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.errors import ConfigError
+
+HEADS, LONGEST = 2, 64
+
+
+class Store:
+    """A cache of random rows; what lies past the length asked for is NaN, so that a read of it shows."""
+
+    def __init__(self, slots: int, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.key = torch.randn(slots, HEADS, LONGEST, dim, generator=generator).to(dtype)
+        self.value = torch.randn(slots, HEADS, LONGEST, v_dim, generator=generator).to(dtype)
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        assert layer == 3
+        key, value = self.key.clone(), self.value.clone()
+        key[slot, :, length:] = value[slot, :, length:] = float("nan")
+        return key[slot : slot + 1, :, start:length], value[slot : slot + 1, :, start:length]
+
+
+def by_hand(query: Tensor, store: Store, batch: PackedBatch, params: AttentionParams) -> Tensor:
+    """One query row and head at a time, in float64, straight from the definition."""
+    rows = [(span.slot, position) for span in batch.spans for position in range(span.start, span.end)]
+    output = torch.zeros(len(rows), query.shape[1], store.value.shape[-1], dtype=torch.float64)
+    scale = params.scale if params.scale is not None else query.shape[-1] ** -0.5
+    for row, (slot, position) in enumerate(rows):
+        first = 0 if params.window is None else max(0, position - params.window + 1)
+        for head in range(query.shape[1]):
+            kv_head = head // (query.shape[1] // HEADS)
+            key = store.key[slot, kv_head, first : position + 1].double()
+            value = store.value[slot, kv_head, first : position + 1].double()
+            scores = key @ query[row, head].double() * scale
+            if params.softcap is not None:
+                scores = params.softcap * torch.tanh(scores / params.softcap)
+            weights = scores.exp()
+            total = weights.sum()
+            if params.sinks is not None:
+                total = total + math.exp(params.sinks[head])
+            output[row, head] = weights @ value / total
+    return output
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("v_dim", [8, 12])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 7, 18, 19, 1000])
+def test_against_the_definition(
+    group: int, v_dim: int, softcap: float | None, with_sinks: bool, window: int | None
+) -> None:
+    """Decodes, a first chunk and later chunks in one batch, with every option."""
+    spans = [Span(0, 0, 1), Span(3, 12, 30), Span(1, 40, 41), Span(2, 0, 19), Span(4, 62, 64)]
+    batch = PackedBatch.pack(spans)
+    store = Store(5, 8, v_dim, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    # Laid out as models give it: a transposed view.
+    query = torch.randn(HEADS * group, batch.num_tokens, 8, generator=generator).transpose(0, 1)
+    sinks = torch.randn(HEADS * group, generator=generator) if with_sinks else None
+    params = AttentionParams(scale=0.4, window=window, softcap=softcap, sinks=sinks)
+    got = attention.get("torch_sdpa")(query, store, 3, batch, params)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    batch = PackedBatch.pack([Span(0, 0, 30), Span(1, 40, 41), Span(2, 20, 29)])
+    store = Store(3, 8, 8, dtype)
+    query = torch.randn(batch.num_tokens, 2 * HEADS, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for params in (AttentionParams(), AttentionParams(softcap=2.0, window=6)):
+        got = attention.get("torch_sdpa")(query, store, 3, batch, params)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=3e-2, rtol=3e-2)
+
+
+def test_a_batch_of_one_kind() -> None:
+    store = Store(3, 8, 8, torch.float32)
+    for spans in ([Span(0, 5, 6), Span(1, 9, 10)], [Span(0, 5, 9)], [Span(0, 0, 2), Span(1, 0, 2)]):
+        batch = PackedBatch.pack(spans)
+        query = torch.randn(batch.num_tokens, HEADS, 8, generator=torch.Generator().manual_seed(1))
+        got = attention.get()(query, store, 3, batch, AttentionParams())
+        torch.testing.assert_close(got.double(), by_hand(query, store, batch, AttentionParams()))
+
+
+def test_pack_puts_single_tokens_first_and_keeps_the_order() -> None:
+    spans = [Span(0, 0, 2), Span(1, 4, 5), Span(2, 3, 6), Span(3, 0, 1)]
+    batch = PackedBatch.pack(spans)
+    assert [span.slot for span in batch.spans] == [1, 3, 0, 2]
+    assert (batch.num_singles, batch.num_tokens) == (2, 7)
+    assert batch.slots.tolist() == [1, 3, 0, 0, 2, 2, 2]
+    assert batch.positions.tolist() == [4, 0, 0, 1, 3, 4, 5]
+    assert [(span.slot, row) for span, row in batch.chunks()] == [(0, 2), (2, 4)]
+
+
+def test_masks_are_built_once_per_step() -> None:
+    batch = PackedBatch.pack([Span(0, 4, 8)])
+    span = batch.spans[0]
+    mask = batch.mask(span, 2, 3, torch.float32)
+    assert batch.mask(span, 2, 3, torch.float32) is mask
+    assert (mask == 0).int().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    ]
+
+
+def test_names() -> None:
+    assert attention.get("auto").name in attention.names()
+    assert all(attention.get(name).guard_rows >= 0 for name in attention.names())
+    with pytest.raises(ConfigError, match="unknown attention kernel 'flash_attention_9'"):
+        attention.get("flash_attention_9")

@@ -1,0 +1,84 @@
+"""Both backends give the tokens that `generate` gives for each prompt alone, whatever shares the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, expected, make_model, make_prompts
+
+from engine import LLM, SamplingParams
+from engine.kv.paged import PagedKV
+
+MAX_TOKENS = 14
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_generate_alone(family: str, kv: str) -> None:
+    """Prompts from one token to longer than every window, chunked prefill, mixed steps, more requests than slots."""
+    prompts = make_prompts([1, 23, 5, 40, 12])
+    with LLM(make_model(family), kv=kv, max_num_seqs=3, max_num_batched_tokens=11) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
+        llm.check()
+    want = [expected(family, prompt, MAX_TOKENS) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == want
+
+
+def test_late_arrivals(kv: str) -> None:
+    prompts = make_prompts([30, 3, 17, 8, 25, 1])
+    got: dict[str, list[int]] = {}
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    with LLM(make_model("llama"), kv=kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        step = 0
+        while step < 2 * len(prompts) or llm.has_unfinished():
+            if step % 2 == 0 and step // 2 < len(prompts):
+                llm.add_request(f"late-{step // 2}", prompts[step // 2], params)
+            for output in llm.step():
+                got[output.request_id] = output.outputs[0].token_ids
+            llm.check()
+            step += 1
+    assert got == {f"late-{i}": expected("llama", p, MAX_TOKENS) for i, p in enumerate(prompts)}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_preemption_by_recomputation(family: str, kv: str) -> None:
+    """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
+    prompts = make_prompts([20, 21, 22, 23])
+    max_tokens = 100  # more than the scheduler's headroom, so admission cannot foresee it
+    options = {"page_size": 4096, "eager_pages": 0} if kv == "virtual" else {}
+    with LLM(
+        make_model(family),
+        kv=kv,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=128,
+        memory_budget=BUDGET,
+        kv_options=options,
+    ) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+        llm.check()
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    want = [expected(family, prompt, max_tokens) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == want
+
+
+BUDGET = 3 * 128 * 3 * 2 * 2 * 8 * 4 * 4 // 5  # 2.4 requests of 128 tokens: 3 layers, K and V, 2 heads of 8 floats
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models' tokens depend on what the cache holds: a cache that forgets one token in ten is noticed."""
+    read = PagedKV.read
+
+    def forgetful(
+        self: PagedKV, layer: int, slot: int, length: int, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = read(self, layer, slot, length, start)
+        value[:, :, ::10] = 0
+        return key, value
+
+    monkeypatch.setattr(PagedKV, "read", forgetful)
+    for family in FAMILIES:
+        prompts = make_prompts([23, 40])
+        with LLM(make_model(family), kv="paged") as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
+        got = [output.outputs[0].token_ids for output in outputs]
+        assert got != [expected(family, prompt, MAX_TOKENS) for prompt in prompts], family

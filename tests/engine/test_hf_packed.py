@@ -1,0 +1,217 @@
+"""The attention function and its place in transformers: what is served, what is refused, what generate() gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import FAMILIES, VOCAB, make_model, make_prompts
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine import LLM
+from vattn import attention, hf
+from vattn.attention import AttentionParams
+from vattn.errors import UnsupportedModel
+
+
+@contextmanager
+def under_vattn(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    attention.register()
+    previous = model.config._attn_implementation
+    model.set_attn_implementation("vattn")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(previous)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "phi3"])
+def test_generate_under_the_name_is_as_before(family: str) -> None:
+    """Outside a packed step nothing changes: a padded batch, softcap, sinks and windows included."""
+    model = make_model(family)
+    prompts = make_prompts([20, 9])
+    ids = torch.zeros(2, 20, dtype=torch.int64)
+    mask = torch.zeros(2, 20, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, 20 - len(prompt) :] = torch.tensor(prompt)
+        mask[row, 20 - len(prompt) :] = 1
+    keywords: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    want = model.generate(ids, **keywords)
+    with under_vattn(model):
+        got = model.generate(ids, **keywords)
+    assert torch.equal(got, want)
+
+
+def test_registering_again_is_harmless() -> None:
+    attention.register()
+    attention.register()
+    assert "vattn" in transformers.AttentionInterface()
+
+
+def test_the_library_does_not_load_transformers_unasked() -> None:
+    code = "import sys, vattn.attention; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", hf.KVShape(3, 2, 8, 8)),
+        ("gpt-oss", hf.KVShape(3, 2, 8, 8)),
+        ("deepseek-v3", hf.KVShape(3, 4, 16, 12)),
+    ],
+)
+def test_kv_shape(family: str, shape: hf.KVShape) -> None:
+    with under_vattn(make_model(family)) as model:
+        assert hf.kv_shape(model) == shape
+
+
+def tiny(name: str, **changes: Any) -> PreTrainedModel:
+    config_class = getattr(transformers, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = config_class(**changes)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+
+_TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_REFUSED = {
+    "gptj": (
+        "GPTJConfig",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "interface",
+    ),
+    "bloom": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
+    "mpt": ("MptConfig", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4}, "interface"),
+    "falcon": ("FalconConfig", _TINY, "interface"),
+    "mamba": ("MambaConfig", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, "recurrent state"),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**_TINY, "intermediate_size": 32, "num_experts": 2, "layer_types": ["linear_attention", "full_attention"]},
+        "recurrent state|linear_attention",
+    ),
+    "diffllama": ("DiffLlamaConfig", {**_TINY, "intermediate_size": 32}, "differential"),
+    "llama4": (
+        "Llama4TextConfig",
+        {**_TINY, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 8},
+        "chunked",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_models_that_would_run_wrong_are_refused_by_name(name: str) -> None:
+    config_name, changes, why = _REFUSED[name]
+    model = tiny(config_name, **changes)
+    with pytest.raises(UnsupportedModel, match=why) as caught:
+        hf.check_supported(model)
+    assert type(model).__name__ in str(caught.value)
+    assert "generate()" in str(caught.value)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        hf.check_supported(model)
+
+
+def test_a_refused_model_keeps_its_attention() -> None:
+    """A layer that never calls the attention function is noticed when the model is loaded."""
+    model = make_model("qwen3")
+    before = model.config._attn_implementation
+    layer = model.model.layers[1]  # type: ignore[index]
+    layer.self_attn.layer_idx = 0
+    try:
+        with pytest.raises(UnsupportedModel, match="share the layer index 0"):
+            LLM(model, kv="paged")
+    finally:
+        layer.self_attn.layer_idx = 1
+    assert model.config._attn_implementation == before
+
+
+class _Attend:
+    """A packed step whose attention is the value, repeated; it notes the parameters of each layer."""
+
+    def __init__(self) -> None:
+        self.params: dict[int, AttentionParams] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        self.params[layer] = params
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("llama", [None, None, None]),
+        ("mistral-window", [9, 9, 9]),
+        ("qwen2-window", [None, 7, 7]),
+        ("gemma2", [8, None, 8]),
+        ("gpt-oss", [6, None, 6]),
+        ("qwen2-moe-window", [7, None, 7]),
+        ("phimoe-window", [7, 7, 7]),
+    ],
+)
+def test_windows_per_layer(family: str, windows: list[int | None]) -> None:
+    """Also of the families that do not pass their window to the attention function."""
+    step = _Attend()
+    with under_vattn(make_model(family)) as model:
+        ids = torch.tensor([3, 4])
+        hf.run_packed(model, step, ids, torch.tensor([0, 1]), torch.tensor([1]))
+    assert [step.params[layer].window for layer in range(3)] == windows
+    assert all((params.softcap is not None) == (family == "gemma2") for params in step.params.values())
+    assert all((params.sinks is not None) == (family == "gpt-oss") for params in step.params.values())
+
+
+def test_a_step_ends_with_its_forward_even_if_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    ids = torch.tensor([3, 4])
+    with under_vattn(model):
+        want = model(ids[None]).logits
+        with pytest.raises(IndexError):
+            hf.run_packed(model, _Attend(), torch.tensor([10**6]), torch.tensor([0]), torch.tensor([0]))
+        assert torch.equal(model(ids[None]).logits, want)
+
+
+def test_only_the_asked_rows_have_logits() -> None:
+    with under_vattn(make_model("llama")) as model:
+        ids = torch.tensor([3, 4, 5, 6])
+        every = hf.run_packed(model, _Attend(), ids, torch.arange(4), torch.arange(4))
+        some = hf.run_packed(model, _Attend(), ids, torch.arange(4), torch.tensor([3, 1]))
+    assert some.shape == (2, VOCAB)
+    torch.testing.assert_close(some, every[[3, 1]])
+
+
+def test_longrope_stays_on_one_side_of_its_threshold() -> None:
+    config = transformers.Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        },
+        pad_token_id=0,
+    )
+    assert hf.max_context(config) == 64
+    assert hf.max_context(make_model("llama").config) == 256
+
+
+def test_every_family_of_the_suite_is_supported() -> None:
+    for family in FAMILIES:
+        hf.check_supported(make_model(family))

@@ -1,0 +1,307 @@
+"""One contract for every KV backend, and what is the paged one's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.kv import KVBackend
+from engine.kv.paged import PagedKV
+from engine.kv.virtual import VirtualKV
+from vattn import KVConfig
+from vattn.attention import PackedBatch, Span
+from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot, OutOfPages, VattnError
+
+LAYERS, HEADS, DIM, V_DIM, SLOTS, LENGTH = 2, 2, 8, 12, 4, 300
+TOKEN_BYTES = LAYERS * HEADS * (DIM + V_DIM) * 4
+
+
+def make_backend(kv: str, budget: int = 1 << 20, dtype: torch.dtype = torch.float32) -> KVBackend:
+    if kv == "paged":
+        block = PagedKV.block_bytes(LAYERS, HEADS, DIM, V_DIM, 16, dtype)
+        return PagedKV(
+            num_layers=LAYERS,
+            num_kv_heads=HEADS,
+            head_dim=DIM,
+            v_head_dim=V_DIM,
+            num_blocks=budget // block,
+            max_num_seqs=SLOTS,
+            max_model_len=LENGTH,
+            dtype=dtype,
+        )
+    config = KVConfig(
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=V_DIM,
+        dtype=dtype,
+        max_batch_size=SLOTS,
+        max_context_len=LENGTH,
+        memory_budget=budget,
+        page_size=4096,
+        eager_pages=0,
+        guard="strict",
+    )
+    return VirtualKV(config)
+
+
+class Model:
+    """The naive store: per layer and slot, a list of rows."""
+
+    def __init__(self, backend: KVBackend) -> None:
+        self.backend = backend
+        self.lengths: dict[int, int] = {}
+        self.rows: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def store(self, spans: list[Span]) -> None:
+        self.backend.prepare({span.slot: span.end for span in spans})
+        batch = PackedBatch.pack(spans)
+        for layer in range(LAYERS):
+            key = torch.randn(batch.num_tokens, HEADS, DIM, generator=self.generator)
+            value = torch.randn(batch.num_tokens, HEADS, V_DIM, generator=self.generator)
+            # As the attention function gets them: the heads first in memory.
+            self.backend.write(
+                layer,
+                batch,
+                key.transpose(0, 1).contiguous().transpose(0, 1),
+                value.transpose(0, 1).contiguous().transpose(0, 1),
+            )
+            row = 0
+            for span in batch.spans:
+                for position in range(span.start, span.end):
+                    self.rows[layer, span.slot, position] = torch.cat([key[row], value[row]], dim=-1)
+                    row += 1
+        for span in spans:
+            self.lengths[span.slot] = span.end
+
+    def compare(self, start: int = 0) -> None:
+        for slot, length in self.lengths.items():
+            first = min(start, length - 1)
+            for layer in range(LAYERS):
+                key, value = self.backend.read(layer, slot, length, first)
+                assert key.shape == (1, HEADS, length - first, DIM)
+                assert value.shape == (1, HEADS, length - first, V_DIM)
+                assert key.stride(-1) == value.stride(-1) == 1
+                got = torch.cat([key[0], value[0]], dim=-1).transpose(0, 1)
+                want = torch.stack([self.rows[layer, slot, t] for t in range(first, length)])
+                assert torch.equal(got, want), f"layer {layer} of slot {slot}"
+
+
+def test_what_is_written_is_read(kv: str) -> None:
+    """Mixed batches, random chunks, slots used again: every row of every layer is where it was put."""
+    rng = random.Random(0)
+    backend = make_backend(kv)
+    model = Model(backend)
+    with torch.inference_mode():
+        for _ in range(60):
+            if len(model.lengths) < SLOTS and rng.random() < 0.5:
+                model.lengths[backend.allocate(10)] = 0
+            spans = []
+            for slot, length in model.lengths.items():
+                more = rng.choice([1, 1, 1, 2, 17, 40])
+                if length + more <= LENGTH and (length == 0 or rng.random() < 0.7):
+                    spans.append(Span(slot, length, length + more))
+            if spans:
+                model.store(spans)
+                model.compare(start=rng.choice([0, 0, 5, 16, 33, LENGTH]))
+            full = [slot for slot, length in model.lengths.items() if length > LENGTH - 40]
+            for slot in full:
+                backend.free(slot)
+                del model.lengths[slot]
+            backend.check()
+    backend.close()
+
+
+def test_allocate_gives_every_slot_once(kv: str) -> None:
+    backend = make_backend(kv)
+    slots = [backend.allocate(5) for _ in range(SLOTS)]
+    assert sorted(slots) == list(range(SLOTS))
+    with pytest.raises(NoFreeSlot, match=str(SLOTS)):
+        backend.allocate(5)
+    backend.free(slots[2])
+    assert backend.allocate(5) == slots[2]
+    backend.close()
+
+
+def test_units_add_up(kv: str) -> None:
+    """`prepare` takes what `needed` said, out of `available`; `free` gives all of it back."""
+    backend = make_backend(kv)
+    assert backend.available() == backend.total()
+    slot = backend.allocate(5)
+    assert backend.needed(0, slot) == 0
+    for length in (1, 2, 16, 17, 100, LENGTH):
+        before, needed = backend.available(), backend.needed(length, slot)
+        backend.prepare({slot: length})
+        # A backend may take some ahead for the next step, never less than what it said.
+        assert backend.available() <= before - needed
+        assert backend.needed(length, slot) == 0
+        assert backend.needed(length) > 0
+        backend.check()
+    backend.free(slot)
+    assert backend.available() == backend.total()
+    backend.close()
+
+
+def test_out_of_pages_changes_nothing(kv: str) -> None:
+    backend = make_backend(kv, budget=LENGTH * TOKEN_BYTES * 3 // 2)
+    model = Model(backend)
+    with torch.inference_mode():
+        first, second = backend.allocate(5), backend.allocate(5)
+        model.lengths = {first: 0, second: 0}
+        model.store([Span(first, 0, 200), Span(second, 0, 20)])
+        needed = (backend.needed(LENGTH, first), backend.needed(LENGTH, second))
+        available = backend.available()
+        assert sum(needed) > available
+        with pytest.raises(OutOfPages) as caught:
+            backend.prepare({first: LENGTH, second: LENGTH})
+        assert caught.value.missing_pages > 0
+        assert caught.value.missing_bytes > 0
+        assert (backend.needed(LENGTH, first), backend.needed(LENGTH, second)) == needed
+        assert backend.available() == available
+        backend.check()
+        model.compare()
+        backend.free(second)
+        del model.lengths[second]
+        model.store([Span(first, 200, LENGTH)])
+        model.compare()
+    backend.close()
+
+
+def test_unknown_slots(kv: str) -> None:
+    backend = make_backend(kv)
+    slot = backend.allocate(5)
+    for act in (
+        lambda: backend.free(slot + 1),
+        lambda: backend.prepare({slot: 1, slot + 1: 1}),
+        lambda: backend.needed(1, slot + 1),
+    ):
+        with pytest.raises(InvalidSlot, match=str(slot + 1)):
+            act()
+    backend.check()
+    backend.close()
+
+
+def test_a_length_past_the_longest(kv: str) -> None:
+    backend = make_backend(kv)
+    slot = backend.allocate(5)
+    with pytest.raises(VattnError, match=str(LENGTH + 1)):
+        backend.prepare({slot: LENGTH + 1})
+    backend.check()
+    backend.close()
+
+
+def test_stats(kv: str) -> None:
+    backend = make_backend(kv)
+    slots = [backend.allocate(5) for _ in range(3)]
+    backend.prepare(dict(zip(slots, (1, 50, 200), strict=True)))
+    stats = backend.stats()
+    assert stats.live_bytes == 251 * TOKEN_BYTES
+    assert stats.live_bytes <= stats.used_bytes <= stats.physical_bytes <= stats.reserved_bytes
+    assert stats.physical_bytes <= stats.peak_physical_bytes
+    assert stats.waste_bytes == stats.used_bytes - stats.live_bytes
+    for slot in slots:
+        backend.free(slot)
+    assert (backend.stats().used_bytes, backend.stats().live_bytes) == (0, 0)
+    backend.close()
+
+
+class BackendMachine(RuleBasedStateMachine):
+    """Random operations against the arithmetic of lengths; each backend's own `check` after every one."""
+
+    kv = "paged"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = make_backend(self.kv, budget=96 << 10)
+        self.lengths: dict[int, int] = {}
+
+    @precondition(lambda self: len(self.lengths) < SLOTS)
+    @rule(hint=st.integers(1, LENGTH))
+    def allocate(self, hint: int) -> None:
+        slot = self.backend.allocate(hint)
+        assert slot not in self.lengths
+        self.lengths[slot] = 0
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def prepare(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.lengths)), min_size=1, unique=True))
+        lengths = {slot: data.draw(st.integers(max(1, self.lengths[slot]), LENGTH)) for slot in slots}
+        announced = {slot: data.draw(st.integers(length, LENGTH)) for slot, length in lengths.items()}
+        needed = sum(self.backend.needed(length, slot) for slot, length in lengths.items())
+        fits = needed <= self.backend.available()
+        try:
+            self.backend.prepare(lengths, announced)
+        except OutOfPages:
+            assert not fits, "refused what available() and needed() had promised"
+        else:
+            self.lengths.update(lengths)
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.lengths)))
+        self.backend.free(slot)
+        del self.lengths[slot]
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.backend.check()
+        stats = self.backend.stats()
+        assert stats.live_bytes == sum(self.lengths.values()) * TOKEN_BYTES
+        assert 0 <= self.backend.available() <= self.backend.total()
+        if not self.lengths:
+            assert self.backend.available() == self.backend.total()
+
+    def teardown(self) -> None:
+        self.backend.close()
+
+
+class VirtualMachine(BackendMachine):
+    kv = "virtual"
+
+
+_QUICK = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+TestPagedOperations = BackendMachine.TestCase
+TestPagedOperations.settings = _QUICK
+TestVirtualOperations = VirtualMachine.TestCase
+TestVirtualOperations.settings = _QUICK
+
+
+# The paged backend's own
+
+
+def test_paged_wastes_less_than_a_block_per_request() -> None:
+    backend = make_backend("paged")
+    slots = {backend.allocate(1): length for length in (1, 16, 17, 250)}
+    backend.prepare(slots)
+    block = 16 * TOKEN_BYTES
+    assert backend.stats().waste_bytes == block * sum(-(-n // 16) for n in slots.values()) - 284 * TOKEN_BYTES
+    assert backend.stats().waste_bytes < len(slots) * block
+    backend.close()
+
+
+def test_paged_block_tables() -> None:
+    backend = make_backend("paged")
+    assert isinstance(backend, PagedKV)
+    first, second = backend.allocate(1), backend.allocate(1)
+    backend.prepare({first: 33, second: 10})
+    table = torch.full((SLOTS, backend.max_blocks), -1, dtype=torch.int32)
+    view = backend.fill_block_tables([second, first], table)
+    assert view.shape == (2, backend.max_blocks)
+    assert view.data_ptr() == table.data_ptr()
+    blocks = view[1, :3].tolist() + view[0, :1].tolist()
+    assert len(set(blocks)) == 4, "a block is in two requests"
+    assert (table[2:] == -1).all()
+    backend.close()
+
+
+def test_paged_bad_sizes() -> None:
+    with pytest.raises(ConfigError, match="block_size is 0"):
+        PagedKV(num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=1, max_num_seqs=1, max_model_len=1, block_size=0)

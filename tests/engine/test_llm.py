@@ -1,0 +1,380 @@
+"""The engine as its users drive it: outputs, stops, aborts, failures, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
+from transformers import PreTrainedModel
+
+from engine import LLM, InvalidRequest, RequestOutput, SamplingParams, StepRecord
+from vattn.errors import ConfigError, OutOfPages, VattnError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
+    return LLM(make_model("llama"), kv=kv, **{"max_model_len": 128, "memory_budget": "4MiB", **keywords})
+
+
+def drain(llm: LLM) -> dict[str, RequestOutput]:
+    """Step to the end, checking the books after every step."""
+    finished = {}
+    while llm.has_unfinished():
+        for output in llm.step():
+            if output.finished:
+                finished[output.request_id] = output
+        llm.check()
+    return finished
+
+
+def assert_idle(llm: LLM) -> None:
+    llm.check()
+    assert not llm.has_unfinished()
+    assert llm.kv.available() == llm.kv.total()
+    assert llm.kv.stats().live_bytes == 0
+
+
+def test_outputs_are_shaped_as_in_vllm(kv: str) -> None:
+    prompts = make_prompts([5, 9])
+    with make_llm(kv) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.request_id for output in outputs] == ["0", "1"]
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert (output.prompt, output.prompt_token_ids, output.finished) == (None, prompt, True)
+        completion = output.outputs[0]
+        assert completion.token_ids == expected("llama", prompt, 8)
+        assert (completion.index, completion.text, completion.finish_reason) == (0, "", "length")
+        times = output.metrics
+        assert times.first_scheduled_time is not None
+        assert times.first_token_time is not None
+        assert times.finished_time is not None
+        assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
+        assert 0 < (times.time_to_first_token or 0) <= (times.latency or 0)
+
+
+def test_prompt_forms() -> None:
+    with make_llm(tokenizer=make_tokenizer()) as llm:
+        forms: list[Any] = [
+            "w5 w6 w7",
+            [5, 6, 7],
+            (5, 6, 7),
+            torch.tensor([5, 6, 7]),
+            {"prompt": "w5 w6 w7"},
+            {"prompt_token_ids": [5, 6, 7]},
+        ]
+        outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+        single = llm.generate("w5 w6 w7", GREEDY, use_tqdm=False)
+        ids = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        assert llm.generate([], GREEDY, use_tqdm=False) == []
+    want = expected("llama", [5, 6, 7], 8)
+    for output in [*outputs, *single, *ids]:
+        assert output.outputs[0].token_ids == want
+        assert output.outputs[0].text.split() == [f"w{i}" for i in want if i > 1]
+    assert len(single) == len(ids) == 1
+    assert single[0].prompt == "w5 w6 w7"
+
+
+def test_one_set_of_parameters_for_each_prompt(kv: str) -> None:
+    prompts = make_prompts([5, 9, 3])
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 4, 9)]
+    with make_llm(kv) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        with pytest.raises(ConfigError, match="3 prompts with 2"):
+            llm.generate(prompts, params[:2])
+        assert_idle(llm)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        expected("llama", prompt, param.max_tokens) for prompt, param in zip(prompts, params, strict=True)
+    ]
+
+
+def test_stop_and_eos(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = make_prompts([23])[0]
+    tokens = expected("llama", prompt, 8)
+    assert tokens[3] not in tokens[:3]
+    model = make_model("llama")
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [tokens[3], VOCAB + 5])
+    with LLM(model, kv=kv) as llm:
+        cases: list[tuple[dict[str, Any], int, str]] = [
+            ({}, 4, "stop"),
+            ({"ignore_eos": True}, 8, "length"),
+            ({"stop_token_ids": [tokens[1]]}, 2, "stop"),
+            ({"stop_token_ids": [tokens[1]], "ignore_eos": True}, 2, "stop"),
+        ]
+        params = [SamplingParams(temperature=0, max_tokens=8, **keywords) for keywords, _, _ in cases]
+        outputs = llm.generate([prompt] * len(cases), params, use_tqdm=False)
+        assert_idle(llm)
+    for output, (_, count, reason) in zip(outputs, cases, strict=True):
+        completion = output.outputs[0]
+        assert (completion.token_ids, completion.finish_reason) == (tokens[:count], reason)
+        assert completion.stop_reason == (tokens[count - 1] if reason == "stop" else None)
+
+
+def test_the_context_ends_a_request(kv: str) -> None:
+    prompt = make_prompts([20])[0]
+    with make_llm(kv, max_model_len=25) as llm:
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)[0]
+        assert_idle(llm)
+    assert output.outputs[0].token_ids == expected("llama", prompt, 5)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_seeds(kv: str) -> None:
+    """The same seed gives the same tokens whatever shares the batch; none gives what the engine's seed gives."""
+    prompts = make_prompts([9, 9, 30])
+    params = [SamplingParams(max_tokens=12, seed=seed) for seed in (7, 8, 7)]
+    with make_llm(kv, max_num_batched_tokens=64) as llm:
+        alone = [
+            llm.generate(prompt, param, use_tqdm=False)[0].outputs[0].token_ids
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
+        together = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert together == alone
+    runs = []
+    for seed in (1, 1, 2):
+        with make_llm(kv, seed=seed) as llm:
+            outputs = llm.generate([prompts[0]] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
+            runs.append([output.outputs[0].token_ids for output in outputs])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1], "two requests without a seed share their random numbers"
+
+
+def test_aborts_free_memory_and_harm_nobody(kv: str) -> None:
+    prompts = make_prompts([20, 30, 5, 9, 12, 40])
+    with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=10))
+        finished = {}
+        for step in range(6):
+            for output in llm.step():
+                if output.finished:
+                    finished[output.request_id] = output
+            if step in (0, 3):  # one that has just begun, and one that waits
+                aborted = llm.abort(str(1 if step == 0 else 5))
+                assert aborted is not None
+                assert (aborted.finished, aborted.outputs[0].finish_reason) == (True, "abort")
+                llm.check()
+        finished |= drain(llm)
+        assert llm.abort("1") is llm.abort("nobody") is None
+        assert_idle(llm)
+    assert {name: output.outputs[0].token_ids for name, output in finished.items()} == {
+        str(i): expected("llama", prompts[i], 10) for i in (0, 2, 3, 4)
+    }
+
+
+def test_two_hundred_cancelled_at_once(kv: str) -> None:
+    prompt = make_prompts([5])[0]
+    with make_llm(kv) as llm:
+        for i in range(200):
+            llm.add_request(str(i), [2, 3, 4], SamplingParams(max_tokens=100))
+        for _ in range(3):
+            llm.step()
+        for i in range(200):
+            llm.abort(str(i))
+        assert_idle(llm)
+        output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == expected("llama", prompt, 8)
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "empty": ([], "empty"),
+    "empty in a mapping": ({"prompt_token_ids": []}, "empty"),
+    "too long": ([2] * 128, "128 tokens, but max_model_len is 128"),
+    "past the vocabulary": ([2, VOCAB], f"holds {VOCAB}, .* from 0 to {VOCAB - 1}"),
+    "negative": ([-1], "holds -1"),
+    "not whole": ([1.5], "whole numbers"),
+    "text without a tokenizer": ("hello", "no tokenizer"),
+    "no known key": ({"text": "hello"}, "neither 'prompt' nor"),
+    "a number": (None, "a prompt is text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompts_change_nothing(name: str, kv: str) -> None:
+    bad, message = BAD_PROMPTS[name]
+    good = make_prompts([9])[0]
+    want = expected("llama", good, 8)
+    with make_llm(kv) as llm:
+        llm.add_request("good", good, GREEDY)
+        llm.step()
+        with pytest.raises(InvalidRequest, match=message):
+            llm.add_request("bad", bad, GREEDY)
+        llm.check()
+        assert drain(llm)["good"].outputs[0].token_ids == want
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate([good, bad], GREEDY)
+        assert_idle(llm)
+
+
+def test_a_request_that_could_never_fit_is_refused(kv: str) -> None:
+    good = make_prompts([9])[0]
+    with make_llm(kv, memory_budget=32 << 10, kv_options={"page_size": 4096} if kv == "virtual" else {}) as llm:
+        assert llm.kv.needed(128) > llm.kv.total()
+        with pytest.raises(InvalidRequest, match=r"may grow to 128 tokens, .* in all"):
+            llm.generate([good, good], [GREEDY, SamplingParams(max_tokens=1000)])
+        assert_idle(llm)
+        assert llm.generate(good, GREEDY, use_tqdm=False)[0].finished
+
+
+def test_names_of_unfinished_requests_are_taken() -> None:
+    with make_llm() as llm:
+        llm.add_request("a", [2, 3], GREEDY)
+        with pytest.raises(InvalidRequest, match="'a' is unfinished"):
+            llm.add_request("a", [4], GREEDY)
+        with pytest.raises(VattnError, match="1 unfinished"):
+            llm.generate([2, 3])
+        drain(llm)
+        llm.add_request("a", [2, 3], GREEDY)
+        drain(llm)
+
+
+class Flaky:
+    """A hook that raises in the n-th forward pass of a module."""
+
+    def __init__(self, model: PreTrainedModel, fail_at: int, error: BaseException) -> None:
+        self.calls = 0
+        self.fail_at = fail_at
+        self.error = error
+        self.handle = model.get_output_embeddings().register_forward_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise self.error
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 5])
+def test_a_failing_forward_fails_its_batch_only(kv: str, fail_at: int) -> None:
+    prompts = make_prompts([5, 6, 7, 8])
+    with make_llm(kv, max_num_seqs=2) as llm:
+        flaky = Flaky(llm.model, fail_at, RuntimeError("a broken kernel"))
+        try:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        finally:
+            flaky.handle.remove()
+        assert_idle(llm)
+    for output in outputs[:2]:
+        assert output.outputs[0].finish_reason == "error"
+        assert str(output.error) == "a broken kernel"
+        assert len(output.outputs[0].token_ids) == fail_at - 1
+    for output, prompt in zip(outputs[2:], prompts[2:], strict=True):
+        assert output.error is None
+        assert output.outputs[0].token_ids == expected("llama", prompt, 8)
+
+
+def test_a_failing_prepare_fails_its_batch_only(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = make_prompts([5, 6, 7])
+    with make_llm(kv, max_num_seqs=2) as llm:
+        prepare, calls = llm.kv.prepare, iter(range(1000))
+
+        def failing(*args: Any) -> None:
+            if next(calls) == 3:
+                raise VattnError("the driver is unwell")
+            prepare(*args)
+
+        monkeypatch.setattr(llm.kv, "prepare", failing)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert_idle(llm)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error", "length"]
+    assert outputs[2].outputs[0].token_ids == expected("llama", prompts[2], 8)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_backend_that_refuses_more_than_it_said(kv: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out although the accounts said that it would not: preempt, go on, and fail only what is alone."""
+    prompts = make_prompts([5, 30, 7, 8])
+    with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        prepare = llm.kv.prepare
+
+        def refusing(lengths: dict[int, int], next_lengths: dict[int, int]) -> None:
+            if len(lengths) > most:
+                raise OutOfPages("the table of mappings is full", missing_pages=1, missing_bytes=4096)
+            prepare(lengths, next_lengths)
+
+        monkeypatch.setattr(llm.kv, "prepare", refusing)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert_idle(llm)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        if most == 0:
+            assert isinstance(output.error, OutOfPages)
+        else:
+            assert output.outputs[0].token_ids == expected("llama", prompt, 8)
+
+
+def test_an_interrupt_leaves_a_clean_engine(kv: str) -> None:
+    prompts = make_prompts([5, 6, 7])
+    with make_llm(kv) as llm:
+        flaky = Flaky(llm.model, 3, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        flaky.handle.remove()
+        assert_idle(llm)
+        output = llm.generate(prompts[0], GREEDY, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == expected("llama", prompts[0], 8)
+
+
+def test_step_records(kv: str) -> None:
+    records: list[StepRecord] = []
+    with make_llm(kv, max_num_seqs=2, max_num_batched_tokens=8, on_step=records.append) as llm:
+        llm.generate(make_prompts([12, 5, 3]), GREEDY, use_tqdm=False)
+        total = llm.kv.stats().physical_bytes
+    assert sum(record.prefill_tokens for record in records) == 20
+    assert sum(record.decode_tokens for record in records) == 3 * (GREEDY.max_tokens - 1)
+    assert (records[0].num_running, records[0].num_waiting) == (1, 2)
+    assert (records[-1].num_running, records[-1].num_waiting) == (0, 0)
+    for record in records:
+        assert 0 < record.forward_seconds < record.seconds
+        assert record.schedule_seconds > 0
+        assert record.prepare_seconds > 0
+        assert record.kv.live_bytes <= record.kv.used_bytes <= total
+
+
+def test_close(kv: str) -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    llm = make_llm(kv)
+    assert model.config._attn_implementation == "vattn"
+    llm.add_request("a", [2, 3], GREEDY)
+    llm.step()
+    llm.close()
+    llm.close()
+    assert model.config._attn_implementation == before
+    for act in (llm.step, lambda: llm.add_request("b", [2], GREEDY), lambda: llm.generate([2, 3])):
+        with pytest.raises(VattnError, match="closed"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"kv": "static"}, "'static' is not a backend"),
+        ({"max_model_len": 257}, "give at most 256"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"dtype": "int4"}, "'int4' is not one of"),
+        ({"dtype": "bfloat16"}, "convert it first"),
+        ({"attention": "magic"}, "unknown attention kernel"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 600}, "raise the one or lower the other"),
+        ({"memory_budget": 100}, "one block of 16 tokens"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"kv_options": {"page_size": 4096}}, "takes no kv_options"),
+        ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
+    ],
+)
+def test_bad_options(keywords: dict[str, Any], message: str) -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **{"kv": "paged", **keywords})
+    assert model.config._attn_implementation == before
+
+
+def test_bfloat16_runs_to_the_end(kv: str) -> None:
+    import copy
+
+    model = copy.deepcopy(make_model("llama")).to(torch.bfloat16)
+    with LLM(model, kv=kv, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(make_prompts([20, 3]), GREEDY, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]

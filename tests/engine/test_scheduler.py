@@ -1,0 +1,212 @@
+"""The scheduler alone, over a real paged backend: order, budget, admission, preemption, and that it never sticks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine import FinishReason, InvalidRequest, SamplingParams
+from engine.kv.paged import PagedKV
+from engine.request import Request, State
+from engine.scheduler import HEADROOM_TOKENS, Plan, Scheduler
+from vattn.errors import ConfigError
+
+BLOCK = 4
+
+
+def make_scheduler(*, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched_tokens: int = 16) -> Scheduler:
+    kv = PagedKV(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        num_blocks=blocks,
+        max_num_seqs=max_num_seqs,
+        max_model_len=10_000,
+        block_size=BLOCK,
+    )
+    return Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+
+
+def make(name: str, prompt: int, max_tokens: int = 4) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(name, [1] * prompt, params, max_total_tokens=prompt + max_tokens, seed=0)
+
+
+def run(scheduler: Scheduler, plan: Plan) -> None:
+    """What the engine does with a plan, without a model."""
+    scheduler.kv.prepare(plan.lengths, plan.next_lengths)
+    for entry in plan.entries:
+        samples = entry.samples
+        entry.request.advance(entry.end)
+        if samples:
+            entry.request.append(0)
+            if entry.request.state is State.DONE:
+                scheduler.release(entry.request)
+    scheduler.check()
+    scheduler.kv.check()
+
+
+def shown(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(entry.request.request_id, entry.start, entry.end) for entry in plan.entries]
+
+
+def test_chunked_prefill_is_mixed_with_decodes_in_order_of_arrival() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    for name, prompt in (("a", 3), ("b", 20), ("c", 5)):
+        scheduler.add(make(name, prompt))
+    plans = []
+    for _ in range(5):
+        plan = scheduler.schedule()
+        plans.append(shown(plan))
+        run(scheduler, plan)
+    assert plans == [
+        [("a", 0, 3), ("b", 0, 7)],
+        [("a", 3, 4), ("b", 7, 16)],
+        [("a", 4, 5), ("b", 16, 20), ("c", 0, 5)],
+        [("a", 5, 6), ("b", 20, 21), ("c", 5, 6)],
+        [("b", 21, 22), ("c", 6, 7)],
+    ]
+
+
+def test_decodes_get_their_token_beside_a_long_prefill() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=4)
+    scheduler.add(make("a", 2, max_tokens=9))
+    run(scheduler, scheduler.schedule())
+    scheduler.add(make("long", 30))
+    scheduler.add(make("b", 2, max_tokens=9))
+    for _ in range(4):
+        plan = scheduler.schedule()
+        assert plan.num_tokens == 4
+        assert shown(plan)[0][0] == "a"
+        run(scheduler, plan)
+
+
+def test_next_lengths_announce_the_next_chunk_of_unfinished_prefills_only() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler.add(make("a", 3))
+    scheduler.add(make("b", 12))
+    plan = scheduler.schedule()
+    slots = {entry.request.request_id: entry.request.slot for entry in plan.entries}
+    assert plan.lengths == {slots["a"]: 3, slots["b"]: 7}
+    assert plan.next_lengths == {slots["b"]: 12}
+
+
+def test_max_num_seqs() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make(name, 2))
+    assert [name for name, _, _ in shown(scheduler.schedule())] == ["a", "b"]
+    assert [request.request_id for request in scheduler.waiting] == ["c"]
+
+
+def test_admission_accounts_for_what_runs() -> None:
+    """Memory that is free now, but that a running prefill still needs, is not given to a newcomer."""
+    scheduler = make_scheduler(blocks=12, max_num_batched_tokens=8)
+    scheduler.add(make("a", 40))  # 11 of 12 blocks, of which the first step takes 2
+    run(scheduler, scheduler.schedule())
+    assert scheduler.kv.available() == 10
+    scheduler.add(make("b", 4))
+    while any(request.request_id == "a" for request in scheduler.running):
+        plan = scheduler.schedule()
+        assert {name for name, _, _ in shown(plan)} == {"a"}
+        assert not plan.preempted
+        run(scheduler, plan)
+    assert shown(scheduler.schedule()) == [("b", 0, 4)]
+
+
+def test_the_youngest_is_preempted_and_goes_to_the_head_of_the_queue() -> None:
+    grow = HEADROOM_TOKENS + 40
+    need = -(-(4 + grow) // BLOCK)
+    scheduler = make_scheduler(blocks=need + need // 2 + 8, max_num_seqs=2)
+    for name in ("old", "young", "later"):
+        scheduler.add(make(name, 4, max_tokens=grow))
+    victims = []
+    for _ in range(10_000):
+        plan = scheduler.schedule()
+        if not plan.entries:
+            break
+        if plan.preempted:
+            victims.append([request.request_id for request in plan.preempted])
+            assert scheduler.waiting[0] is plan.preempted[-1]
+            assert plan.preempted[0].num_computed_tokens == 0
+        run(scheduler, plan)
+    assert victims[0] == ["young"]
+    assert not any("old" in names for names in victims)
+    assert not scheduler.has_unfinished()
+    assert scheduler.kv.available() == scheduler.kv.total()
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:
+    scheduler = make_scheduler(blocks=10)
+    with pytest.raises(InvalidRequest, match=r"41 tokens, which takes 11 .* there are 10"):
+        scheduler.add(make("big", 37))
+    assert not scheduler.has_unfinished()
+    scheduler.add(make("fits", 36))
+    while scheduler.has_unfinished():
+        run(scheduler, scheduler.schedule())
+
+
+def test_finish_frees_in_every_state() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    requests = [make("decoding", 2), make("prefilling", 30), make("waiting", 2)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, scheduler.schedule())
+    assert [request.state.value for request in requests] == [request.request_id for request in requests]
+    for request in requests:
+        scheduler.finish(request, FinishReason.ABORT)
+        scheduler.finish(request, FinishReason.ERROR)
+        assert request.finish_reason is FinishReason.ABORT
+        scheduler.check()
+    assert not scheduler.has_unfinished()
+    assert scheduler.kv.available() == scheduler.kv.total()
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "raise the one or lower the other"),
+    ],
+)
+def test_bad_limits(limits: dict[str, int], message: str) -> None:
+    kv = make_scheduler().kv
+    with pytest.raises(ConfigError, match=message):
+        Scheduler(kv, **{"max_num_seqs": 4, "max_num_batched_tokens": 16, **limits})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_loads_always_end(seed: int) -> None:
+    """Whatever comes, every request finishes with all of its tokens, in a bounded number of steps."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        blocks=rng.randint(12, 80),
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.randint(6, 40),
+    )
+    requests = []
+    for i in range(rng.randint(1, 12)):
+        request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
+        try:
+            scheduler.add(request)
+        except InvalidRequest:
+            continue
+        requests.append(request)
+    aborted = set()
+    for _ in range(5000):
+        if not scheduler.has_unfinished():
+            break
+        plan = scheduler.schedule()
+        assert 0 < plan.num_tokens <= scheduler.max_num_batched_tokens
+        run(scheduler, plan)
+        if requests and rng.random() < 0.01:
+            victim = rng.choice(requests)
+            if victim.state is not State.DONE:
+                aborted.add(victim.request_id)
+            scheduler.finish(victim, FinishReason.ABORT)
+    assert not scheduler.has_unfinished()
+    for request in requests:
+        if request.request_id not in aborted:
+            assert request.num_tokens == request.max_total_tokens
+    assert scheduler.kv.available() == scheduler.kv.total()
