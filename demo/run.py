@@ -1,9 +1,9 @@
 """The main job, to look at: `python -m demo.run`.
 
-A queue of short and long prompts goes through the engine twice, with the KV cache in virtual tensors and in paged blocks.
-Printed are every request's text, tokens and time, and a table of both runs side by side; written is a picture of the
-physical memory over time and of the page map. Every answer is compared with transformers' own `generate` for its prompt
-alone.
+A queue of short and long prompts goes through the engine twice, with the KV cache in virtual tensors and in paged
+blocks. Printed are every request's text, tokens and time, and a table of both runs side by side; written is a picture
+of the physical memory over time and of the page map. Every answer is compared with transformers' own `generate` for
+its prompt alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import argparse
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from demo.prompts import prompts as demo_prompts
@@ -28,6 +29,8 @@ from vattn.units import format_bytes
 HERE = Path(__file__).parent
 SLOTS = 8
 MAX_TOKENS = 600
+MIB = 2**20
+LIVE, MAPPED, PARKED = "#2b62b3", "#8fb4e3", "#e0b36a"
 BUDGET = "24MiB"  # less than the queue would like, so that pages are parked, reused and taken back
 
 
@@ -39,6 +42,7 @@ class Run:
         seconds: from the first request's arrival to the last one's end.
         steps: what each step did.
         pages: what every slot held after each step; empty for `paged`, which has no pages.
+        total_pages: the budget, in the backend's unit.
     """
 
     kv: str
@@ -46,6 +50,7 @@ class Run:
     outputs: list[RequestOutput]
     steps: list[StepRecord]
     pages: list[list[SlotPages]]
+    total_pages: int
 
 
 def main() -> None:
@@ -58,7 +63,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = demo_prompts()
     model.train(False)
-    print(f"{len(prompts)} prompts, {SLOTS} at a time, {model.num_parameters() / 1e6:.1f} M parameters in float32, CPU\n")
+    parameters = f"{model.num_parameters() / 1e6:.1f} M parameters in float32"
+    print(f"{len(prompts)} prompts, {SLOTS} at a time; {parameters}, CPU\n")
     expected = generate_alone(model, tokenizer, prompts)
     runs = [run(model, tokenizer, prompts, kv) for kv in ("virtual", "paged")]
 
@@ -69,7 +75,7 @@ def main() -> None:
     print(f"\nphysical memory over time and the page map: {args.out}")
 
 
-def generate_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+def generate_alone(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
     """The tokens that transformers' own greedy `generate` answers to each prompt, one prompt at a time."""
     answers = []
     for prompt in tqdm(prompts, desc="generate, one by one", unit="req", dynamic_ncols=True):
@@ -84,8 +90,15 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: lis
     steps: list[StepRecord] = []
     pages: list[list[SlotPages]] = []
     outputs: dict[str, RequestOutput] = {}
-    with LLM(model, kv=kv, tokenizer=tokenizer, max_num_seqs=SLOTS, max_num_batched_tokens=256, memory_budget=BUDGET) as llm:
-        llm.on_step = steps.append
+    with LLM(
+        model,
+        kv=kv,
+        tokenizer=tokenizer,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=256,
+        memory_budget=BUDGET,
+        on_step=steps.append,
+    ) as llm:
         start = time.monotonic()
         for index, prompt in enumerate(prompts):
             llm.add_request(str(index), prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
@@ -99,7 +112,8 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: lis
                     pages.append(llm.kv.cache.page_map())
         seconds = time.monotonic() - start
         llm.check()
-    return Run(kv, seconds, [outputs[str(index)] for index in range(len(prompts))], steps, pages)
+        total = llm.kv.total()
+    return Run(kv, seconds, [outputs[str(index)] for index in range(len(prompts))], steps, pages, total)
 
 
 def print_request(index: int, output: RequestOutput) -> None:
@@ -107,10 +121,9 @@ def print_request(index: int, output: RequestOutput) -> None:
     prompt = (output.prompt or "").strip()
     shown = prompt if len(prompt) <= 100 else f"{prompt[:60]} ... {prompt[-36:]}"
     text = completion.text.strip()
-    print(
-        f"[{index:2}] {len(output.prompt_token_ids):4} + {len(completion.token_ids):3} tokens, {completion.finish_reason}, "
-        f"first after {metrics.time_to_first_token or 0:5.2f} s, all after {metrics.latency or 0:5.2f} s"
-    )
+    first, last = metrics.time_to_first_token or 0, metrics.latency or 0
+    counts = f"{len(output.prompt_token_ids):4} + {len(completion.token_ids):3} tokens"
+    print(f"[{index:2}] {counts}, {completion.finish_reason}, first after {first:5.2f} s, all after {last:5.2f} s")
     print(f"     {' '.join(shown.split())}")
     print(f"     -> {text if len(text) <= 160 else text[:110] + ' ... ' + text[-46:]}")
 
@@ -128,7 +141,8 @@ def print_table(runs: list[Run], expected: list[list[int]]) -> None:
     row("output tokens per second", *(f"{n / r.seconds:.0f}" for n, r in zip(tokens, runs, strict=True)))
     row("reserved virtual memory", *(format_bytes(kv.reserved_bytes) for kv in last))
     row("peak physical KV memory", *(format_bytes(kv.peak_physical_bytes) for kv in last))
-    row("  of it held by running requests, at most", *(format_bytes(max(s.kv.used_bytes for s in r.steps)) for r in runs))
+    held = [max(s.kv.used_bytes for s in r.steps) for r in runs]
+    row("  of it held by running requests, at most", *map(format_bytes, held))
     row("waste: held by requests without a live token", *(f"{waste(r):.1%}" for r in runs))
     row("map calls", *(str(kv.map_calls) for kv in last))
     row("steps", *(str(len(r.steps)) for r in runs))
@@ -152,32 +166,37 @@ def draw(runs: list[Run], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
-    mib = 2**20
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    top = max(s.kv.physical_bytes for r in runs for s in r.steps) / MIB
     for axis, r in zip(axes, runs, strict=False):
-        x = range(len(r.steps))
-        axis.fill_between(x, [s.kv.physical_bytes / mib for s in r.steps], color="#dfe3ea", label="physical, free or parked")
-        axis.fill_between(x, [s.kv.used_bytes / mib for s in r.steps], color="#8fb4e3", label="held by running requests")
-        axis.fill_between(x, [s.kv.live_bytes / mib for s in r.steps], color="#2b62b3", label="live tokens")
-        axis.set(title=f"{r.kv}: KV memory", xlabel="step", ylabel="MiB", xlim=(0, len(r.steps) - 1), ylim=(0, None))
-        axis.legend(loc="lower right", frameon=False, fontsize=8)
-    top = max(axis.get_ylim()[1] for axis in axes[:2])
-    for axis in axes[:2]:
-        axis.set_ylim(0, top)
+        for color, label, values in (
+            (PARKED, "physical, not in use", [s.kv.physical_bytes for s in r.steps]),
+            (MAPPED, "held by running requests", [s.kv.used_bytes for s in r.steps]),
+            (LIVE, "live tokens", [s.kv.live_bytes for s in r.steps]),
+        ):
+            axis.fill_between(range(len(values)), [v / MIB for v in values], color=color, label=label)
+        axis.set(title=f"{r.kv}: KV memory", xlabel="step", ylabel="MiB", xlim=(0, len(r.steps) - 1), ylim=(0, top))
+        axis.legend(loc="upper right", framealpha=0.9, fontsize=8)
 
-    moment = max(range(len(runs[0].pages)), key=lambda i: sum(slot.pages for slot in runs[0].pages[i]))
     axis = axes[2]
-    for slot in runs[0].pages[moment]:
-        if slot.active:
-            axis.barh(slot.reqid, slot.mapped, color="#8fb4e3")
-            axis.barh(slot.reqid, slot.length, color="#2b62b3")
-        else:
-            axis.barh(slot.reqid, slot.mapped, color="#e0b36a")
-    axis.set(title=f"page map at step {moment}: tokens backed per slot", xlabel="token", ylabel="slot (reqid)")
+    pages = runs[0].pages
+    moment = max(range(len(pages)), key=lambda step: sum(not s.active and s.pages for s in pages[step]))
+    for slot in pages[moment]:
+        axis.barh(slot.reqid, slot.mapped, color=MAPPED if slot.active else PARKED)
+        axis.barh(slot.reqid, slot.length, color=LIVE)
+    held = sum(s.pages for s in pages[moment] if s.active)
+    parked = sum(s.pages for s in pages[moment] if not s.active)
+    free = runs[0].total_pages - held - parked
+    axis.set(
+        title=f"virtual, step {moment}: {held} pages held, {parked} parked, {free} free",
+        xlabel="token",
+        ylabel="slot (reqid)",
+    )
     axis.invert_yaxis()
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=c) for c in ("#2b62b3", "#8fb4e3", "#e0b36a")]
-    axis.legend(handles, ["live tokens", "mapped ahead of them", "parked"], frameon=False, fontsize=8)
+    handles = [Patch(color=color) for color in (LIVE, MAPPED, PARKED)]
+    axis.legend(handles, ["live tokens", "mapped ahead of them", "parked"], framealpha=0.9, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
