@@ -32,9 +32,9 @@ struct CallStats {
 
 class Driver {
  public:
-  // `reserve_flags` are passed to every address_reserve.
-  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags)
-      : table_(table), prop_(prop), context_(context), reserve_flags_(reserve_flags) {}
+  // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap.
+  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags)
+      : table_(table), prop_(prop), context_(context), reserve_flags_(reserve_flags), restore_flags_(restore_flags) {}
 
   Result reserve(Address* address, std::size_t size, std::size_t alignment) {
     return counted(Call::kReserve, [&] { return table_.address_reserve(address, size, alignment, 0, reserve_flags_); });
@@ -48,8 +48,9 @@ class Driver {
   Result release(Handle handle) {
     return counted(Call::kRelease, [&] { return table_.release(handle); });
   }
-  Result map(Address address, std::size_t size, Handle handle) {
-    return counted(Call::kMap, [&] { return table_.map(address, size, 0, handle, 0); });
+  Result map(Address address, std::size_t size, Handle handle, bool restores) {
+    const Flags flags = restores ? restore_flags_ : 0;
+    return counted(Call::kMap, [&] { return table_.map(address, size, 0, handle, flags); });
   }
   Result unmap(Address address, std::size_t size) {
     return counted(Call::kUnmap, [&] { return table_.unmap(address, size); });
@@ -89,6 +90,7 @@ class Driver {
   const AllocationProp prop_;
   void* const context_;
   const Flags reserve_flags_;
+  const Flags restore_flags_;
   std::array<Counter, kCalls> counters_;
 };
 

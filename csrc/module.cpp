@@ -41,7 +41,8 @@ Table table_of(const Vmm& vmm) {
   return table;
 }
 
-std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags) {
+std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
+                                    Flags restore_flags) {
   Vmm vmm;
   visit_table(vmm, [&](const char* name, auto& function) {
     const auto entry = table.find(name);
@@ -51,7 +52,7 @@ std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uin
   AllocationProp allocation;
   if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
   std::memcpy(&allocation, prop.c_str(), sizeof allocation);
-  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags);
+  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags);
 }
 
 nb::bytes host_prop(std::size_t granularity) {
@@ -110,6 +111,7 @@ NB_MODULE(_native, m) {
   m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
   m.def("result_name", &result_name, "result"_a);
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
+  m.attr("HOST_MAP_RESTORE") = kMapRestore;
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 
@@ -121,7 +123,7 @@ NB_MODULE(_native, m) {
   m.def("host_usage", &host_usage, "What the host provider holds for this process.");
 
   nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
-      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0)
+      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0)
       .def("call_stats", &call_stats, "Calls so far by CUDA's names: (count, seconds).");
 
   nb::class_<PoolCounts>(m, "PoolCounts")

@@ -72,6 +72,7 @@ def open_driver(
         table if table is not None else _native.host_table(),
         _native.host_prop(page_size),
         reserve_flags=_native.HOST_RESERVE_STRICT if guard == "strict" else 0,
+        restore_flags=_native.HOST_MAP_RESTORE,
     )
     return MemoryDriver(device, page_size, native, (_DLPACK_CPU, 0))
 
