@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine import optimize
 from engine.kv import KVBackend, KVStats
 from engine.kv.paged import PagedKV
 from engine.outputs import RequestOutput
@@ -91,6 +92,7 @@ class LLM:
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         attention: kernel, see `vattn.attention.names()`.
+        enforce_eager: run the model's modules as transformers wrote them, never as `engine.optimize` does.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -113,6 +115,7 @@ class LLM:
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
         attention: str = "auto",
+        enforce_eager: bool = False,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -129,12 +132,13 @@ class LLM:
         self._names = itertools.count()
         self._requests: dict[str, Request] = {}
         self._closed = False
+        self._restore_model: Callable[[], None] = lambda: None
 
         hf.register()
         self._previous_attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(hf.NAME)
         try:
-            kernel = get_attention(attention, device=self.model.device)
+            kernel = get_attention(attention, device=self.model.device, dtype=self.model.dtype)
             self.kv = _make_backend(
                 kv,
                 hf.kv_shape(self.model),
@@ -150,6 +154,10 @@ class LLM:
             self.scheduler = Scheduler(
                 self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             )
+            if not enforce_eager and optimize.supported(self.model):
+                restore = optimize.optimize(self.model, keep_weights=model is self.model)
+                if model is self.model:
+                    self._restore_model = restore
         except BaseException:
             self.model.set_attn_implementation(self._previous_attention)
             raise
@@ -171,6 +179,7 @@ class LLM:
             self.abort(request_id)
         self._closed = True
         self.kv.close()
+        self._restore_model()
         self.model.set_attn_implementation(self._previous_attention)
 
     def generate(
