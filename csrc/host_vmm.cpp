@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "fork_guard.h"
 
@@ -392,13 +393,129 @@ Result retain_handle(Handle* handle, void* address) {
   return kSuccess;
 }
 
-Result set_context(void*) { return kSuccess; }
+// Kernels on the host are done when they return, so that an event is complete as soon as it is recorded; there is one,
+// for all. There is no context but null, and nothing captures.
+EventHandle the_event() {
+  static char place;
+  return reinterpret_cast<EventHandle>(&place);
+}
+
+Result event_create(EventHandle* event, unsigned) {
+  if (!event) return kInvalidValue;
+  *event = the_event();
+  return kSuccess;
+}
+
+Result check_event(EventHandle event) { return event == the_event() ? kSuccess : kInvalidHandle; }
+
+Result event_record(EventHandle event, StreamHandle) { return check_event(event); }
+
+Result context_synchronize() { return kSuccess; }
+
+Result stream_is_capturing(StreamHandle, unsigned* status) {
+  if (!status) return kInvalidValue;
+  *status = 0;
+  return kSuccess;
+}
+
+Result set_context(void* context) { return context ? kInvalidContext : kSuccess; }
+
+Result get_context(void** context) {
+  if (!context) return kInvalidValue;
+  *context = nullptr;
+  return kSuccess;
+}
+
+Result exchange_capture_mode(unsigned* mode) {
+  static thread_local unsigned current = kCaptureGlobal;
+  if (!mode || *mode > kCaptureRelaxed) return kInvalidValue;
+  std::swap(*mode, current);
+  return kSuccess;
+}
+
+Result error_name(Result result, const char** name) {
+  if (!name) return kInvalidValue;
+  *name = nullptr;
+  switch (result) {
+    case kSuccess:
+      *name = "CUDA_SUCCESS";
+      break;
+    case kInvalidValue:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      break;
+    case kOutOfMemory:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      break;
+    case kNotInitialized:
+      *name = "CUDA_ERROR_NOT_INITIALIZED";
+      break;
+    case kInvalidContext:
+      *name = "CUDA_ERROR_INVALID_CONTEXT";
+      break;
+    case kMapFailed:
+      *name = "CUDA_ERROR_MAP_FAILED";
+      break;
+    case kUnmapFailed:
+      *name = "CUDA_ERROR_UNMAP_FAILED";
+      break;
+    case kAlreadyMapped:
+      *name = "CUDA_ERROR_ALREADY_MAPPED";
+      break;
+    case kNotMapped:
+      *name = "CUDA_ERROR_NOT_MAPPED";
+      break;
+    case kInvalidHandle:
+      *name = "CUDA_ERROR_INVALID_HANDLE";
+      break;
+    case kNotReady:
+      *name = "CUDA_ERROR_NOT_READY";
+      break;
+    case kNotPermitted:
+      *name = "CUDA_ERROR_NOT_PERMITTED";
+      break;
+    case kNotSupported:
+      *name = "CUDA_ERROR_NOT_SUPPORTED";
+      break;
+    case kCaptureUnsupported:
+      *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+      break;
+    case kCaptureImplicit:
+      *name = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT";
+      break;
+    case kUnknown:
+      *name = "CUDA_ERROR_UNKNOWN";
+      break;
+    default:
+      return kInvalidValue;
+  }
+  return kSuccess;
+}
 
 }  // namespace
 
 const Vmm& host_vmm() {
-  static const Vmm table{address_reserve, address_free, create,     release,       map,
-                         unmap,           set_access,   get_access, retain_handle, set_context};
+  static const Vmm table{
+      .address_reserve = address_reserve,
+      .address_free = address_free,
+      .create = create,
+      .release = release,
+      .map = map,
+      .unmap = unmap,
+      .set_access = set_access,
+      .get_access = get_access,
+      .retain_handle = retain_handle,
+      .event_create = event_create,
+      .event_destroy = check_event,
+      .event_record = event_record,
+      .event_query = check_event,
+      .event_synchronize = check_event,
+      .context_synchronize = context_synchronize,
+      .stream_is_capturing = stream_is_capturing,
+      .set_context = set_context,
+      .get_context = get_context,
+      .exchange_capture_mode = exchange_capture_mode,
+      .error_name = error_name,
+  };
   return table;
 }
 

@@ -82,7 +82,8 @@ void Mapper::stop() {
 }
 
 void Mapper::run() {
-  const Result context = driver_->set_context();
+  Call call;
+  const Result attached = driver_->attach(&call);
   std::unique_lock lock(worker_->mutex);
   for (;;) {
     worker_->submitted.wait(lock, [&] { return worker_->stopping || !worker_->log.empty(); });
@@ -91,11 +92,11 @@ void Mapper::run() {
     Status status = Status::kCancelled;
     if (!failed_) {
       lock.unlock();
-      if (context == kSuccess) {
+      if (attached == kSuccess) {
         execute(transaction);
       } else {
-        transaction.failed_call_ = Call::kSetContext;
-        transaction.failed_result_ = context;
+        transaction.failed_call_ = call;
+        transaction.failed_result_ = attached;
       }
       lock.lock();
       status = transaction.failed_result_ == kSuccess ? Status::kDone : Status::kFailed;
@@ -159,10 +160,17 @@ bool Mapper::perform(const Operation& operation, std::size_t* done, Call* call, 
       // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
       return !failed(Call::kSetAccess,
                      driver_->set_access(operation.address, pages.size() * page_size, operation.access));
-    case Operation::Kind::kUnmap:
-      if (failed(Call::kUnmap, driver_->unmap(operation.address, pages.size() * page_size))) return false;
-      *done = pages.size();
+    case Operation::Kind::kUnmap: {
+      const std::size_t together = driver_->unmap_ranges() ? pages.size() : 1;
+      for (; *done < pages.size(); *done += together)
+        if (failed(Call::kUnmap, driver_->unmap(operation.address + *done * page_size, together * page_size)))
+          return false;
       return true;
+    }
+    case Operation::Kind::kFence: {
+      const Event* event = operation.event.get();
+      return !failed(event ? Call::kEventSynchronize : Call::kContextSynchronize, driver_->synchronize(event));
+    }
   }
   return false;
 }
@@ -186,6 +194,8 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
     case Operation::Kind::kUnmap:
       inverse.kind = Operation::Kind::kMap;
       break;
+    case Operation::Kind::kFence:
+      return true;
   }
   std::size_t performed = 0;
   Call call;

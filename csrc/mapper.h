@@ -24,11 +24,14 @@
 namespace vattn {
 
 struct Operation {
-  enum class Kind { kCreate, kRelease, kMap, kUnmap };
+  // A fence waits for kernels: for its event, or for all that was launched where it has none. It changes nothing, so there
+  // is nothing to undo.
+  enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence };
   Kind kind;
   std::vector<PageId> pages;  // of map and unmap: neighbours in the address space
   Address address = 0;        // of map and unmap: where the first page goes
   Access access = Access::kNone;
+  std::shared_ptr<const Event> event = nullptr;
 };
 
 using Ticket = std::uint64_t;
