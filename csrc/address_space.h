@@ -30,8 +30,8 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   // Reserves `tensors` address ranges of slots * runs * run_pages pages. Throws DriverFailure; nothing stays reserved
   // then.
   AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape);
-  // Gives the addresses back. Whatever is mapped is unmapped first, whether the books know of it or not, so nothing of it
-  // may be in the mapper's log.
+  // Gives the addresses back. Whatever is mapped is unmapped first, whether the books know of it or not, so nothing of
+  // it may be in the mapper's log.
   ~AddressSpace();
   AddressSpace(const AddressSpace&) = delete;
   AddressSpace& operator=(const AddressSpace&) = delete;

@@ -6,16 +6,17 @@ namespace vattn {
 
 const char* call_name(Call call) {
   static constexpr std::array<const char*, kCalls> names{
-      "cuMemAddressReserve", "cuMemAddressFree",    "cuMemCreate",
-      "cuMemRelease",        "cuMemMap",            "cuMemUnmap",
-      "cuMemSetAccess",      "cuCtxSetCurrent",     "cuThreadExchangeStreamCaptureMode",
-      "cuEventCreate",       "cuEventRecord",       "cuEventQuery",
-      "cuEventSynchronize",  "cuCtxSynchronize",    "cuStreamIsCapturing"};
+      "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate",
+      "cuMemRelease",        "cuMemMap",         "cuMemUnmap",
+      "cuMemSetAccess",      "cuCtxSetCurrent",  "cuThreadExchangeStreamCaptureMode",
+      "cuEventCreate",       "cuEventRecord",    "cuEventQuery",
+      "cuEventSynchronize",  "cuCtxSynchronize", "cuStreamIsCapturing"};
   return names[static_cast<unsigned>(call)];
 }
 
 DriverFailure::DriverFailure(Call call_, Result result_, std::string name_)
-    : std::runtime_error(std::string(call_name(call_)) + " failed with " + name_ + " (" + std::to_string(result_) + ")"),
+    : std::runtime_error(std::string(call_name(call_)) + " failed with " + name_ + " (" + std::to_string(result_) +
+                         ")"),
       call(call_),
       result(result_),
       name(std::move(name_)) {}
@@ -64,9 +65,8 @@ std::shared_ptr<Event> Driver::record(StreamHandle stream) {
   }
   if (!handle) {
     // Blocking: the worker sleeps until the event is complete, instead of spinning on a core.
-    const Result result = counted(Call::kEventCreate, [&] {
-      return table_.event_create(&handle, kEventBlockingSync | kEventDisableTiming);
-    });
+    const Result result = counted(
+        Call::kEventCreate, [&] { return table_.event_create(&handle, kEventBlockingSync | kEventDisableTiming); });
     if (result != kSuccess) throw failure(Call::kEventCreate, result);
   }
   auto event = std::make_shared<Event>(shared_from_this(), handle);

@@ -55,13 +55,10 @@ class Event;
 
 class Driver : public std::enable_shared_from_this<Driver> {
  public:
-  // `reserve_flags` are passed to every address_reserve. `unmap_ranges`: one unmap may take several neighbouring mappings.
+  // `reserve_flags` are passed to every address_reserve. `unmap_ranges`: one unmap may take several neighbouring
+  // mappings.
   Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, bool unmap_ranges = true)
-      : table_(table),
-        prop_(prop),
-        context_(context),
-        reserve_flags_(reserve_flags),
-        unmap_ranges_(unmap_ranges) {}
+      : table_(table), prop_(prop), context_(context), reserve_flags_(reserve_flags), unmap_ranges_(unmap_ranges) {}
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
@@ -99,8 +96,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // not forbid it any call. Which call failed is in *call.
   Result attach(Call* call);
 
-  // While it lives, the driver's context is current on the calling thread, which is somebody else's, and a graph that is
-  // captured does not forbid the driver's calls.
+  // While it lives, the driver's context is current on the calling thread, which is somebody else's, and a graph that
+  // is captured does not forbid the driver's calls.
   class Scope {
    public:
     explicit Scope(const Driver& driver);

@@ -24,8 +24,8 @@
 namespace vattn {
 
 struct Operation {
-  // A fence waits for kernels: for its event, or for all that was launched where it has none. It changes nothing, so there
-  // is nothing to undo.
+  // A fence waits for kernels: for its event, or for all that was launched where it has none. It changes nothing, so
+  // there is nothing to undo.
   enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence };
   Kind kind;
   std::vector<PageId> pages;  // of map and unmap: neighbours in the address space

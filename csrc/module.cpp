@@ -105,8 +105,8 @@ void raise_driver_error(const std::exception_ptr& pointer, void*) {
     std::rethrow_exception(pointer);
   } catch (const DriverFailure& failure) {
     const nb::object type = nb::module_::import_("vattn.errors").attr("DriverError");
-    const nb::object error = type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result,
-                                  "name"_a = failure.name);
+    const nb::object error =
+        type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result, "name"_a = failure.name);
     PyErr_SetObject(type.ptr(), error.ptr());
   }
 }
@@ -121,11 +121,14 @@ NB_MODULE(_native, m) {
 
   m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
   m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
-  m.attr("TABLE") = [] {
-    nb::list names;
-    visit_table(host_vmm(), [&](const char* name, auto) { names.append(name); });
-    return nb::tuple(names);
-  }();
+  m.def(
+      "table_names",
+      [] {
+        std::vector<std::string> names;
+        visit_table(host_vmm(), [&](const char* name, auto) { names.emplace_back(name); });
+        return names;
+      },
+      "CUDA's names of the calls that a table has.");
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;

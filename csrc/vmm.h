@@ -37,7 +37,7 @@ enum : Result {
 
 enum class Access : unsigned { kNone = 0, kRead = 1, kReadWrite = 3 };  // CUmemAccess_flags
 
-enum : unsigned { kEventBlockingSync = 1, kEventDisableTiming = 2 };  // CUevent_flags
+enum : unsigned { kEventBlockingSync = 1, kEventDisableTiming = 2 };                   // CUevent_flags
 enum : unsigned { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };  // CUstreamCaptureMode
 
 enum : unsigned { kLocationDevice = 1, kLocationHost = 2 };  // CUmemLocationType
@@ -86,8 +86,8 @@ struct Vmm {
   // Pre: address and size are multiples of the granularity, size is the handle's, offset is 0, the range lies in one
   // reservation and nothing is mapped in it. Post: mapped, without access.
   Result (*map)(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags);
-  // Pre: the range is one whole mapping; where the provider says so (Driver::unmap_ranges), it may be several, without a
-  // gap. Post: nothing is mapped there.
+  // Pre: the range is one whole mapping; where the provider says so (Driver::unmap_ranges), it may be several, without
+  // a gap. Post: nothing is mapped there.
   Result (*unmap)(Address address, std::size_t size);
   // Pre: the range consists of whole mappings, without a gap. Post: it is readable, or readable and writable, by each
   // descriptor's location.

@@ -23,6 +23,7 @@ from vattn.errors import (
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
+    StreamCapturing,
     UnsupportedModel,
     VattnError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "OutOfPages",
     "PagePool",
     "SlotPages",
+    "StreamCapturing",
     "UnsupportedModel",
     "VattnError",
     "alloc_reqid",

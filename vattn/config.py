@@ -21,7 +21,8 @@ _DTYPES = {
 # An automatic page size keeps to half of the kernel's mappings, and to blocks of at least this many tokens: below that,
 # calls to the driver cost more than the memory that they save.
 _MIN_AUTO_BLOCK_TOKENS = 64
-_AUTO_BUDGET_SHARE = 0.5
+
+_AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +37,22 @@ class KVConfig:
         dtype: element type, as torch has it or by name: float32, bfloat16, float16, or an 8-bit type.
         max_batch_size: slots, so requests at a time.
         max_context_len: tokens that a slot can grow to. Only address space depends on it.
-        device: where the tensors live: "cpu".
+        device: where the tensors live: "cpu", "cuda" (torch's current GPU) or "cuda:1".
         memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB". "auto" is half of what the
-            machine has available. Never more than all slots at full length need.
-        page_size: bytes of a page: a power of two from 4 KiB to 2 MiB on the host. "auto" takes the smallest of at
-            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings.
+            machine has available, or 0.9 of what is free on the GPU. Never more than all slots at full length need.
+        page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest of at
+            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings. On CUDA a multiple of
+            the device's granularity (2 MiB), which is what "auto" takes.
         layout: "layer" (a K and a V tensor per layer), "sliced" (one K and one V tensor for all layers), "fused" (one
             tensor), in the order of falling tokens per page. "auto" takes the first in which the budget gives every
             slot a token block.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
-            on the CPU, where it is what attention reads fastest.
+            on the CPU, where it is what attention reads fastest, and NHD on CUDA, as its kernels are written for.
         block_tokens: instead of a layout, the most tokens that a page may cover; with a fixed page size this chooses
             the layout, with a fixed layout the page size.
         guard_rows: rows past a slot's length that a kernel reads without using them; they are backed and finite.
-        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault.
+        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault. On CUDA
+            they are an error of the kernel, whatever is chosen.
         overlap: map what the next step needs while this one computes.
         deferred_reclamation: leave a finished request's pages mapped, for the next request in that slot.
         eager_pages: pages per run that one idle slot has mapped ahead of the next request. 0: none.
@@ -93,7 +96,9 @@ class KVConfig:
             raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
         if self.page_size != "auto":
             self._check_int("page_size", at_least=1)
-            drivers.check_page_size(self.page_size)
+            if drivers.parse(self.device).type == "cpu":
+                drivers.check_page_size(self.page_size)
+        drivers.parse(self.device)
         if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
             raise ConfigError(
                 f"block_tokens={self.block_tokens} follows from layout={self.layout!r} and page_size={self.page_size}; "
@@ -145,7 +150,7 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
     return build(
         name,
-        "HND" if config.kv_order == "auto" else config.kv_order,
+        _AUTO_KV_ORDER[drivers.parse(config.device).type] if config.kv_order == "auto" else config.kv_order,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dims=config.head_dims,
@@ -166,10 +171,12 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         The geometry, and the budget in pages (what the config allows; a given pool may allow less).
 
     Raises:
-        ConfigError: if no choice fits, saying what would.
+        ConfigError: if no choice fits, saying what would, or if the device has no driver here.
+        DriverError: CUDA cannot use the device.
     """
+    device = drivers.find(config.device)
     if config.memory_budget == "auto":
-        budget = int(drivers.available_memory() * _AUTO_BUDGET_SHARE)
+        budget = int(device.available_memory() * device.budget_share)
     else:
         budget = parse_bytes(config.memory_budget, "memory_budget")
     names = LAYOUTS if config.layout == "auto" else (config.layout,)
@@ -181,10 +188,9 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
             )
         sizes = [pool_page_size]
     elif config.page_size != "auto":
-        sizes = [config.page_size]
+        sizes = [device.check_page_size(config.page_size)]
     else:
-        powers = range(drivers.MIN_PAGE_SIZE.bit_length(), drivers.MAX_PAGE_SIZE.bit_length() + 1)
-        sizes = [1 << (power - 1) for power in powers]
+        sizes = list(device.page_sizes)
 
     candidates = [build_layout(config, name, size) for name in names for size in sizes]
     if config.block_tokens is not None:
@@ -202,11 +208,13 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
         return min(budget // candidate.page_size, slot * candidate.slots)
 
+    mapping_limit = device.mapping_limit()
+
     def comfortable(candidate: Layout) -> bool:
         # A page that has no neighbour costs a mapping of its own, and so does the rest of every run.
         mappings = pages(candidate) + candidate.lanes * candidate.slots
         return (
-            mappings <= drivers.max_mappings() // 2
+            (mapping_limit is None or mappings <= mapping_limit // 2)
             and pages(candidate) >= candidate.pages(1) * candidate.slots
             and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
         )

@@ -47,7 +47,7 @@ BASE: dict[str, Any] = {
         ({"memory_budget": 4096 * 7, "page_size": 4096, "layout": "layer"}, "below one token block"),
         ({"block_tokens": 32, "layout": "layer", "page_size": 4096}, "at most two of the three"),
         ({"block_tokens": 1}, "finest here is"),
-        ({"device": "cuda"}, "'cpu'"),
+        ({"device": "mps"}, "'cpu', 'cuda'"),
         ({"block_size": 16}, "unknown option block_size"),
     ],
 )
