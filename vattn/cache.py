@@ -168,7 +168,7 @@ class KVCache:
         with self._pool.lock:
             start = time.perf_counter_ns()
             self._enter()
-            self._fences.launched()
+            closed = self._fences.launched()
             if not isinstance(lengths, Mapping):
                 lengths = self._by_slot(lengths)
             limit = self._limit
@@ -180,7 +180,7 @@ class KVCache:
                 raise self._invalid_slot(error.args[0]) from None
             if lengths and min(lengths.values()) < 0:
                 raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
-            if crossing or next_lengths or self._leaving:
+            if crossing or next_lengths or closed or self._leaving:
                 handle = self._fences.handle(stream)
                 capturing = self._fences.capturing(handle)
                 if crossing:

@@ -54,17 +54,22 @@ class Fences:
             self._set(slot, handle, self._driver.native.record(handle))
             self._open[slot] = handle
 
-    def launched(self) -> None:
+    def launched(self) -> bool:
         """The kernels of every step so far are launched: slots that are open get their events, and are open no more.
 
         Those on a stream that captures a graph stay open: an event recorded there would become part of the graph.
+
+        Returns:
+            Whether there were any.
         """
+        before = len(self._open)
         for handle in set(self._open.values()):
             if not self.capturing(handle):
                 event = self._driver.native.record(handle)
                 for slot in [slot for slot, on in self._open.items() if on == handle]:
                     self._set(slot, handle, event)
                     del self._open[slot]
+        return len(self._open) < before
 
     def is_open(self, slot: int) -> bool:
         """Whether kernels that use the slot may not be launched yet."""

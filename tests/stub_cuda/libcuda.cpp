@@ -26,9 +26,11 @@ using namespace vattn;
 
 enum : Result {
   kDeinitialized = 4,
+  kDeviceUnavailable = 46,
   kNoDevice = 100,
   kInvalidDevice = 101,
   kIllegalAddress = 700,
+  kLaunchTimeout = 702,
   kCapturedEvent = 907,
 };
 
@@ -81,6 +83,8 @@ struct Fault {
   Result code;
 };
 
+constexpr std::size_t kMemory = std::size_t{1} << 30;
+
 struct State {
   std::mutex mutex;
   std::condition_variable completed;
@@ -89,7 +93,7 @@ struct State {
   int version = environment("STUB_CUDA_VERSION", 13000);
   bool virtual_memory = environment("STUB_CUDA_VMM", 1);
   int granularity_log2 = environment("STUB_CUDA_GRANULARITY_LOG2", 21);
-  std::size_t memory = std::size_t{1} << 30;
+  std::size_t memory = kMemory;
   std::vector<Context> contexts =
       std::vector<Context>(static_cast<std::size_t>(environment("STUB_CUDA_DEVICES", 1)), Context{0});
   std::map<Address, std::size_t> reservations;
@@ -242,6 +246,13 @@ bool is_read(const State& s, Address address, std::size_t size) {
          std::any_of(s.default_streams.begin(), s.default_streams.end(), reads);
 }
 
+// Waits until kernels are completed; not for ever, so that a test that fails ends.
+template <class Done>
+Result wait(Frame& call, Done&& done) {
+  if (state().completed.wait_for(call.lock, std::chrono::seconds(10), done)) return kSuccess;
+  return call.refuse(kLaunchTimeout, "the test completes none of the kernels that this waits for");
+}
+
 std::size_t physical_bytes() { return host_usage().physical_bytes; }
 
 thread_local std::string answer;
@@ -344,12 +355,11 @@ Result cuCtxSynchronize() {
   NEEDS(current, "no context is current on the calling thread", kInvalidContext);
   for (const Stream* stream : s.streams)
     NEEDS(!stream->capturing || stream->context != current, "a stream of the context captures", kCaptureUnsupported);
-  s.completed.wait(call.lock, [&, context = current] {
+  return wait(call, [&, context = current] {
     const auto idle = [&](const Stream* stream) { return stream->context != context || stream->running.empty(); };
     return std::all_of(s.streams.begin(), s.streams.end(), idle) &&
            std::all_of(s.default_streams.begin(), s.default_streams.end(), idle);
   });
-  return kSuccess;
 }
 
 Result cuThreadExchangeStreamCaptureMode(unsigned* mode) {
@@ -543,9 +553,9 @@ Result cuEventSynchronize(Event* event) {
   NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
   NEEDS(!event->captured, "the event is part of a graph", kCapturedEvent);
   event->waiters += 1;
-  s.completed.wait(call.lock, [&] { return event->complete(); });
+  const Result result = wait(call, [&] { return event->complete(); });
   event->waiters -= 1;
-  return kSuccess;
+  return result;
 }
 
 // Names
@@ -553,6 +563,7 @@ Result cuEventSynchronize(Event* event) {
 Result cuGetErrorName(Result result, const char** name) {
   if (host_vmm().error_name(result, name) == kSuccess) return kSuccess;
   static const std::map<Result, const char*> names{{kDeinitialized, "CUDA_ERROR_DEINITIALIZED"},
+                                                   {kDeviceUnavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
                                                    {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
                                                    {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
                                                    {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
@@ -700,6 +711,20 @@ void stub_capture(StreamHandle handle, int on, unsigned mode) {
   stream->capturing = on;
   stream->mode = mode;
   stream->capturer = std::this_thread::get_id();
+}
+// Completes every kernel, ends every capture, forgets faults, latencies and violations, and gives memory back its size.
+void stub_reset() {
+  {
+    State& s = state();
+    const std::lock_guard lock(s.mutex);
+    for (Stream* stream : s.streams) stream->running.clear(), stream->capturing = false;
+    for (Stream* stream : s.default_streams) stream->running.clear();
+    s.faults.clear();
+    s.latencies.clear();
+    s.violations.clear();
+    s.memory = kMemory;
+  }
+  state().completed.notify_all();
 }
 // How many threads wait for an event.
 std::size_t stub_waiters() {

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,19 @@ def build() -> Path:
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
         LIBRARY.parent.mkdir(parents=True, exist_ok=True)
         fresh = LIBRARY.with_suffix(f".{os.getpid()}")
-        command = ["g++", "-std=c++20", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-g",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-pthread",
+        ]
         command += ["-Wl,-soname,libcuda.so.1", f"-I{ROOT / 'csrc'}", "-o", str(fresh), *map(str, SOURCES)]
         subprocess.run(command, check=True)
         fresh.replace(LIBRARY)
@@ -68,6 +80,11 @@ class Usage:
     events: int
     bytes: int
 
+    @property
+    def memory(self) -> tuple[int, int, int, int]:
+        """All but the events, of which a driver keeps a stock while a cache or a tensor of it lives."""
+        return self.reservations, self.mappings, self.handles, self.bytes
+
 
 class Stub:
     """The stub that this process loaded, or would load."""
@@ -89,6 +106,7 @@ class Stub:
             ("launch", None, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t),
             ("complete", None, ctypes.c_size_t, ctypes.c_size_t),
             ("capture", None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint),
+            ("reset", None),
             ("waiters", ctypes.c_size_t),
         ):
             function = getattr(self._library, f"stub_{name}")
@@ -140,10 +158,22 @@ class Stub:
     def capture(self, stream: int, on: bool, mode: int = 0) -> None:
         self._library.stub_capture(stream, on, mode)
 
+    def reset(self) -> None:
+        self._library.stub_reset()
+
     def waiters(self) -> int:
         return int(self._library.stub_waiters())
 
 
-def without_events(usage: Usage) -> tuple[int, ...]:
-    """Events belong to a driver's stock, which lives as long as a tensor over its memory."""
-    return astuple(usage)[:3]
+def stand_in() -> None:
+    """Lets a torch without CUDA pass for one with it.
+
+    What is left to torch is little: whether it has CUDA, its current device and stream, and the import of tensors. The
+    stub's memory is the host's, so tensors come in as that.
+    """
+    from vattn.drivers import cuda
+
+    cuda.torch_lacks = lambda: None
+    cuda.current_device = lambda: 0
+    cuda.current_stream = lambda device: 0
+    cuda._DLPACK_CUDA = 1  # DLPack's number for the CPU
