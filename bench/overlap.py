@@ -40,7 +40,7 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | ({"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64} if quick else {})
     model = qwen2(**sizes)
     shape = hf.kv_shape(model)
-    batch, blocks = (2, 2) if quick else (_BATCH, 40)
+    batch, blocks = (2, 2) if quick else (_BATCH, 12)
     cores = torch.get_num_threads()
     thread_counts = sorted({cores, max(1, cores - 1)}, reverse=True)
 

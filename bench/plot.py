@@ -151,11 +151,7 @@ def _draw(record: Record, path: Path, digest: str) -> None:
 
 def _draw_step(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for column, label in (
-        ("step us", "vattn step()"),
-        ("used columns us", "block table, used columns"),
-        ("block table us", "block table"),
-    ):
+    for column, label in (("step us", "vattn step()"), ("block table us", "filling the block table")):
         axes.plot([row["context"] for row in rows], [row[column] for row in rows], marker="o", label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="us per iteration")
 

@@ -50,8 +50,7 @@ def run(quick: bool) -> Report:
         {
             "context": context,
             "step us": 1e6 * steps[context],
-            "block table us": 1e6 * fills[context]["full"],
-            "used columns us": 1e6 * fills[context]["used"],
+            "block table us": 1e6 * fills[context],
             "mapped MiB": after[context].mapped_bytes / 2**20,
             "pages": after[context].mapped_pages,
         }
@@ -70,14 +69,11 @@ def run(quick: bool) -> Report:
         figures=figures,
         goals=[
             Goal("slowest over fastest context, step()", max(steps.values()) / min(steps.values()), "<=", 1.2),
-            *(
-                Goal(
-                    f"step() over filling {what} at {_JUDGED_CONTEXT} tokens",
-                    steps[_JUDGED_CONTEXT] / fills[_JUDGED_CONTEXT][columns],
-                    "<=",
-                    0.2,
-                )
-                for columns, what in (("full", "the block table"), ("used", "its used columns only"))
+            Goal(
+                f"step() over filling the block table at {_JUDGED_CONTEXT} tokens",
+                steps[_JUDGED_CONTEXT] / fills[_JUDGED_CONTEXT],
+                "<=",
+                0.2,
             ),
         ],
     )
@@ -106,12 +102,8 @@ def _advance(cache: vattn.KVCache, start: int, calls: int) -> Callable[[], None]
     return lambda: cache.step(next(steps))
 
 
-def _fill_seconds(length: int, rounds: int) -> dict[str, float]:
-    """Seconds to a padded block table for requests of `length` tokens, each at the thread count that is best for it.
-
-    "full" is what the engine's paged backend does: all columns, whatever the lengths. "used" is the same without the
-    columns that no request has reached.
-    """
+def _fill_seconds(length: int, rounds: int) -> float:
+    """Seconds to a padded block table for requests of `length` tokens, at the thread count that is best for it."""
     kv = PagedKV(
         **_SHAPE,
         num_blocks=_SLOTS * -(-length // _BLOCK_SIZE),
@@ -123,19 +115,13 @@ def _fill_seconds(length: int, rounds: int) -> dict[str, float]:
     slots = [kv.allocate(length) for _ in range(_SLOTS)]
     kv.prepare(dict.fromkeys(slots, length))
     table = torch.zeros((_SLOTS, kv.max_blocks), dtype=torch.int32)
-    rows = torch.tensor(slots)
-    used = -(-length // _BLOCK_SIZE)
-    actions: dict[str, Callable[[], object]] = {
-        "full": lambda: kv.fill_block_tables(slots, table),
-        "used": lambda: table[:, :used].copy_(kv.block_table[:, :used][rows]),
-    }
-    best = dict.fromkeys(actions, float("inf"))
+    best = float("inf")
     threads = torch.get_num_threads()
     try:
         for count in {1, threads}:
             torch.set_num_threads(count)
-            for key, times in interleave(actions, rounds, warmup=_WARMUP).items():
-                best[key] = min(best[key], median(times))
+            times = interleave({"fill": lambda: kv.fill_block_tables(slots, table)}, rounds, warmup=_WARMUP)
+            best = min(best, median(times["fill"]))
     finally:
         torch.set_num_threads(threads)
     return best

@@ -55,10 +55,16 @@ class Event;
 
 class Driver : public std::enable_shared_from_this<Driver> {
  public:
-  // `reserve_flags` are passed to every address_reserve. `unmap_ranges`: one unmap may take several neighbouring
-  // mappings.
-  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, bool unmap_ranges = true)
-      : table_(table), prop_(prop), context_(context), reserve_flags_(reserve_flags), unmap_ranges_(unmap_ranges) {}
+  // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap. `unmap_ranges`:
+  // one unmap may take several neighbouring mappings.
+  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags,
+         bool unmap_ranges = true)
+      : table_(table),
+        prop_(prop),
+        context_(context),
+        reserve_flags_(reserve_flags),
+        restore_flags_(restore_flags),
+        unmap_ranges_(unmap_ranges) {}
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
@@ -77,8 +83,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
   Result release(Handle handle) {
     return counted(Call::kRelease, [&] { return table_.release(handle); });
   }
-  Result map(Address address, std::size_t size, Handle handle) {
-    return counted(Call::kMap, [&] { return table_.map(address, size, 0, handle, 0); });
+  Result map(Address address, std::size_t size, Handle handle, bool restores) {
+    const Flags flags = restores ? restore_flags_ : 0;
+    return counted(Call::kMap, [&] { return table_.map(address, size, 0, handle, flags); });
   }
   Result unmap(Address address, std::size_t size) {
     return counted(Call::kUnmap, [&] { return table_.unmap(address, size); });
@@ -148,6 +155,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   const AllocationProp prop_;
   void* const context_;
   const Flags reserve_flags_;
+  const Flags restore_flags_;
   const bool unmap_ranges_;
   const ForkGuard fork_;
   std::array<Counter, kCalls> counters_;

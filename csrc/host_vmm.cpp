@@ -208,11 +208,12 @@ std::size_t max_map_count() {
   return limit;
 }
 
-// Whether the kernel's table of mappings has room for `more`. Near the limit the rest of the process is counted anew,
-// and a reserve is left to it: a table that is full to the last entry fails malloc and thread creation elsewhere.
-bool room_for_mappings(State& s, std::size_t more) {
-  constexpr std::size_t kReserve = 512;
-  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + kReserve <= max_map_count(); };
+// A table of mappings that is full to the last entry fails malloc and thread creation elsewhere, so some are left.
+constexpr std::size_t kReservedMappings = 512;
+
+// Whether the kernel's table has room for `more` and a reserve. Near the limit the rest of the process is counted anew.
+bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
+  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= max_map_count(); };
   if (s.other_mappings == 0 || !fits()) {
     std::ifstream maps("/proc/self/maps");
     std::size_t lines = 0;
@@ -304,7 +305,8 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   State& s = state();
   const std::lock_guard lock(s.mutex);
   auto physical = s.physical.find(handle);
-  if (physical == s.physical.end() || physical->second.references == 0 || offset || flags) return kInvalidValue;
+  if (physical == s.physical.end() || physical->second.references == 0 || offset || (flags & ~kMapRestore))
+    return kInvalidValue;
   Physical& memory = physical->second;
   const std::size_t granularity = std::size_t{1} << memory.granularity_log2;
   if (size != memory.size || address % granularity) return kInvalidValue;
@@ -314,7 +316,7 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   auto next = reservation.mappings.lower_bound(address);
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
-  if (!room_for_mappings(s, 2)) return kOutOfMemory;
+  if (!room_for_mappings(s, 2, flags & kMapRestore ? kReservedMappings / 2 : kReservedMappings)) return kOutOfMemory;
   const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   if (!map_fixed(address, size, PROT_NONE, MAP_SHARED, fd, memory.offset)) return from_errno();

@@ -117,7 +117,7 @@ void Mapper::execute(Transaction& transaction) {
   std::size_t i = 0, done = 0;
   bool undone = true;
   for (; i < operations.size(); ++i, done = 0)
-    if (!perform(operations[i], &done, &transaction.failed_call_, &transaction.failed_result_)) break;
+    if (!perform(operations[i], false, &done, &transaction.failed_call_, &transaction.failed_result_)) break;
   if (i < operations.size()) {
     undone = undo(operations[i], done);
   } else {
@@ -134,8 +134,9 @@ void Mapper::execute(Transaction& transaction) {
   if (!undone) broken_ = true;
 }
 
-// Performs an operation, counting the pages that are done; false at the first call that fails.
-bool Mapper::perform(const Operation& operation, std::size_t* done, Call* call, Result* result) {
+// Performs an operation, or one that restores what an undone one took away, counting the pages that are done; false at
+// the first call that fails.
+bool Mapper::perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result) {
   const std::size_t page_size = pool_->page_size();
   const std::vector<PageId>& pages = operation.pages;
   const auto failed = [&](Call which, Result r) {
@@ -154,8 +155,8 @@ bool Mapper::perform(const Operation& operation, std::size_t* done, Call* call, 
       return true;
     case Operation::Kind::kMap:
       for (; *done < pages.size(); ++*done)
-        if (failed(Call::kMap,
-                   driver_->map(operation.address + *done * page_size, page_size, pool_->handle(pages[*done]))))
+        if (failed(Call::kMap, driver_->map(operation.address + *done * page_size, page_size,
+                                            pool_->handle(pages[*done]), restores)))
           return false;
       // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
       return !failed(Call::kSetAccess,
@@ -200,7 +201,7 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
   std::size_t performed = 0;
   Call call;
   Result result;
-  return perform(inverse, &performed, &call, &result);
+  return perform(inverse, true, &performed, &call, &result);
 }
 
 }  // namespace vattn

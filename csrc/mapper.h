@@ -94,7 +94,7 @@ class Mapper {
   struct Worker;  // what the thread shares with its callers; leaked in a forked child, where it cannot be torn down
   void run();
   void execute(Transaction& transaction);
-  bool perform(const Operation& operation, std::size_t* done, Call* call, Result* result);
+  bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
   bool undo(const Operation& operation, std::size_t done);
 
   const std::shared_ptr<Driver> driver_;

@@ -52,7 +52,7 @@ Table table_of(const Vmm& vmm) {
 }
 
 std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
-                                    bool unmap_ranges) {
+                                    Flags restore_flags, bool unmap_ranges) {
   Vmm vmm;
   visit_table(vmm, [&](const char* name, auto& function) {
     const auto entry = table.find(name);
@@ -62,7 +62,8 @@ std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uin
   AllocationProp allocation;
   if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
   std::memcpy(&allocation, prop.c_str(), sizeof allocation);
-  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, unmap_ranges);
+  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags,
+                                  unmap_ranges);
 }
 
 nb::bytes host_prop(std::size_t granularity) {
@@ -130,6 +131,7 @@ NB_MODULE(_native, m) {
       },
       "CUDA's names of the calls that a table has.");
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
+  m.attr("HOST_MAP_RESTORE") = kMapRestore;
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 
@@ -141,8 +143,8 @@ NB_MODULE(_native, m) {
   m.def("host_usage", &host_usage, "What the host provider holds for this process.");
 
   nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
-      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "unmap_ranges"_a = true,
-           "unmap_ranges: whether one unmap may take several neighbouring mappings.")
+      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0,
+           "unmap_ranges"_a = true, "unmap_ranges: whether one unmap may take several neighbouring mappings.")
       .def(
           "record", [](Driver& self, std::uintptr_t stream) { return self.record(stream_of(stream)); }, "stream"_a,
           "An event that is complete when all is that was launched on the stream.")

@@ -31,7 +31,7 @@ SLOTS = 8
 MAX_TOKENS = 600
 MIB = 2**20
 LIVE, MAPPED, PARKED = "#2b62b3", "#8fb4e3", "#e0b36a"
-BUDGET = "24MiB"  # less than the queue would like, so that pages are parked, reused and taken back
+BUDGET = "4MiB"  # less than the queue would leave mapped, so that pages are parked, reused and taken back
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "out" / "memory.png", help="the picture to write")
     args = parser.parse_args()
 
+    # A model this small gains nothing from a second thread, and threads that wait for each other make times jump.
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = demo_prompts()
@@ -97,6 +99,7 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: lis
         max_num_seqs=SLOTS,
         max_num_batched_tokens=256,
         memory_budget=BUDGET,
+        kv_options={"page_size": 4096} if kv == "virtual" else None,  # small pages for a small model: 32 tokens
         on_step=steps.append,
     ) as llm:
         start = time.monotonic()
@@ -161,7 +164,7 @@ def waste(r: Run) -> float:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Physical memory of both runs over their steps, and the virtual run's page map when most is mapped."""
+    """Physical memory of both runs over their steps, and the virtual run's page map at a moment."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,7 +185,9 @@ def draw(runs: list[Run], path: Path) -> None:
 
     axis = axes[2]
     pages = runs[0].pages
-    moment = max(range(len(pages)), key=lambda step: sum(not s.active and s.pages for s in pages[step]))
+    # The fullest moment at which a good part of the slots still runs.
+    busy = [step for step, slots in enumerate(pages) if sum(slot.active for slot in slots) >= SLOTS / 2]
+    moment = max(busy, key=lambda step: sum(slot.pages for slot in pages[step] if not slot.active), default=0)
     for slot in pages[moment]:
         axis.barh(slot.reqid, slot.mapped, color=MAPPED if slot.active else PARKED)
         axis.barh(slot.reqid, slot.length, color=LIVE)

@@ -112,7 +112,7 @@ class PagedKV:
             ]
             self._buffers = buffers
             self._head_rows = torch.arange(num_kv_heads, device=device)[:, None] * num_blocks
-            self.block_table = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int64, device=device)
+            self.block_table = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
 
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slots: dict[int, _Slot] = {}
@@ -156,7 +156,7 @@ class PagedKV:
                 taken = [self._free.pop() for _ in range(more)]
                 slot.blocks += taken
                 slot.rows.clear()
-                self.block_table[number, have : have + more] = torch.tensor(taken)
+                self.block_table[number, have : have + more] = torch.tensor(taken, dtype=torch.int32)
 
     def free(self, slot: int) -> None:
         self._free += reversed(self._slot(slot).blocks)
@@ -194,18 +194,19 @@ class PagedKV:
         return gathered[0], gathered[1]
 
     def fill_block_tables(self, slots: list[int], out: Tensor) -> Tensor:
-        """The block tables of a step, padded with 0, as a paged kernel takes them.
+        """The block tables of a step in one padded tensor, as a paged kernel takes them; padding means nothing.
 
         Args:
             slots: the requests of the step, in its order.
-            out: `[max_num_seqs, max_blocks]` int32, overwritten; rows past `len(slots)` stay as they are.
+            out: `[max_num_seqs, max_blocks]` int32; what is past the view that is returned stays as it is.
 
         Returns:
-            `out[:len(slots)]`.
+            `out[:len(slots), :n]`, n being the blocks of the longest of the requests.
         """
-        view = out[: len(slots)]
-        view.copy_(self.block_table[torch.tensor(slots, device=self.block_table.device)])
-        return view
+        used = max((len(self._slot(slot).blocks) for slot in slots), default=0)
+        view = out[: len(slots), :used]
+        rows = torch.tensor(slots, device=self.block_table.device)
+        return torch.index_select(self.block_table[:, :used], 0, rows, out=view)
 
     def stats(self) -> KVStats:
         block = self.block_size * self._token_bytes

@@ -191,7 +191,7 @@ class VmmContract:
                 (base, 2 * page, 0, one, 0),  # more than there is
                 (base, page, page, one, 0),  # past what there is
                 (base, 0, 0, one, 0),
-                (base, page, 0, one, 1),  # flags
+                (base, page, 0, one, 64),  # flags
                 (base + 4 * page, page, 0, one, 0),  # outside
                 (base + 3 * page, 2 * page, 0, two, 0),  # reaches outside
             ):

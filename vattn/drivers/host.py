@@ -40,6 +40,7 @@ class HostDevice(Device):
             table if table is not None else self.table(),
             _native.host_prop(check_page_size(page_size)),
             reserve_flags=_native.HOST_RESERVE_STRICT if guard == "strict" else 0,
+            restore_flags=_native.HOST_MAP_RESTORE,
         )
         return MemoryDriver(self, page_size, native, (_DLPACK_CPU, 0))
 

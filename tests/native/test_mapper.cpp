@@ -1,0 +1,358 @@
+// The worker and its log: order, waiting, stopping, and what crosses between threads.
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "check.h"
+#include "support.h"
+
+using namespace vattn;
+
+namespace {
+
+const AddressSpace::Shape kShape{1, 4, 1, 8};
+
+// Holds the worker at its next driver call until it is opened.
+class Gate {
+ public:
+  Gate()
+      : interception_([this](Call call) {
+          if (call == Call::kReserve || call == Call::kFree) return Result{kSuccess};
+          std::unique_lock lock(mutex_);
+          opened_.wait(lock, [this] { return open_; });
+          return Result{kSuccess};
+        }) {}
+  ~Gate() { open(); }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool open_ = false;
+  Interception interception_;
+};
+
+}  // namespace
+
+TEST(tickets_come_in_order_and_pass_in_order) {
+  World world(kShape, 32);
+  CHECK_EQ(world.mapper->last(), 0u);
+  CHECK(world.mapper->passed(0));
+  CHECK(!world.mapper->passed(1));
+  std::vector<std::shared_ptr<Transaction>> submitted;
+  for (Ticket ticket = 1; ticket <= 200; ++ticket) {
+    submitted.push_back(world.submit([&](Transaction& t) {
+      if (ticket % 3 == 0) return;  // empty ones take their turn too
+      const std::size_t slot = ticket % 4;
+      if (world.space->columns(slot) < 8)
+        world.space->grow(t, slot, 1);
+      else
+        world.space->shrink(t, slot, 8);
+    }));
+    CHECK_EQ(submitted.back()->ticket(), ticket);
+    CHECK_EQ(world.mapper->last(), ticket);
+    // Nothing passes before what was submitted earlier.
+    for (std::size_t i = submitted.size(), pending = 0; i-- > 0;) {
+      const bool passed = world.mapper->passed(submitted[i]->ticket());
+      CHECK(!(passed && submitted[i]->status() == Status::kPending));
+      pending += !passed;
+      if (passed && i > 0) CHECK(world.mapper->passed(submitted[i - 1]->ticket()));
+    }
+  }
+  world.mapper->wait(100);
+  CHECK(world.mapper->passed(100));
+  world.mapper->wait(200);
+  world.mapper->wait(1);
+  for (const auto& transaction : submitted) CHECK(transaction->status() == Status::kDone);
+  CHECK(!world.mapper->failed());
+  CHECK(world.mapper->collect_failures().empty());
+  world.space->check();
+  CHECK(world.clear() == Status::kDone);
+}
+
+TEST(nothing_passes_while_the_worker_is_held) {
+  World world(kShape, 32, intercepted_vmm());
+  Gate gate;
+  const auto held = world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); });
+  const auto behind = world.submit([](Transaction&) {});
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(!world.mapper->passed(held->ticket()));
+  CHECK(!world.mapper->passed(behind->ticket()));
+  CHECK(held->status() == Status::kPending);
+  CHECK(behind->status() == Status::kPending);
+  gate.open();
+  world.mapper->wait(behind->ticket());
+  CHECK(held->status() == Status::kDone);
+  CHECK(behind->status() == Status::kDone);
+  CHECK(world.clear() == Status::kDone);
+}
+
+TEST(several_threads_wait_while_the_caller_submits) {
+  World world(kShape, 32);
+  constexpr Ticket kTickets = 400;
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 4; ++i)
+    waiters.emplace_back([&, i] {
+      for (Ticket ticket = 1; ticket <= kTickets; ticket += static_cast<Ticket>(1 + i)) {
+        world.mapper->wait(ticket);
+        wrong += !world.mapper->passed(ticket);
+      }
+      world.mapper->wait(kTickets);
+      // What the worker did is visible to whoever waited: the last transaction mapped these.
+      for (std::size_t column = 0; column < 8; ++column) wrong += word(world.at(0, 3, 0, column)) != 0;
+    });
+  for (Ticket ticket = 1; ticket < kTickets; ++ticket) {
+    const std::size_t slot = ticket % 3;
+    world.submit([&](Transaction& t) {
+      if (world.space->columns(slot) < 8)
+        world.space->grow(t, slot, 1);
+      else
+        world.space->shrink(t, slot, 8);
+    });
+  }
+  world.submit([&](Transaction& t) { world.space->grow(t, 3, 8); });
+  for (std::thread& waiter : waiters) waiter.join();
+  CHECK_EQ(wrong, 0);
+  CHECK(world.clear() == Status::kDone);
+}
+
+// Whoever sees that a ticket has passed sees that it failed: a caller that polls must not miss it.
+TEST(a_failure_is_visible_once_its_ticket_has_passed) {
+  World world(kShape, 32, intercepted_vmm());
+  const Interception fault([](Call call) { return call == Call::kMap ? kUnknown : kSuccess; });
+  for (int round = 0; round < (VATTN_TSAN ? 500 : 4000); ++round) {
+    const auto transaction = world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); });
+    while (!world.mapper->passed(transaction->ticket())) {
+    }
+    CHECK(world.mapper->failed());
+    CHECK(transaction->status() == Status::kFailed);
+    for (const auto& failure : world.mapper->collect_failures()) failure->revert();
+    CHECK(!world.mapper->failed());
+  }
+}
+
+TEST(after_a_failure_everything_is_cancelled_until_it_is_collected) {
+  World world(kShape, 32, intercepted_vmm());
+  std::atomic<bool> failing{true};
+  const Interception fault([&](Call call) { return call == Call::kMap && failing ? kMapFailed : kSuccess; });
+  const auto failed = world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); });
+  world.mapper->wait(failed->ticket());
+  failing = false;
+  const auto cancelled = world.submit([&](Transaction& t) { world.space->grow(t, 1, 1); });
+  const auto empty = world.submit([](Transaction&) {});
+  world.mapper->wait(empty->ticket());
+  CHECK(cancelled->status() == Status::kCancelled);
+  CHECK(empty->status() == Status::kCancelled);
+  CHECK(failed->failed_call() == Call::kMap);
+  CHECK_EQ(failed->failed_result(), kMapFailed);
+  const auto failures = world.mapper->collect_failures();
+  CHECK(failures == (std::vector{failed, cancelled, empty}));
+  for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
+  CHECK(world.mapper->collect_failures().empty());
+  CHECK_EQ(world.driver->stats(Call::kMap).count, 1u);
+  CHECK(world.grow(1, 1) == Status::kDone);
+  CHECK_EQ(word(world.at(0, 1, 0, 0)), 0u);
+  CHECK(!write_faults(world.at(0, 1, 0, 0)));
+  CHECK(world.clear() == Status::kDone);
+}
+
+TEST(stop_executes_what_is_in_the_log) {
+  World world(kShape, 32, intercepted_vmm());
+  std::vector<std::shared_ptr<Transaction>> submitted;
+  {
+    Gate gate;
+    for (std::size_t slot = 0; slot < 4; ++slot)
+      for (int i = 0; i < 4; ++i)
+        submitted.push_back(world.submit([&](Transaction& t) { world.space->grow(t, slot, 2); }));
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      gate.open();
+    });
+    world.mapper->stop();
+    opener.join();
+  }
+  for (const auto& transaction : submitted) CHECK(transaction->status() == Status::kDone);
+  CHECK(world.mapper->passed(16));
+  world.mapper->wait(16);
+  world.space->check();
+  world.mapper->stop();
+  CHECK_THROWS(std::logic_error, world.submit([](Transaction&) {}));
+  CHECK_EQ(world.mapper->last(), 16u);
+  CHECK(world.mapper->collect_failures().empty());
+}
+
+TEST(stop_with_failures_left_hands_them_over_still) {
+  World world(kShape, 32, intercepted_vmm());
+  const Interception fault([](Call call) { return call == Call::kCreate ? kOutOfMemory : kSuccess; });
+  const auto failed = world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); });
+  const auto cancelled = world.submit([](Transaction&) {});
+  world.mapper->stop();
+  CHECK(failed->status() == Status::kFailed);
+  CHECK(cancelled->status() == Status::kCancelled);
+  const auto failures = world.mapper->collect_failures();
+  CHECK(failures == (std::vector{failed, cancelled}));
+  for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
+  CHECK_EQ(world.pool->counts().taken, 0u);
+}
+
+TEST(the_destructor_stops) {
+  std::vector<std::shared_ptr<Transaction>> submitted;
+  World world(kShape, 32);
+  for (int i = 0; i < 8; ++i) submitted.push_back(world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); }));
+  world.mapper.reset();
+  for (const auto& transaction : submitted) CHECK(transaction->status() == Status::kDone);
+  world.space->check();
+  for (int i = 0; i < 50; ++i) Mapper(world.driver, world.pool).stop();
+  for (int i = 0; i < 50; ++i) Mapper(world.driver, world.pool);
+}
+
+// What transactions hold may need the interpreter's lock to go, for which the worker must not wait.
+TEST(transactions_are_destroyed_on_the_callers_thread) {
+  struct Witness {
+    std::thread::id caller = std::this_thread::get_id();
+    std::atomic<int>* elsewhere;
+    std::atomic<int>* gone;
+    ~Witness() { *gone += 1, *elsewhere += std::this_thread::get_id() != caller; }
+  };
+  std::atomic<int> elsewhere{0}, gone{0};
+  {
+    std::size_t calls = 0;
+    const Interception fault([&](Call call) { return call == Call::kMap && ++calls % 50 == 0 ? kUnknown : kSuccess; });
+    World world(kShape, 32, intercepted_vmm());
+    for (int i = 0; i < 500; ++i) {
+      auto transaction = std::make_shared<Transaction>();
+      auto witness = std::make_shared<Witness>();
+      witness->elsewhere = &elsewhere, witness->gone = &gone;
+      transaction->on_revert([witness = std::move(witness)] {});
+      const std::size_t columns = world.space->columns(0);
+      columns < 8 ? world.space->grow(*transaction, 0, 1) : world.space->shrink(*transaction, 0, 8);
+      world.mapper->submit(std::move(transaction));
+      CHECK(i != 149 || gone >= 50);  // those that were done go as others are submitted
+      if (i % 100 == 50) {
+        const auto failures = world.mapper->collect_failures();
+        for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
+      }
+    }
+  }
+  CHECK_EQ(gone, 500);
+  CHECK_EQ(elsewhere, 0);
+}
+
+TEST(the_worker_has_the_context_and_no_signals) {
+  static std::atomic<int> contexts;
+  static void* given;
+  static std::thread::id worker;
+  static bool blocked;
+  contexts = 0;
+  Vmm table = host_vmm();
+  table.set_context = [](void* context) -> Result {
+    contexts += 1, given = context, worker = std::this_thread::get_id();
+    sigset_t mask;
+    pthread_sigmask(SIG_SETMASK, nullptr, &mask);
+    blocked = sigismember(&mask, SIGINT) == 1 && sigismember(&mask, SIGTERM) == 1;
+    return kSuccess;
+  };
+  sigset_t before, after;
+  pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  int context = 0;
+  const auto driver = std::make_shared<Driver>(table, host_prop(12), &context, 0, 0);
+  Mapper(driver, std::make_shared<PagePool>(4096, 1)).stop();
+  CHECK_EQ(contexts, 1);
+  CHECK_EQ(given, &context);
+  CHECK(worker != std::this_thread::get_id());
+  CHECK(blocked);
+  pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  for (int signal = 1; signal < 32; ++signal) CHECK_EQ(sigismember(&before, signal), sigismember(&after, signal));
+}
+
+namespace {
+
+// The caller grows and shrinks slots at random, ahead of the worker, and uses their memory once the tickets have
+// passed. Returns how often it saw what it should not.
+int hammer(std::uint64_t seed, std::chrono::milliseconds duration) try {
+  constexpr std::size_t kSlots = 6, kColumns = 12, kLanes = 4;
+  Random random(seed);
+  World world({2, kSlots, 2, kColumns}, kLanes * 40, host_vmm(), 12 + 2 * static_cast<int>(seed % 2));
+  struct Slot {
+    Ticket ticket = 0;                  // of the last change
+    std::vector<std::uint64_t> stamps;  // what was last written, by column, then lane
+  };
+  std::vector<Slot> slots(kSlots);
+  std::uint64_t next = 0;
+  int wrong = 0;
+  const auto end = std::chrono::steady_clock::now() + duration;
+  for (std::size_t step = 1; std::chrono::steady_clock::now() < end; ++step) {
+    const std::size_t index = random.below(kSlots);
+    Slot& slot = slots[index];
+    const std::size_t columns = world.space->columns(index);
+    const PoolCounts counts = world.pool->counts();
+    switch (random.below(8)) {
+      case 0:
+      case 1:
+      case 2: {
+        const std::size_t room = std::min((counts.free + counts.absent) / kLanes, kColumns - columns);
+        const std::size_t count = random.below(room + 1);
+        slot.ticket = world.submit([&](Transaction& t) { world.space->grow(t, index, count); })->ticket();
+        break;
+      }
+      case 3: {
+        const std::size_t count = random.below(columns + 1);
+        slot.ticket = world.submit([&](Transaction& t) { world.space->shrink(t, index, count); })->ticket();
+        slot.stamps.resize(std::min(slot.stamps.size(), (columns - count) * kLanes));
+        break;
+      }
+      case 4:
+        world.submit([&](Transaction& t) { release_free(*world.pool, t, random.below(8)); });
+        break;
+      default:
+        world.mapper->wait(slot.ticket);
+        for (std::size_t i = 0; i < columns * kLanes; ++i) {
+          const std::size_t lane = i % kLanes;
+          const Word here = word(world.at(lane / 2, index, lane % 2, i / kLanes));
+          if (i == slot.stamps.size())
+            slot.stamps.push_back(0);  // new, with whatever its last owner left
+          else
+            wrong += here != slot.stamps[i];
+          here = slot.stamps[i] = ++next;
+        }
+    }
+    if (step % 64 == 0) {
+      world.mapper->wait(world.mapper->last());
+      world.space->check();
+      world.pool->check();
+    }
+  }
+  wrong += next == 0;
+  wrong += world.clear() != Status::kDone;
+  return wrong;
+} catch (const std::exception& error) {
+  std::puts(error.what());
+  return 1;
+}
+
+}  // namespace
+
+TEST(a_caller_ahead_of_its_worker) {
+  const HostUsage before = host_usage();
+  CHECK_EQ(hammer(1, std::chrono::milliseconds(700)), 0);
+  CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
+  CHECK_EQ(host_usage().reservations, before.reservations);
+}
+
+TEST(two_callers_with_a_worker_each) {
+  const HostUsage before = host_usage();
+  int wrong[2]{};
+  std::thread second([&] { wrong[1] = hammer(2, std::chrono::milliseconds(1000)); });
+  wrong[0] = hammer(3, std::chrono::milliseconds(1000));
+  second.join();
+  CHECK_EQ(wrong[0], 0);
+  CHECK_EQ(wrong[1], 0);
+  CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
+  CHECK_EQ(host_usage().kernel_mappings, before.kernel_mappings);
+}
