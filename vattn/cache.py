@@ -168,7 +168,6 @@ class KVCache:
         with self._pool.lock:
             start = time.perf_counter_ns()
             self._enter()
-            closed = self._fences.launched()
             if not isinstance(lengths, Mapping):
                 lengths = self._by_slot(lengths)
             limit = self._limit
@@ -180,6 +179,7 @@ class KVCache:
                 raise self._invalid_slot(error.args[0]) from None
             if lengths and min(lengths.values()) < 0:
                 raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
+            closed = self._fences.launched()
             if crossing or next_lengths or closed or self._leaving:
                 handle = self._fences.handle(stream)
                 capturing = self._fences.capturing(handle)
@@ -381,9 +381,9 @@ class KVCache:
 
         The tensors must not be touched any more; their address space goes when the last of them does.
         """
-        if self._closed:
-            return
         with self._pool.lock:
+            if self._closed:
+                return
             self._closed = True
             self._finalizer.detach()
             self._views = []
@@ -391,8 +391,8 @@ class KVCache:
                 self._pool.leave(self, self._spaces)
             finally:
                 self._spaces = []
-        if self._owns_pool:
-            self._pool.shut()
+            if self._owns_pool:
+                self._pool.shut()
 
     def __enter__(self) -> Self:
         return self
