@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -168,3 +170,21 @@ def test_the_capacity_is_what_a_step_can_back_and_no_more(
         assert attempt([1000] * full + [rest] * (rest > 0))
         assert fits.tokens == 4000 or not attempt([1000] * full + [rest + 1])
         assert f"{fits.tokens:,} tokens" in str(fits)
+
+
+def test_cuda_without_its_driver_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers.cuda, "torch_lacks", lambda: None)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("NVIDIA's driver is there")
+    pytest.importorskip("cuda.bindings")
+    with pytest.raises(
+        vattn.ConfigError, match=r"device='cuda' .*\(libcuda\.so\.1\) is not there.*: install it, or start"
+    ):
+        vattn.KVCache(vattn.KVConfig(**BASE, device="cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(vattn.ConfigError, match=r"cuda-python is not installed.*pip install 'vattn\[cuda\]'"):
+        vattn.PagePool("1GiB", device="cuda:1")

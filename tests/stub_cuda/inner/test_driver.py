@@ -74,12 +74,16 @@ def test_a_cache_on_cuda(stub: Stub) -> None:
         cache.check()
 
 
-def test_access_is_set_once_per_contiguous_range(stub: Stub) -> None:
+def test_calls_are_batched_and_access_is_set_once_per_contiguous_range(stub: Stub) -> None:
     with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
-        before = stub.calls("cuMemSetAccess")
+        stub.logging(True)
         cache.step({cache.alloc_reqid(): 20_000})
-        assert cache.stats().calls["cuMemMap"].count == 4 * 3
-        assert stub.calls("cuMemSetAccess") - before == 4
+        log = stub.log("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+        stub.logging(False)
+    assert [line.split()[0] for line in log] == 12 * ["cuMemCreate"] + 4 * [*(3 * ["cuMemMap"]), "cuMemSetAccess"]
+    for at in range(12, len(log), 4):
+        (_, first, *_), (_, address, size) = log[at].split(), log[at + 3].split()
+        assert (address, size) == (first, str(3 * 2**21))
 
 
 def test_pages_are_unmapped_one_by_one(stub: Stub) -> None:
