@@ -12,4 +12,5 @@ BENCHMARKS = {
     "overlap": "latency of decode iterations that need new memory, mapped ahead and mapped on the spot",
     "fragmentation": "physical over live bytes: static, paged, and virtual by layout and page size",
     "decode": "attention and whole decode steps, virtual against paged",
+    "throughput": "offline throughput of every backend, of transformers and of vLLM",
 }

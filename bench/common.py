@@ -110,7 +110,8 @@ class LoadMeter:
         )
         own = os.times()
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return busy - own.user - own.system
+        # Of children, those that have ended: a benchmark ends all that it starts.
+        return busy - own.user - own.system - own.children_user - own.children_system
 
 
 def interleave(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 2) -> dict[Key, list[float]]:

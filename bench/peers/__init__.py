@@ -1,0 +1,82 @@
+"""Engines that `bench throughput` compares, each in a process of its own that is driven over pipes.
+
+A peer is a script: `PYTHON SCRIPT MODEL_DIRECTORY OPTIONS`, the options as JSON. It prints one line, `{"name", "version"}`,
+when it is ready. Then each line on stdin is one round, a JSON list of `{"prompt_token_ids": [...], "max_tokens": n}`,
+and each answer one line, `{"seconds": s, "output_tokens": n}`. All requests are there from the start, greedy, and run
+to `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Workload = list[dict[str, Any]]
+
+
+class Peer:
+    """A running peer.
+
+    Args:
+        python: interpreter.
+        script: a script of this folder, by its name without `.py`.
+        model: directory of the model.
+        options: the script's own.
+        environment: variables on top of ours.
+
+    Raises:
+        RuntimeError: it ended before it was ready; what it wrote to stderr has been shown.
+    """
+
+    def __init__(
+        self, python: str, script: str, model: Path, options: dict[str, Any], environment: dict[str, str] | None = None
+    ) -> None:
+        file = Path(__file__).with_name(f"{script}.py")
+        self._process = subprocess.Popen(
+            [python, str(file), str(model), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+        ready = self._answer()
+        self.name: str = ready["name"]
+        self.version: str = ready["version"]
+
+    def run(self, requests: Workload) -> tuple[float, int]:
+        """Seconds and output tokens of one round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(requests) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        return answer["seconds"], answer["output_tokens"]
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"{self._process.args!r} ended with status {self._process.wait()}; see its messages above"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,27 @@
+"""Our own engine. Options: `engine.LLM`'s."""
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from protocol import serve  # type: ignore[import-not-found]
+
+from engine import LLM, SamplingParams
+
+
+def load(model: str, options: dict[str, Any]) -> tuple[str, str, Callable[[list[dict[str, Any]]], int]]:
+    llm = LLM(model, skip_tokenizer_init=True, **options)
+
+    def run(requests: list[dict[str, Any]]) -> int:
+        prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]
+        params = [
+            SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True) for request in requests
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return options.get("kv", "virtual"), metadata.version("vattn"), run
+
+
+if __name__ == "__main__":
+    serve(load)
