@@ -30,12 +30,13 @@ from engine.outputs import RequestOutput
 from engine.request import FinishReason, InvalidRequest, Request
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams, sample
-from engine.scheduler import Plan, Scheduler, check_limits
+from engine.scheduler import Plan, Policy, Scheduler, check_limits
+from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
 from vattn.attention import get as get_attention
 from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
-from vattn.units import format_bytes
+from vattn.units import format_bytes, parse_bytes
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
@@ -92,10 +93,18 @@ class LLM:
             the model is loaded, see `vattn.KVConfig`.
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
+        scheduling_policy: who runs first and is preempted last: "fcfs", by arrival, or "priority", by the priorities
+            that requests bring.
+        preemption_mode: what becomes of the cache of a preempted request: "recompute", "swap" (copied to the machine's
+            memory, and back), or "auto": what is estimated cheaper.
+        swap_space: most memory for such copies: bytes or text; taken only when it is used.
         attention: kernel, see `vattn.attention.names()`.
         enforce_eager: run the model's modules as transformers wrote them, never as `engine.optimize` does.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
+
+    Attributes:
+        token_bytes: what one token takes in the cache, in all layers.
 
     Raises:
         ConfigError: an argument that is unknown, contradictory or impossible; `UnsupportedModel` is one.
@@ -115,6 +124,9 @@ class LLM:
         memory_budget: int | str = "4GiB",
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
+        scheduling_policy: Policy = "fcfs",
+        preemption_mode: PreemptionMode = "auto",
+        swap_space: int | str = "1GiB",
         attention: str = "auto",
         enforce_eager: bool = False,
         seed: int | None = 0,
@@ -140,9 +152,10 @@ class LLM:
         self.model.set_attn_implementation(hf.NAME)
         try:
             kernel = get_attention(attention, device=self.model.device, dtype=self.model.dtype)
+            shape = hf.kv_shape(self.model)
             self.kv = _make_backend(
                 kv,
-                hf.kv_shape(self.model),
+                shape,
                 dtype=self.model.dtype,
                 device=self.model.device,
                 max_num_seqs=max_num_seqs,
@@ -152,8 +165,21 @@ class LLM:
                 guard_rows=kernel.guard_rows,
                 kv_options=dict(kv_options or {}),
             )
+            self.token_bytes = shape.token_elements * self.model.dtype.itemsize
+            self._swap = SwapSpace(
+                self.kv,
+                num_layers=shape.num_layers,
+                token_bytes=self.token_bytes,
+                budget=parse_bytes(swap_space, "swap_space"),
+                mode=preemption_mode,
+                device=self.model.device,
+            )
             self.scheduler = Scheduler(
-                self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                self.kv,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                policy=scheduling_policy,
+                swap=self._swap,
             )
             if not enforce_eager and optimize.supported(self.model):
                 restore = optimize.optimize(self.model, keep_weights=model is self.model)
@@ -238,15 +264,22 @@ class LLM:
                 raise
         return [finished[request.request_id] for request in requests]
 
-    def add_request(self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
         """Queue a request under a name of the caller's, which no unfinished request may have.
+
+        Args:
+            priority: lower runs earlier; for `scheduling_policy="priority"`.
 
         Raises:
             InvalidRequest: the prompt is empty, too long, not in the vocabulary, or would never fit the cache.
         """
         if request_id in self._requests:
             raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
-        self._add(self._make_request(request_id, prompt, sampling_params or SamplingParams()))
+        request = self._make_request(request_id, prompt, sampling_params or SamplingParams())
+        request.priority = priority
+        self._add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its memory.
@@ -279,6 +312,8 @@ class LLM:
         decode_tokens = plan.num_decode_tokens
         if plan.entries:
             self._compute(plan, changed)
+        if 2 * decode_tokens < plan.num_tokens:
+            self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
         finished = [request for request in changed if request.finish_reason is not None]
         for request in finished:
             del self._requests[request.request_id]
@@ -321,11 +356,14 @@ class LLM:
             start = time.monotonic()
             try:
                 self.kv.prepare(plan.lengths, plan.next_lengths)
+                for entry in plan.entries:
+                    if entry.request.saved is not None:
+                        self._swap.load(entry.request)
                 return plan, preempted, seconds + time.monotonic() - start
             except OutOfPages as error:
                 refused = True
                 if len(self.scheduler.running) > 1:
-                    self.scheduler.preempt_youngest()
+                    self.scheduler.preempt_last()
                     preempted += 1
                 else:
                     self._fail(plan, error, changed)

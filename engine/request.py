@@ -14,8 +14,10 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.sampling import SamplingParams
 from vattn.errors import VattnError
@@ -53,6 +55,19 @@ _LEGAL = {
 }
 
 
+@dataclass(frozen=True)
+class SavedKV:
+    """What a preempted request had in the cache: keys and values of tokens `[0, length)`.
+
+    Attributes:
+        layers: per layer `[length, num_kv_heads, head_dim]` and `[length, num_kv_heads, v_head_dim]`, on the CPU.
+    """
+
+    length: int
+    layers: list[tuple[Tensor, Tensor]]
+    num_bytes: int
+
+
 class Request:
     """One prompt on its way to its completion.
 
@@ -61,7 +76,10 @@ class Request:
 
     Attributes:
         num_computed_tokens: tokens whose keys and values are in the cache.
+        priority: lower runs earlier, where the scheduler looks at it.
+        arrival_number: the scheduler's count of requests when this one came.
         slot: the backend's slot; None while nothing is cached.
+        saved: a copy of the cache from before a preemption, until it is back in a slot.
         error: what went wrong, where `finish_reason` is ERROR.
         arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
         num_preemptions: how often its cache was taken away, to be computed again.
@@ -77,6 +95,7 @@ class Request:
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
         prompt: str | None = None,
+        priority: int = 0,
     ) -> None:
         assert 0 < len(prompt_token_ids) < max_total_tokens, "the engine admits no other prompt"
         self.request_id = request_id
@@ -91,7 +110,10 @@ class Request:
             self._stop_token_ids |= eos_token_ids
 
         self.state = State.WAITING
+        self.priority = priority
+        self.arrival_number = 0
         self.slot: int | None = None
+        self.saved: SavedKV | None = None
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
@@ -126,7 +148,7 @@ class Request:
         return self.prompt_token_ids[start:split] + self.output_token_ids[max(0, start - split) : end - split]
 
     def admit(self, slot: int) -> None:
-        """WAITING or PREEMPTED -> PREFILLING: the request runs, with nothing computed, in `slot`."""
+        """WAITING or PREEMPTED -> PREFILLING: the request runs in `slot`, with what was saved computed, or nothing."""
         self._go(State.PREFILLING)
         self.slot = slot
         if self.first_scheduled_time is None:
@@ -154,10 +176,10 @@ class Request:
             self.finish(FinishReason.LENGTH)
 
     def preempt(self) -> None:
-        """PREFILLING or DECODING -> PREEMPTED: the cache is gone and will be computed again; the tokens stay."""
+        """PREFILLING or DECODING -> PREEMPTED: the slot is gone; what is not `saved` will be computed again."""
         self._go(State.PREEMPTED)
         self.slot = None
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = 0 if self.saved is None else self.saved.length
         self.num_preemptions += 1
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:

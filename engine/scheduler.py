@@ -1,24 +1,31 @@
-"""Which tokens the next step computes: first come first served, under a token budget and the cache's memory.
+"""Which tokens the next step computes: by rank, under a token budget and the cache's memory.
 
 Continuous batching: every step is planned anew from the requests that run, decodes and chunks of prefills together.
-Running requests come first, oldest first; then waiting ones, in order of arrival, as far as tokens, slots and memory
-reach. Where memory runs short, the youngest running request gives its cache up and computes it again later.
+Running requests come first; then waiting ones, as far as tokens, slots and memory reach. A request's rank is its
+arrival, or its priority and then its arrival. Where memory runs short, the running request of the last rank gives its
+slot up and goes back into the queue, with a copy of its cache where that is cheaper than to compute it again.
 
-Why it cannot deadlock: a request that does not fit the whole pool alone is refused when it comes; only younger
-requests are preempted for older ones; so the oldest always gets what it needs, and finishes.
+Why it cannot deadlock or thrash: a request that does not fit the whole pool alone is refused when it comes; only
+requests of a later rank are preempted for others, and ranks never change; so the first always gets what it needs, and
+finishes. Nobody is admitted in a step that preempts, nor before there is room for some tokens more.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import itertools
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
+from engine.swap import SwapSpace
 from vattn.errors import ConfigError
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64
+
+Policy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,9 @@ class Entry:
     request: Request
     start: int
     end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
     @property
     def samples(self) -> bool:
@@ -49,7 +59,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(entry.end - entry.start for entry in self.entries)
+        return sum(map(len, self.entries))
 
     @property
     def num_decode_tokens(self) -> int:
@@ -86,24 +96,40 @@ class Scheduler:
     """Queues, admission, preemption.
 
     Invariants: a request is in exactly one of `waiting` and `running`, until it is finished; exactly those in
-    `running` hold a slot; `running` is in the order of admission, and no decode comes after a prefill, since nothing
-    is admitted behind a prefill that a step could not finish. So every decode gets its token in every step.
+    `running` hold a slot; `waiting` is in order of rank. Decodes come before prefills in a step, so each of them gets
+    its token in every step.
 
     Args:
         max_num_seqs: most running requests.
         max_num_batched_tokens: most tokens of one step.
+        policy: how requests rank: "fcfs" by arrival, "priority" by their priority, the lower the earlier, then by
+            arrival. The last one is preempted first.
+        swap: where caches of preempted requests may go; None to compute them again.
 
     Raises:
         ConfigError: a limit below 1, or a step too small for one token of every running request.
     """
 
-    def __init__(self, kv: KVBackend, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVBackend,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: Policy = "fcfs",
+        swap: SwapSpace | None = None,
+    ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
+        if policy not in get_args(Policy):
+            raise ConfigError(f"scheduling_policy={policy!r} is not one of {', '.join(get_args(Policy))}")
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.policy = policy
+        self.swap = swap
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._numbers = itertools.count()
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -129,30 +155,32 @@ class Scheduler:
             InvalidRequest: it could never fit; see `check_fits`.
         """
         self.check_fits(request)
-        self.waiting.append(request)
+        request.arrival_number = next(self._numbers)
+        self._enqueue(request)
 
     def schedule(self, *, admit: bool = True) -> Plan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
         free = self.kv.available()
-        entries: list[Entry] = []
+        entries: dict[Request, Entry] = {}
+        claims: dict[Request, int] = {}  # of `free`
         preempted: list[Request] = []
-
-        for request in tuple(self.running):
-            if request.state is State.PREEMPTED:
-                break
+        for request in sorted(self.running, key=self._turn):
             start = request.num_computed_tokens
             end = start + min(request.num_uncomputed_tokens, budget)
-            while request.slot is not None and self.kv.needed(end, request.slot) > free:
+            while request.slot is not None and (claim := self.kv.needed(end, request.slot)) > free:
                 before = self.kv.available()
-                preempted.append(self.preempt_youngest())
-                free += self.kv.available() - before
+                victim = self.preempt_last()
+                free += self.kv.available() - before + claims.pop(victim, 0)
+                budget += len(entries.pop(victim, ()))
+                preempted.append(victim)
             if request.slot is not None and end > start:
-                entries.append(Entry(request, start, end))
+                entries[request] = Entry(request, start, end)
+                claims[request] = claim
                 budget -= end - start
-                free -= self.kv.needed(end, request.slot)
+                free -= claim
 
-        # Memory that was just taken from the youngest is not for a newcomer.
+        # Memory that was just taken from one request is not for a newcomer.
         admit = admit and not preempted
         room = self._room() if self.waiting and admit else 0
         while self.waiting and admit and budget and len(self.running) < self.max_num_seqs:
@@ -161,19 +189,23 @@ class Scheduler:
             if room < 0 and self.running:
                 break
             request.admit(self.kv.allocate(request.num_tokens))
-            self.running.append(self.waiting.popleft())
-            entries.append(Entry(request, 0, min(request.num_tokens, budget)))
-            budget -= entries[-1].end
-        return Plan(tuple(entries), tuple(preempted))
+            self.running.append(self.waiting.pop(0))
+            start = request.num_computed_tokens
+            entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
+            budget -= len(entries[request])
+        return Plan(tuple(entries.values()), tuple(preempted))
 
-    def preempt_youngest(self) -> Request:
-        """Take the cache of the request that was admitted last; it becomes the first of the queue."""
-        request = self.running.pop()
+    def preempt_last(self) -> Request:
+        """Take the slot of the running request that comes last; it waits for its turn again."""
+        request = max(self.running, key=self._rank)
         slot = request.slot
         assert slot is not None
+        if request.saved is None and self.swap is not None:
+            request.saved = self.swap.save(request)
         request.preempt()
+        self.running.remove(request)
         self.kv.free(slot)
-        self.waiting.appendleft(request)
+        self._enqueue(request)
         return request
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -185,6 +217,8 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """Forget a finished request and free its slot."""
         assert request.state is State.DONE
+        if self.swap is not None:
+            self.swap.forget(request)
         if request.slot is None:
             self.waiting.remove(request)
             return
@@ -196,10 +230,18 @@ class Scheduler:
         """Assert the invariants of the queues."""
         assert all(r.slot is not None and r.state in (State.PREFILLING, State.DECODING) for r in self.running)
         assert all(r.slot is None and r.state in (State.WAITING, State.PREEMPTED) for r in self.waiting)
-        decoding = [request.state is State.DECODING for request in self.running]
-        assert decoding == sorted(decoding, reverse=True), "a prefill comes before a decode"
+        assert self.waiting == sorted(self.waiting, key=self._rank), "the queue is out of order"
         slots = [request.slot for request in self.running]
         assert len(set(slots)) == len(slots) <= self.max_num_seqs, "two requests in one slot"
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.policy == "priority" else 0, request.arrival_number)
+
+    def _turn(self, request: Request) -> tuple[bool, tuple[int, int]]:
+        return (request.state is not State.DECODING, self._rank(request))
+
+    def _enqueue(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=self._rank)
 
     def _reserve(self, request: Request) -> int:
         """Units that a request still takes, to hold the tokens it has and some to come."""

@@ -273,6 +273,11 @@ class KVShape:
     head_dim: int
     v_head_dim: int
 
+    @property
+    def token_elements(self) -> int:
+        """Elements that one token takes in all layers, keys and values together."""
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
 
 class _Probe:
     """A packed step of one token that records what each layer stores; a token alone attends to its own value."""

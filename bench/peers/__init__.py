@@ -1,9 +1,9 @@
 """Engines that `bench throughput` compares, each in a process of its own that is driven over pipes.
 
-A peer is a script: `PYTHON SCRIPT MODEL_DIRECTORY OPTIONS`, the options as JSON. It prints one line, `{"name", "version"}`,
-when it is ready. Then each line on stdin is one round, a JSON list of `{"prompt_token_ids": [...], "max_tokens": n}`,
-and each answer one line, `{"seconds": s, "output_tokens": n}`. All requests are there from the start, greedy, and run
-to `max_tokens`.
+A peer is a script: `PYTHON SCRIPT MODEL_DIRECTORY OPTIONS`, the options as JSON. When it is ready it prints one line,
+`{"name", "version"}`. Then each line on stdin is one round, a JSON list of requests, `{"prompt_token_ids": [...],
+"max_tokens": n}`, and each answer one line, `{"seconds": s, "output_tokens": n}`. All requests are there from the
+start, greedy, and run to `max_tokens`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from tiny_models import FAMILIES, expected, make_model, make_prompts
 
 from engine import LLM, SamplingParams
 from engine.kv.paged import PagedKV
+from engine.swap import PreemptionMode
 
 MAX_TOKENS = 14
 
@@ -39,29 +40,36 @@ def test_late_arrivals(kv: str) -> None:
     assert got == {f"late-{i}": expected("llama", p, MAX_TOKENS) for i, p in enumerate(prompts)}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_preemption_by_recomputation(family: str, kv: str) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v3"])
+def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
     prompts = make_prompts([20, 21, 22, 23])
     max_tokens = 100  # more than the scheduler's headroom, so admission cannot foresee it
+    model = make_model(family)
     options = {"page_size": 4096, "eager_pages": 0} if kv == "virtual" else {}
+    with LLM(model, max_num_seqs=1) as llm:
+        budget = 12 * 128 * llm.token_bytes // 5  # 2.4 requests of 128 tokens
     with LLM(
-        make_model(family),
+        model,
         kv=kv,
         max_num_seqs=4,
         max_num_batched_tokens=32,
         max_model_len=128,
-        memory_budget=BUDGET,
+        memory_budget=budget,
         kv_options=options,
+        preemption_mode=mode,
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
         llm.check()
+        swap = llm.scheduler.swap
+        assert swap is not None
+        assert (swap.num_saved > 0) == (mode == "swap")
+        assert swap.num_loaded == swap.num_saved
+        assert swap.used_bytes == 0
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     want = [expected(family, prompt, max_tokens) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == want
-
-
-BUDGET = 3 * 128 * 3 * 2 * 2 * 8 * 4 * 4 // 5  # 2.4 requests of 128 tokens: 3 layers, K and V, 2 heads of 8 floats
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

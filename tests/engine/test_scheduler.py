@@ -9,13 +9,15 @@ import pytest
 from engine import FinishReason, InvalidRequest, SamplingParams
 from engine.kv.paged import PagedKV
 from engine.request import Request, State
-from engine.scheduler import HEADROOM_TOKENS, Plan, Scheduler
+from engine.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
 from vattn.errors import ConfigError
 
 BLOCK = 4
 
 
-def make_scheduler(*, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched_tokens: int = 16) -> Scheduler:
+def make_scheduler(
+    *, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched_tokens: int = 16, policy: Policy = "fcfs"
+) -> Scheduler:
     kv = PagedKV(
         num_layers=1,
         num_kv_heads=1,
@@ -25,7 +27,7 @@ def make_scheduler(*, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched
         max_model_len=10_000,
         block_size=BLOCK,
     )
-    return Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
 
 
 def make(name: str, prompt: int, max_tokens: int = 4) -> Request:
@@ -137,6 +139,58 @@ def test_the_youngest_is_preempted_and_goes_to_the_head_of_the_queue() -> None:
     assert scheduler.kv.available() == scheduler.kv.total()
 
 
+def test_priorities() -> None:
+    """Lower runs earlier and is preempted later, whenever it came; among equals the earlier one."""
+    grow = HEADROOM_TOKENS + 40
+    need = -(-(4 + grow) // BLOCK)
+    scheduler = make_scheduler(blocks=need + need // 2 + 8, max_num_seqs=2, policy="priority")
+    for name, priority in (("late", 9), ("first", 1), ("second", 1), ("urgent", -3)):
+        request = make(name, 4, max_tokens=grow)
+        request.priority = priority
+        scheduler.add(request)
+    assert [request.request_id for request in scheduler.waiting] == ["urgent", "first", "second", "late"]
+    ended: list[str] = []
+    while scheduler.has_unfinished():
+        running = list(scheduler.running)
+        plan = scheduler.schedule()
+        for victim in plan.preempted:
+            assert victim is max(running, key=lambda r: (r.priority, r.arrival_number))
+        run(scheduler, plan)
+        ended += [r.request_id for r in running if r.state is State.DONE]
+    assert ended == ["urgent", "first", "second", "late"]
+
+
+def test_a_prefill_of_high_priority_takes_no_decode_s_token() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4, policy="priority")
+    scheduler.add(make("low", 3, max_tokens=20))
+    run(scheduler, scheduler.schedule())
+    urgent = make("urgent", 30)
+    urgent.priority = -1
+    scheduler.add(urgent)
+    for _ in range(5):
+        plan = scheduler.schedule()
+        assert {name for name, _, _ in shown(plan)} == {"low", "urgent"}
+        run(scheduler, plan)
+
+
+def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
+    """Decodes are planned first; a prefill of a better rank may still take the memory of one."""
+    scheduler = make_scheduler(blocks=21, max_num_batched_tokens=80, max_num_seqs=2, policy="priority")
+    low = make("low", 8, max_tokens=60)
+    scheduler.add(low)
+    run(scheduler, scheduler.schedule())
+    urgent = make("urgent", 8, max_tokens=90)
+    urgent.priority = -1
+    urgent.admit(scheduler.kv.allocate(8))
+    urgent.prompt_token_ids += [1] * 85
+    scheduler.running.append(urgent)
+    plan = scheduler.schedule()
+    assert plan.preempted == (low,)
+    assert {name for name, _, _ in shown(plan)} == {"urgent"}
+    assert plan.num_tokens == 79
+    scheduler.kv.prepare(plan.lengths)
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:
     scheduler = make_scheduler(blocks=10)
     with pytest.raises(InvalidRequest, match=r"41 tokens, which takes 11 .* there are 10"):
@@ -184,10 +238,12 @@ def test_random_loads_always_end(seed: int) -> None:
         blocks=rng.randint(12, 80),
         max_num_seqs=rng.randint(1, 6),
         max_num_batched_tokens=rng.randint(6, 40),
+        policy=rng.choice(["fcfs", "priority"]),
     )
     requests = []
     for i in range(rng.randint(1, 12)):
         request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
+        request.priority = rng.randint(-2, 2)
         try:
             scheduler.add(request)
         except InvalidRequest:

@@ -1,0 +1,125 @@
+"""Caches of preempted requests, kept in the machine's memory until there is room for them again.
+
+The tokens of a preempted request can be computed again, or copied out and back. Which is cheaper depends on the model
+and the machine, so both are estimated from what this engine has seen: seconds per prefilled token, and seconds per byte
+copied.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, get_args
+
+import torch
+
+from engine.kv import KVBackend
+from engine.request import Request, SavedKV
+from vattn.attention import PackedBatch, Span
+from vattn.errors import ConfigError
+
+PreemptionMode = Literal["auto", "recompute", "swap"]
+
+# The weight of the newest measurement in a running mean.
+_NEWEST = 0.3
+# Bytes per second until a copy was measured.
+_FIRST_GUESS = 2e9
+
+
+class SwapSpace:
+    """What preempted requests had in the cache, as far as a budget allows.
+
+    Args:
+        budget: most bytes that are kept.
+        token_bytes: bytes of a token in all layers.
+        device: the backend's.
+        mode: "auto" saves where copying out and back is estimated cheaper than computing again; "swap" wherever there
+            is room; "recompute" never.
+
+    Attributes:
+        used_bytes: bytes that are kept now.
+        num_saved, num_loaded: requests copied out and back so far.
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+
+    def __init__(
+        self,
+        kv: KVBackend,
+        *,
+        num_layers: int,
+        token_bytes: int,
+        budget: int,
+        mode: PreemptionMode = "auto",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if mode not in get_args(PreemptionMode):
+            raise ConfigError(f"preemption_mode={mode!r} is not one of {', '.join(get_args(PreemptionMode))}")
+        self._kv = kv
+        self._num_layers = num_layers
+        self._token_bytes = token_bytes
+        self._budget = budget
+        self._mode = mode
+        self._device = torch.device(device)
+        self._seconds_per_byte = 1 / _FIRST_GUESS
+        self._seconds_per_token: float | None = None
+        self.used_bytes = 0
+        self.num_saved = 0
+        self.num_loaded = 0
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step computed that many tokens of prompts, and took that long."""
+        self._seconds_per_token = _mean(self._seconds_per_token, seconds / num_tokens)
+
+    def save(self, request: Request) -> SavedKV | None:
+        """A copy of what a running request has in the cache; None where it is to be computed again."""
+        length = request.num_computed_tokens
+        if request.slot is None or not self._worthwhile(length):
+            return None
+        start = time.perf_counter()
+        layers = []
+        for layer in range(self._num_layers):
+            key, value = self._kv.read(layer, request.slot, length)
+            # A copy, since a backend may hand out a buffer that it uses again.
+            layers.append((key[0].transpose(0, 1).to("cpu", copy=True), value[0].transpose(0, 1).to("cpu", copy=True)))
+        saved = SavedKV(length, layers, length * self._token_bytes)
+        self._copied(saved.num_bytes, time.perf_counter() - start)
+        self.used_bytes += saved.num_bytes
+        self.num_saved += 1
+        return saved
+
+    def load(self, request: Request) -> None:
+        """Store a running request's saved tokens in its slot, which is prepared for them, and forget the copy."""
+        saved, slot = request.saved, request.slot
+        assert saved is not None
+        assert slot is not None
+        start = time.perf_counter()
+        for layer, (key, value) in enumerate(saved.layers):
+            batch = PackedBatch((Span(slot, 0, saved.length),), self._device)
+            self._kv.write(layer, batch, key.to(self._device), value.to(self._device))
+        self._copied(saved.num_bytes, time.perf_counter() - start)
+        self.num_loaded += 1
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Drop a request's copy, if it has one."""
+        if request.saved is not None:
+            self.used_bytes -= request.saved.num_bytes
+            request.saved = None
+
+    def _worthwhile(self, length: int) -> bool:
+        num_bytes = length * self._token_bytes
+        if self._mode == "recompute" or length == 0 or self.used_bytes + num_bytes > self._budget:
+            return False
+        if self._mode == "swap":
+            return True
+        if self._seconds_per_token is None:
+            return False
+        return 2 * num_bytes * self._seconds_per_byte < length * self._seconds_per_token
+
+    def _copied(self, num_bytes: int, seconds: float) -> None:
+        self._seconds_per_byte = _mean(self._seconds_per_byte, seconds / num_bytes)
+
+
+def _mean(mean: float | None, newest: float) -> float:
+    return newest if mean is None else mean + _NEWEST * (newest - mean)

@@ -1,0 +1,94 @@
+"""Preempted requests whose cache is copied out and back: what is chosen when, and that nothing is kept for ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from engine import LLM, SamplingParams
+from engine.kv.paged import PagedKV
+from engine.request import Request
+from engine.swap import PreemptionMode, SwapSpace
+from vattn.attention import PackedBatch, Span
+from vattn.errors import ConfigError
+
+TOKEN_BYTES = 2 * 2 * 8 * 4  # one layer, keys and values, 2 heads of 8 floats
+
+
+def make(*, budget: int = 1 << 20, mode: PreemptionMode = "auto") -> tuple[SwapSpace, PagedKV, Request]:
+    """A swap space, its backend, and a request of 20 computed tokens."""
+    kv = PagedKV(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=9, max_num_seqs=2, max_model_len=64)
+    request = Request("r", [1] * 30, SamplingParams(), max_total_tokens=40, seed=0)
+    request.admit(kv.allocate(20))
+    assert request.slot is not None
+    kv.prepare({request.slot: 20})
+    rows = torch.arange(20 * 16.0).view(20, 2, 8)
+    kv.write(0, PackedBatch.pack([Span(request.slot, 0, 20)]), rows, -rows)
+    request.advance(20)
+    return SwapSpace(kv, num_layers=1, token_bytes=TOKEN_BYTES, budget=budget, mode=mode), kv, request
+
+
+def test_out_and_back() -> None:
+    swap, kv, request = make(mode="swap")
+    assert request.slot is not None
+    request.saved = swap.save(request)
+    assert swap.used_bytes == 20 * TOKEN_BYTES
+    kv.free(request.slot)
+    request.preempt()
+    assert request.num_computed_tokens == 20
+    kv.prepare({kv.allocate(20): 20})  # somebody else has its memory
+    request.admit(kv.allocate(20))
+    assert request.slot is not None
+    kv.prepare({request.slot: 20})
+    swap.load(request)
+    rows = torch.arange(20 * 16.0).view(20, 2, 8).transpose(0, 1)
+    key, value = kv.read(0, request.slot, 20)
+    assert torch.equal(key[0], rows)
+    assert torch.equal(value[0], -rows)
+    assert (swap.used_bytes, swap.num_saved, swap.num_loaded) == (0, 1, 1)
+
+
+def test_the_budget_is_kept() -> None:
+    swap, _, request = make(budget=20 * TOKEN_BYTES - 1, mode="swap")
+    assert swap.save(request) is None
+    assert swap.used_bytes == 0
+
+
+@pytest.mark.parametrize(("seconds_per_token", "saves"), [(None, False), (1e-9, False), (1.0, True)])
+def test_the_cheaper_way_is_taken(seconds_per_token: float | None, saves: bool) -> None:
+    """Computing again is taken where it is cheap, or where nothing is known of it."""
+    swap, _, request = make()
+    if seconds_per_token is not None:
+        swap.observe_prefill(100, 100 * seconds_per_token)
+    assert (swap.save(request) is not None) == saves
+
+
+def test_an_unknown_mode() -> None:
+    with pytest.raises(ConfigError, match="preemption_mode='never' is not one of auto, recompute, swap"):
+        LLM(make_model("llama"), preemption_mode="never")  # type: ignore[arg-type]
+
+
+def test_what_is_aborted_keeps_no_copy() -> None:
+    model = make_model("llama")
+    with LLM(model, max_num_seqs=1) as llm:
+        budget = 12 * 128 * llm.token_bytes // 5
+    options = {"page_size": 4096, "eager_pages": 0}
+    with LLM(
+        model,
+        max_num_seqs=4,
+        max_model_len=128,
+        memory_budget=budget,
+        kv_options=options,
+        preemption_mode="swap",
+    ) as llm:
+        for name in "abcd":
+            llm.add_request(name, [3] * 20, SamplingParams(temperature=0, max_tokens=100))
+        swap = llm.scheduler.swap
+        assert swap is not None
+        while not swap.used_bytes:
+            llm.step()
+        for name in "abcd":
+            llm.abort(name)
+        assert swap.used_bytes == 0
+        llm.check()
