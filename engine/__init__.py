@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.llm import LLM, StepRecord
+    from engine.logprobs import Logprob
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.request import FinishReason, IllegalTransition, InvalidRequest
-    from engine.sampling import SamplingParams
+    from engine.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -20,17 +21,20 @@ __all__ = [
     "FinishReason",
     "IllegalTransition",
     "InvalidRequest",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StepRecord",
 ]
 
 _HOMES = {
     "engine.llm": ("LLM", "StepRecord"),
+    "engine.logprobs": ("Logprob",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "engine.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
-    "engine.sampling": ("SamplingParams",),
+    "engine.sampling": ("RequestOutputKind", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
