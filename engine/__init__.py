@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from engine.llm import LLM, StepRecord
     from engine.logprobs import Logprob
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -17,19 +18,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
+    "EngineStopped",
     "FinishReason",
     "IllegalTransition",
     "InvalidRequest",
     "Logprob",
+    "QueueFull",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StepRecord",
+    "Stream",
 ]
 
 _HOMES = {
+    "engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "engine.llm": ("LLM", "StepRecord"),
     "engine.logprobs": ("Logprob",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),

@@ -92,9 +92,11 @@ class Detokenizer:
             return ""
         new = text[self._length :]
         if not new:
-            # A special token that is left out. At the very beginning, and before a space that is taken away, it counts.
+            # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
             if self._length or len(self._window) > _WINDOW:
                 self._window.pop()
+            else:
+                self._piece = len(self._window)
             return ""
         self._length = len(text)
         if len(self._window) > _WINDOW:
