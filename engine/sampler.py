@@ -225,7 +225,7 @@ def filter_weights(weights: Tensor, min_p: Tensor | None, top_k: Tensor | None, 
         min_p, top_k, top_p: `[D, 1]`, or None where no row uses it; 0, 0 and 1 for a row that does not.
     """
     if min_p is not None:
-        weights.masked_fill_(weights < min_p, 0)
+        _drop_below(weights, min_p)
     if top_k is None and top_p is None:
         return
     unused = torch.zeros(len(weights), 1, dtype=torch.int64, device=weights.device)
@@ -233,9 +233,18 @@ def filter_weights(weights: Tensor, min_p: Tensor | None, top_k: Tensor | None, 
     top_p = unused + 1.0 if top_p is None else top_p
     rows = ((top_k > 0) | (top_p < 1)).flatten().nonzero().flatten()
     few = weights if len(rows) == len(weights) else weights[rows]
-    few.masked_fill_(few < _least_kept(few, top_k[rows], top_p[rows], _HEAD), 0)
+    _drop_below(few, _least_kept(few, top_k[rows], top_p[rows], _HEAD))
     if few is not weights:
         weights[rows] = few
+
+
+def _drop_below(weights: Tensor, least: Tensor) -> None:
+    """Set weights below their row's `least` `[R, 1]` to 0, in place."""
+    if weights.device.type == "cpu":  # a fifth of the time that torch takes
+        values = weights.numpy()
+        np.multiply(values, values >= least.to(weights.dtype).numpy(), out=values)
+    else:
+        weights.masked_fill_(weights < least, 0)
 
 
 def _least_kept(weights: Tensor, top_k: Tensor, top_p: Tensor, head: int) -> Tensor:
@@ -243,11 +252,13 @@ def _least_kept(weights: Tensor, top_k: Tensor, top_p: Tensor, head: int) -> Ten
     vocab_size = weights.shape[1]
     head = min(vocab_size, max(head, int(top_k.max())))
     largest = _largest(weights, head)
-    # Of a row with top_k its largest are all there is; they stand at the end.
-    beyond = torch.where(top_k > 0, largest.shape[1] - top_k, 0)
-    largest.masked_fill_(torch.arange(largest.shape[1], device=weights.device) < beyond, 0)
-    mass = largest.sum(dim=1, keepdim=True)
-    total = torch.where(top_k > 0, mass, weights.sum(dim=1, keepdim=True))
+    mass = total = weights.sum(dim=1, keepdim=True)
+    if head < vocab_size or top_k.any():
+        # Of a row with top_k its largest are all there is; they stand at the end.
+        beyond = torch.where(top_k > 0, largest.shape[1] - top_k, 0)
+        largest.masked_fill_(torch.arange(largest.shape[1], device=weights.device) < beyond, 0)
+        mass = largest.sum(dim=1, keepdim=True)
+        total = torch.where(top_k > 0, mass, total)
     # From below, what may be left out ends where the rest still has its share.
     fraction = 1 - top_p * total / mass
     least = largest.gather(1, draw(largest, fraction.clamp(min=0).double().flatten())[:, None])
