@@ -8,12 +8,15 @@ namespace vattn {
 
 AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape)
     : driver_(std::move(driver)), pool_(std::move(pool)), shape_(shape), slots_(shape.slots) {
+  const Driver::Scope scope(*driver_);
+  // Pages are multiples of the granularity, which is a power of two; an alignment has to be one.
+  const std::size_t alignment = pool_->page_size() & (~pool_->page_size() + 1);
   for (std::size_t tensor = 0; tensor < shape_.tensors; ++tensor) {
     Address base = 0;
-    const Result result = driver_->reserve(&base, tensor_bytes(), pool_->page_size());
+    const Result result = driver_->reserve(&base, tensor_bytes(), alignment);
     if (result != kSuccess) {
       for (const Address reserved : bases_) driver_->free(reserved, tensor_bytes());
-      throw DriverFailure(Call::kReserve, result);
+      throw driver_->failure(Call::kReserve, result);
     }
     bases_.push_back(base);
   }
@@ -21,13 +24,17 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
 
 AddressSpace::~AddressSpace() {
   if (fork_.forked()) return;
+  const Driver::Scope scope(*driver_);
   Handle handle = 0;
   Access access = Access::kNone;
+  bool idle = false;  // kernels, which may read what is still mapped, have ended
   for (std::size_t slot = 0; slot < shape_.slots; ++slot)
     for (std::size_t lane = 0; lane < lanes(); ++lane)
       for (std::size_t page = 0; page < slots_[slot].most_columns; ++page)
-        if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access))
+        if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access)) {
+          if (!std::exchange(idle, true)) driver_->synchronize(nullptr);
           driver_->unmap(at, pool_->page_size());
+        }
   for (const Address base : bases_) driver_->free(base, tensor_bytes());
 }
 
@@ -116,6 +123,7 @@ void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_
 }
 
 void AddressSpace::check() const {
+  const Driver::Scope scope(*driver_);
   for (std::size_t slot = 0; slot < shape_.slots; ++slot) {
     const std::vector<Column>& mapped = slots_[slot].columns;
     for (std::size_t lane = 0; lane < lanes(); ++lane) {

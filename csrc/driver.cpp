@@ -1,50 +1,88 @@
 #include "driver.h"
 
-#include <string>
+#include <utility>
 
 namespace vattn {
 
 const char* call_name(Call call) {
-  static constexpr std::array<const char*, kCalls> names{"cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate",
-                                                         "cuMemRelease",        "cuMemMap",         "cuMemUnmap",
-                                                         "cuMemSetAccess",      "cuCtxSetCurrent"};
+  static constexpr std::array<const char*, kCalls> names{
+      "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate",
+      "cuMemRelease",        "cuMemMap",         "cuMemUnmap",
+      "cuMemSetAccess",      "cuCtxSetCurrent",  "cuThreadExchangeStreamCaptureMode",
+      "cuEventCreate",       "cuEventRecord",    "cuEventQuery",
+      "cuEventSynchronize",  "cuCtxSynchronize", "cuStreamIsCapturing"};
   return names[static_cast<unsigned>(call)];
 }
 
-const char* result_name(Result result) {
-  switch (result) {
-    case kSuccess:
-      return "CUDA_SUCCESS";
-    case kInvalidValue:
-      return "CUDA_ERROR_INVALID_VALUE";
-    case kOutOfMemory:
-      return "CUDA_ERROR_OUT_OF_MEMORY";
-    case kNotInitialized:
-      return "CUDA_ERROR_NOT_INITIALIZED";
-    case kInvalidContext:
-      return "CUDA_ERROR_INVALID_CONTEXT";
-    case kMapFailed:
-      return "CUDA_ERROR_MAP_FAILED";
-    case kUnmapFailed:
-      return "CUDA_ERROR_UNMAP_FAILED";
-    case kAlreadyMapped:
-      return "CUDA_ERROR_ALREADY_MAPPED";
-    case kNotMapped:
-      return "CUDA_ERROR_NOT_MAPPED";
-    case kNotPermitted:
-      return "CUDA_ERROR_NOT_PERMITTED";
-    case kNotSupported:
-      return "CUDA_ERROR_NOT_SUPPORTED";
-    default:
-      return "CUDA_ERROR_UNKNOWN";
-  }
+DriverFailure::DriverFailure(Call call_, Result result_, std::string name_)
+    : std::runtime_error(std::string(call_name(call_)) + " failed with " + name_ + " (" + std::to_string(result_) +
+                         ")"),
+      call(call_),
+      result(result_),
+      name(std::move(name_)) {}
+
+Driver::~Driver() {
+  if (stock_.empty() || fork_.forked()) return;
+  const Scope scope(*this);
+  for (const EventHandle event : stock_) table_.event_destroy(event);
 }
 
-DriverFailure::DriverFailure(Call call_, Result result_)
-    : std::runtime_error(std::string(call_name(call_)) + " failed with " + result_name(result_) + " (" +
-                         std::to_string(result_) + ")"),
-      call(call_),
-      result(result_) {}
+Result Driver::synchronize(const Event* event) {
+  if (event) return counted(Call::kEventSynchronize, [&] { return table_.event_synchronize(event->handle()); });
+  return counted(Call::kContextSynchronize, [&] { return table_.context_synchronize(); });
+}
+
+Result Driver::attach(Call* call) {
+  *call = Call::kSetContext;
+  const Result result = counted(Call::kSetContext, [&] { return table_.set_context(context_); });
+  if (result != kSuccess) return result;
+  *call = Call::kCaptureMode;
+  unsigned mode = kCaptureRelaxed;
+  return counted(Call::kCaptureMode, [&] { return table_.exchange_capture_mode(&mode); });
+}
+
+// What fails in here shows in the calls that it is for.
+Driver::Scope::Scope(const Driver& driver) : driver_(driver) {
+  driver_.table_.get_context(&before_);
+  if (before_ != driver_.context_) driver_.table_.set_context(driver_.context_);
+  driver_.table_.exchange_capture_mode(&mode_);
+}
+
+Driver::Scope::~Scope() {
+  driver_.table_.exchange_capture_mode(&mode_);
+  if (before_ != driver_.context_) driver_.table_.set_context(before_);
+}
+
+std::shared_ptr<Event> Driver::record(StreamHandle stream) {
+  const Scope scope(*this);
+  EventHandle handle = nullptr;
+  {
+    const std::lock_guard lock(stock_mutex_);
+    if (!stock_.empty()) {
+      handle = stock_.back();
+      stock_.pop_back();
+    }
+  }
+  if (!handle) {
+    // Blocking: the worker sleeps until the event is complete, instead of spinning on a core.
+    const Result result = counted(
+        Call::kEventCreate, [&] { return table_.event_create(&handle, kEventBlockingSync | kEventDisableTiming); });
+    if (result != kSuccess) throw failure(Call::kEventCreate, result);
+  }
+  auto event = std::make_shared<Event>(shared_from_this(), handle);
+  const Result result = counted(Call::kEventRecord, [&] { return table_.event_record(handle, stream); });
+  if (result != kSuccess) throw failure(Call::kEventRecord, result);
+  return event;
+}
+
+bool Driver::capturing(StreamHandle stream) {
+  const Scope scope(*this);
+  unsigned status = 0;
+  const Result result = counted(Call::kIsCapturing, [&] { return table_.stream_is_capturing(stream, &status); });
+  if (result == kCaptureImplicit) return true;
+  if (result != kSuccess) throw failure(Call::kIsCapturing, result);
+  return status != 0;
+}
 
 bool Driver::mapped(Address address, Handle* handle, Access* access) const {
   Flags flags = 0;
@@ -55,9 +93,26 @@ bool Driver::mapped(Address address, Handle* handle, Access* access) const {
   return true;
 }
 
+std::string Driver::result_name(Result result) const {
+  const char* name = nullptr;
+  if (table_.error_name(result, &name) != kSuccess || !name) return "an unknown result";
+  return name;
+}
+
 CallStats Driver::stats(Call call) const {
   const Counter& counter = counters_[static_cast<unsigned>(call)];
   return {counter.count.load(std::memory_order_relaxed), counter.nanoseconds.load(std::memory_order_relaxed)};
+}
+
+Event::~Event() {
+  if (driver_->fork_.forked()) return;
+  const std::lock_guard lock(driver_->stock_mutex_);
+  driver_->stock_.push_back(handle_);
+}
+
+bool Event::done() const {
+  const Driver::Scope scope(*driver_);
+  return driver_->counted(Call::kEventQuery, [&] { return driver_->table_.event_query(handle_); }) == kSuccess;
 }
 
 }  // namespace vattn

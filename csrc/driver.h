@@ -6,23 +6,44 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
+#include "fork_guard.h"
 #include "vmm.h"
 
 namespace vattn {
 
-enum class Call : unsigned { kReserve, kFree, kCreate, kRelease, kMap, kUnmap, kSetAccess, kSetContext };
-constexpr std::size_t kCalls = 8;
+enum class Call : unsigned {
+  kReserve,
+  kFree,
+  kCreate,
+  kRelease,
+  kMap,
+  kUnmap,
+  kSetAccess,
+  kSetContext,
+  kCaptureMode,
+  kEventCreate,
+  kEventRecord,
+  kEventQuery,
+  kEventSynchronize,
+  kContextSynchronize,
+  kIsCapturing,
+};
+constexpr std::size_t kCalls = 15;
 
-const char* call_name(Call call);        // CUDA's: "cuMemCreate"
-const char* result_name(Result result);  // CUDA's: "CUDA_ERROR_OUT_OF_MEMORY"
+const char* call_name(Call call);  // CUDA's: "cuMemCreate"
 
 class DriverFailure : public std::runtime_error {
  public:
-  DriverFailure(Call call, Result result);
+  DriverFailure(Call call, Result result, std::string name);
   Call call;
   Result result;
+  std::string name;  // CUDA's: "CUDA_ERROR_OUT_OF_MEMORY"
 };
 
 struct CallStats {
@@ -30,11 +51,25 @@ struct CallStats {
   std::uint64_t nanoseconds = 0;
 };
 
-class Driver {
+class Event;
+
+class Driver : public std::enable_shared_from_this<Driver> {
  public:
-  // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap.
-  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags)
-      : table_(table), prop_(prop), context_(context), reserve_flags_(reserve_flags), restore_flags_(restore_flags) {}
+  // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap. `unmap_ranges`:
+  // one unmap may take several neighbouring mappings.
+  Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags,
+         bool unmap_ranges = true)
+      : table_(table),
+        prop_(prop),
+        context_(context),
+        reserve_flags_(reserve_flags),
+        restore_flags_(restore_flags),
+        unmap_ranges_(unmap_ranges) {}
+  ~Driver();
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  // The calls; on a thread that is the driver's own (attach), or inside a Scope.
 
   Result reserve(Address* address, std::size_t size, std::size_t alignment) {
     return counted(Call::kReserve, [&] { return table_.address_reserve(address, size, alignment, 0, reserve_flags_); });
@@ -59,17 +94,47 @@ class Driver {
     const AccessDesc desc{prop_.location, static_cast<unsigned>(access)};
     return counted(Call::kSetAccess, [&] { return table_.set_access(address, size, &desc, 1); });
   }
-  Result set_context() {
-    return counted(Call::kSetContext, [&] { return table_.set_context(context_); });
-  }
+  // Waits for the event; for all work in the context where it is null.
+  Result synchronize(const Event* event);
+
+  bool unmap_ranges() const { return unmap_ranges_; }
+
+  // Makes the calling thread the driver's own: its context is current there, and graphs that other threads capture do
+  // not forbid it any call. Which call failed is in *call.
+  Result attach(Call* call);
+
+  // While it lives, the driver's context is current on the calling thread, which is somebody else's, and a graph that
+  // is captured does not forbid the driver's calls.
+  class Scope {
+   public:
+    explicit Scope(const Driver& driver);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    const Driver& driver_;
+    void* before_ = nullptr;
+    unsigned mode_ = kCaptureRelaxed;
+  };
+
+  // Records an event on a stream. Throws DriverFailure.
+  std::shared_ptr<Event> record(StreamHandle stream);
+  // Whether the stream captures a graph, or cannot be used because another one does. Throws DriverFailure.
+  bool capturing(StreamHandle stream);
 
   // What is mapped at an address, asked of the provider itself; for checks only, so not counted.
   bool mapped(Address address, Handle* handle, Access* access) const;
+
+  std::string result_name(Result result) const;
+  DriverFailure failure(Call call, Result result) const { return {call, result, result_name(result)}; }
 
   CallStats stats(Call call) const;
   const Vmm& table() const { return table_; }
 
  private:
+  friend class Event;
+
   template <class Body>
   Result counted(Call call, Body&& body) {
     const auto start = std::chrono::steady_clock::now();
@@ -91,7 +156,29 @@ class Driver {
   void* const context_;
   const Flags reserve_flags_;
   const Flags restore_flags_;
+  const bool unmap_ranges_;
+  const ForkGuard fork_;
   std::array<Counter, kCalls> counters_;
+  std::mutex stock_mutex_;
+  std::vector<EventHandle> stock_;  // events that nobody has, for the next record
+};
+
+// What was launched on a stream up to a point. The provider's event goes back to the driver's stock with the last
+// reference, whether it is complete or not.
+class Event {
+ public:
+  Event(std::shared_ptr<Driver> driver, EventHandle handle) : driver_(std::move(driver)), handle_(handle) {}
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  // Whether it is complete. A provider that cannot say counts as not yet: whoever waits learns why.
+  bool done() const;
+  EventHandle handle() const { return handle_; }
+
+ private:
+  const std::shared_ptr<Driver> driver_;
+  const EventHandle handle_;
 };
 
 }  // namespace vattn

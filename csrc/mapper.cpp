@@ -15,6 +15,25 @@ void Transaction::revert() {
   }
 }
 
+namespace {
+
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 struct Mapper::Worker {
   std::mutex mutex;
   std::condition_variable submitted;
@@ -30,11 +49,8 @@ struct Mapper::Worker {
 Mapper::Mapper(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool)
     : driver_(std::move(driver)), pool_(std::move(pool)), worker_(std::make_unique<Worker>()) {
   // Signals are the interpreter's: the worker must not be the thread that they interrupt.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   worker_->thread = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Mapper::~Mapper() {
@@ -58,6 +74,7 @@ Ticket Mapper::submit(std::shared_ptr<Transaction> transaction) {
 void Mapper::wait(Ticket ticket) {
   if (passed(ticket)) return;
   if (fork_.forked()) throw std::logic_error("the worker is not running");
+  if (ticket > last_) throw std::logic_error("waited for a ticket that was never submitted");
   std::unique_lock lock(worker_->mutex);
   worker_->finished.wait(lock, [&] { return passed(ticket); });
 }
@@ -71,18 +88,21 @@ std::vector<std::shared_ptr<Transaction>> Mapper::collect_failures() {
 }
 
 void Mapper::stop() {
-  if (stopped_ || fork_.forked()) return;
-  stopped_ = true;
-  {
-    const std::lock_guard lock(worker_->mutex);
-    worker_->stopping = true;
-  }
-  worker_->submitted.notify_one();
-  worker_->thread.join();
+  if (fork_.forked()) return;
+  std::call_once(stop_once_, [this] {
+    stopped_ = true;
+    {
+      const std::lock_guard lock(worker_->mutex);
+      worker_->stopping = true;
+    }
+    worker_->submitted.notify_one();
+    worker_->thread.join();
+  });
 }
 
 void Mapper::run() {
-  const Result context = driver_->set_context();
+  Call call;
+  const Result attached = driver_->attach(&call);
   std::unique_lock lock(worker_->mutex);
   for (;;) {
     worker_->submitted.wait(lock, [&] { return worker_->stopping || !worker_->log.empty(); });
@@ -91,11 +111,11 @@ void Mapper::run() {
     Status status = Status::kCancelled;
     if (!failed_) {
       lock.unlock();
-      if (context == kSuccess) {
+      if (attached == kSuccess) {
         execute(transaction);
       } else {
-        transaction.failed_call_ = Call::kSetContext;
-        transaction.failed_result_ = context;
+        transaction.failed_call_ = call;
+        transaction.failed_result_ = attached;
       }
       lock.lock();
       status = transaction.failed_result_ == kSuccess ? Status::kDone : Status::kFailed;
@@ -160,10 +180,17 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
       // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
       return !failed(Call::kSetAccess,
                      driver_->set_access(operation.address, pages.size() * page_size, operation.access));
-    case Operation::Kind::kUnmap:
-      if (failed(Call::kUnmap, driver_->unmap(operation.address, pages.size() * page_size))) return false;
-      *done = pages.size();
+    case Operation::Kind::kUnmap: {
+      const std::size_t together = driver_->unmap_ranges() ? pages.size() : 1;
+      for (; *done < pages.size(); *done += together)
+        if (failed(Call::kUnmap, driver_->unmap(operation.address + *done * page_size, together * page_size)))
+          return false;
       return true;
+    }
+    case Operation::Kind::kFence: {
+      const Event* event = operation.event.get();
+      return !failed(event ? Call::kEventSynchronize : Call::kContextSynchronize, driver_->synchronize(event));
+    }
   }
   return false;
 }
@@ -187,6 +214,8 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
     case Operation::Kind::kUnmap:
       inverse.kind = Operation::Kind::kMap;
       break;
+    case Operation::Kind::kFence:
+      return true;
   }
   std::size_t performed = 0;
   Call call;

@@ -32,7 +32,17 @@ void visit_table(Vmm_& vmm, Visit&& visit) {
   visit("cuMemSetAccess", vmm.set_access);
   visit("cuMemGetAccess", vmm.get_access);
   visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuEventCreate", vmm.event_create);
+  visit("cuEventDestroy", vmm.event_destroy);
+  visit("cuEventRecord", vmm.event_record);
+  visit("cuEventQuery", vmm.event_query);
+  visit("cuEventSynchronize", vmm.event_synchronize);
+  visit("cuCtxSynchronize", vmm.context_synchronize);
+  visit("cuStreamIsCapturing", vmm.stream_is_capturing);
   visit("cuCtxSetCurrent", vmm.set_context);
+  visit("cuCtxGetCurrent", vmm.get_context);
+  visit("cuThreadExchangeStreamCaptureMode", vmm.exchange_capture_mode);
+  visit("cuGetErrorName", vmm.error_name);
 }
 
 Table table_of(const Vmm& vmm) {
@@ -42,7 +52,7 @@ Table table_of(const Vmm& vmm) {
 }
 
 std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
-                                    Flags restore_flags) {
+                                    Flags restore_flags, bool unmap_ranges) {
   Vmm vmm;
   visit_table(vmm, [&](const char* name, auto& function) {
     const auto entry = table.find(name);
@@ -52,7 +62,8 @@ std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uin
   AllocationProp allocation;
   if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
   std::memcpy(&allocation, prop.c_str(), sizeof allocation);
-  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags);
+  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags,
+                                  unmap_ranges);
 }
 
 nb::bytes host_prop(std::size_t granularity) {
@@ -64,6 +75,8 @@ nb::bytes host_prop(std::size_t granularity) {
 }
 
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
+
+StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
 
 Stats call_stats(const Driver& driver) {
   Stats stats;
@@ -93,8 +106,8 @@ void raise_driver_error(const std::exception_ptr& pointer, void*) {
     std::rethrow_exception(pointer);
   } catch (const DriverFailure& failure) {
     const nb::object type = nb::module_::import_("vattn.errors").attr("DriverError");
-    const nb::object error = type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result,
-                                  "name"_a = result_name(failure.result));
+    const nb::object error =
+        type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result, "name"_a = failure.name);
     PyErr_SetObject(type.ptr(), error.ptr());
   }
 }
@@ -109,7 +122,14 @@ NB_MODULE(_native, m) {
 
   m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
   m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
-  m.def("result_name", &result_name, "result"_a);
+  m.def(
+      "table_names",
+      [] {
+        std::vector<std::string> names;
+        visit_table(host_vmm(), [&](const char* name, auto) { names.emplace_back(name); });
+        return names;
+      },
+      "CUDA's names of the calls that a table has.");
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
   m.attr("HOST_MAP_RESTORE") = kMapRestore;
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
@@ -123,8 +143,19 @@ NB_MODULE(_native, m) {
   m.def("host_usage", &host_usage, "What the host provider holds for this process.");
 
   nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
-      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0)
+      .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0,
+           "unmap_ranges"_a = true, "unmap_ranges: whether one unmap may take several neighbouring mappings.")
+      .def(
+          "record", [](Driver& self, std::uintptr_t stream) { return self.record(stream_of(stream)); }, "stream"_a,
+          "An event that is complete when all is that was launched on the stream.")
+      .def(
+          "capturing", [](Driver& self, std::uintptr_t stream) { return self.capturing(stream_of(stream)); },
+          "stream"_a, "Whether the stream captures a graph, or cannot be used because another one does.")
+      .def("result_name", &Driver::result_name, "result"_a, "The provider's name for a result.")
       .def("call_stats", &call_stats, "Calls so far by CUDA's names: (count, seconds).");
+
+  nb::class_<Event>(m, "Event", "A point in a stream.")
+      .def("done", &Event::done, "Whether all is complete that was launched before it.");
 
   nb::class_<PoolCounts>(m, "PoolCounts")
       .def_ro("budget", &PoolCounts::budget)
@@ -162,6 +193,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("status", &Transaction::status)
       .def_prop_ro("failed_call", [](const Transaction& t) { return call_name(t.failed_call()); })
       .def_prop_ro("failed_code", &Transaction::failed_result)
+      .def(
+          "wait_for",
+          [](Transaction& self, std::shared_ptr<Event> event) {
+            self.add({.kind = Operation::Kind::kFence, .pages = {}, .event = std::move(event)});
+          },
+          "event"_a.none(), "What follows waits for the event; None: for all that was launched in the context.")
       .def("revert", &Transaction::revert, "Takes its decisions back; for one that did not happen.");
 
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")

@@ -90,7 +90,9 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
     parser.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
     parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
-    parser.add_argument("--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, or text such as 512MiB")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
+    )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
 
 

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine import optimize
 from engine.detokenizer import Detokenizer
 from engine.kv import KVBackend, KVStats
 from engine.kv.paged import PagedKV
@@ -36,9 +37,9 @@ from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import Plan, Scheduler, check_limits
 from vattn import hf
 from vattn.attention import get as get_attention
-from vattn.config import KVConfig
+from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
-from vattn.units import format_bytes, parse_bytes
+from vattn.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +90,12 @@ class LLM:
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
         max_model_len: most tokens of a request, prompt and output; the model's own limit by default.
-        memory_budget: of the cache: bytes, or text such as "4GiB".
+        memory_budget: of the cache: bytes, or text such as "4GiB"; "auto" takes a share of the memory that is free once
+            the model is loaded, see `vattn.KVConfig`.
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         attention: kernel, see `vattn.attention.names()`.
+        enforce_eager: run the model's modules as transformers wrote them, never as `engine.optimize` does.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -115,6 +118,7 @@ class LLM:
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
         attention: str = "auto",
+        enforce_eager: bool = False,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -134,12 +138,13 @@ class LLM:
         self._sampler = Sampler()
         self._decode_token = functools.lru_cache(maxsize=65536)(self._decode_one)
         self._closed = False
+        self._restore_model: Callable[[], None] = lambda: None
 
         hf.register()
         self._previous_attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(hf.NAME)
         try:
-            kernel = get_attention(attention, device=self.model.device)
+            kernel = get_attention(attention, device=self.model.device, dtype=self.model.dtype)
             self.kv = _make_backend(
                 kv,
                 hf.kv_shape(self.model),
@@ -155,6 +160,10 @@ class LLM:
             self.scheduler = Scheduler(
                 self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             )
+            if not enforce_eager and optimize.supported(self.model):
+                restore = optimize.optimize(self.model, keep_weights=model is self.model)
+                if model is self.model:
+                    self._restore_model = restore
         except BaseException:
             self.model.set_attn_implementation(self._previous_attention)
             raise
@@ -176,6 +185,7 @@ class LLM:
             self.abort(request_id)
         self._closed = True
         self.kv.close()
+        self._restore_model()
         self.model.set_attn_implementation(self._previous_attention)
 
     def generate(
@@ -585,7 +595,7 @@ def _make_backend(
     block = PagedKV.block_bytes(
         shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, block_size, dtype
     )
-    budget = parse_bytes(memory_budget, "memory_budget")
+    budget = budget_bytes(memory_budget, device)
     if budget < block:
         raise ConfigError(
             f"memory_budget is {format_bytes(budget)}, but one block of {block_size} tokens takes "

@@ -23,16 +23,18 @@ from vattn.errors import (
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
+    StreamCapturing,
     UnsupportedModel,
     VattnError,
 )
 from vattn.pool import PagePool
-from vattn.stats import CacheStats, CallStats, SlotPages
+from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 
 __all__ = [
     "CacheClosed",
     "CacheStats",
     "CallStats",
+    "Capacity",
     "ConfigError",
     "DriverError",
     "ForkedProcess",
@@ -45,6 +47,7 @@ __all__ = [
     "OutOfPages",
     "PagePool",
     "SlotPages",
+    "StreamCapturing",
     "UnsupportedModel",
     "VattnError",
     "alloc_reqid",

@@ -13,6 +13,7 @@ from typing import Any
 
 from vattn.cache import KVCache, Lengths
 from vattn.config import KVConfig
+from vattn.drivers import Stream
 from vattn.errors import VattnError
 from vattn.pool import PagePool
 
@@ -45,11 +46,11 @@ def alloc_reqid(num_tokens: int | None = None) -> int:
     return _cache().alloc_reqid(num_tokens)
 
 
-def step(lengths: Lengths, next_lengths: Mapping[int, int] | None = None) -> None:
+def step(lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: Stream | None = None) -> None:
     """`KVCache.step` of the cache made last."""
-    _cache().step(lengths, next_lengths)
+    _cache().step(lengths, next_lengths, stream=stream)
 
 
-def free_reqid(reqid: int) -> None:
+def free_reqid(reqid: int, stream: Stream | None = None) -> None:
     """`KVCache.free_reqid` of the cache made last."""
-    _cache().free_reqid(reqid)
+    _cache().free_reqid(reqid, stream)

@@ -11,6 +11,7 @@ worker executes them. A slot is *active* (a request has it) or *idle*; the pages
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Self
 
 import torch
 
-from vattn import _native
+from vattn import _native, drivers
 from vattn.config import KVConfig, resolve
 from vattn.errors import (
     CacheClosed,
@@ -30,12 +31,14 @@ from vattn.errors import (
     NoFreeSlot,
     OutOfPages,
 )
+from vattn.fences import Fences, refusal
 from vattn.layout import TensorView
 from vattn.pool import PagePool
-from vattn.stats import CacheStats, CallStats, SlotPages
+from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 
 Lengths = Mapping[int, int] | Sequence[int]
+_log = logging.getLogger("vattn")
 _Plan = Callable[[_native.Transaction], object]
 
 
@@ -55,9 +58,15 @@ class KVCache:
     """
 
     def __init__(self, config: KVConfig, *, pool: PagePool | None = None) -> None:
-        layout, budget = resolve(config, pool_page_size=pool.page_size if pool else None)
-        if pool is not None and pool.driver.device != torch.device(config.device):
-            raise ConfigError(f"the pool is on {pool.driver.device}, the cache on {config.device}; they must agree")
+        layout, budget = resolve(
+            config,
+            pool_page_size=pool.page_size if pool else None,
+            pool_budget=pool.total_pages * pool.page_size if pool else None,
+        )
+        if pool is not None and pool.driver.device is not drivers.find(config.device):
+            raise ConfigError(
+                f"the pool is on {pool.driver.device.torch_device}, the cache on {config.device}; they must agree"
+            )
         self.config = config
         self.layout = layout
         self._owns_pool = pool is None
@@ -85,6 +94,8 @@ class KVCache:
         self._idle: dict[int, None] = dict.fromkeys(range(layout.slots))  # longest idle first
         self._ready = [0] * layout.slots  # tokens whose backing is in place
         self._pending = dict.fromkeys(range(layout.slots), 0)  # ticket of the last growth in the background, or 0
+        self._leaving: dict[int, None] = {}  # idle slots whose pages are to go as soon as no kernel reads them
+        self._fences = Fences(self._pool.driver)
         self._owned = 0  # pages
         self._parked = 0
         self._peak = 0
@@ -95,6 +106,7 @@ class KVCache:
         self._closed = False
         self._pool.join(self)
         self._finalizer = weakref.finalize(self, _collected, self._pool, self._spaces, self._owns_pool)
+        _log.info("cache on %s: %s", self._pool.driver.device.torch_device, self.capacity())
 
     # The interface
 
@@ -126,6 +138,7 @@ class KVCache:
 
             slot = min(self._idle, key=fit)
             del self._idle[slot]
+            self._leaving.pop(slot, None)
             pages = self._slot_pages(slot)
             self._parked -= pages
             self._owned += pages
@@ -134,8 +147,11 @@ class KVCache:
             self._prepare_idle_slot()
             return slot
 
-    def step(self, lengths: Lengths, next_lengths: Mapping[int, int] | None = None) -> None:
-        """Backs tokens `[0, n)` of every slot named; to be called before the kernels of an iteration are launched.
+    def step(
+        self, lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: drivers.Stream | None = None
+    ) -> None:
+        """Backs tokens `[0, n)` of every slot named; to be called before the kernels of an iteration are launched, and
+        after those of the iteration before.
 
         What is not backed yet is mapped before this returns. With `overlap`, what the next call will need is queued for
         the worker: one token more in every slot, or what `next_lengths` announces. Slots that are not named keep what
@@ -145,12 +161,15 @@ class KVCache:
             lengths: tokens per slot: a mapping from reqid, or a sequence of `max_batch_size` lengths, 0 = not named.
             next_lengths: lengths of the next call where they are more than one token longer, a prefill's next chunk
             say.
+            stream: on CUDA, the stream that the kernels are launched on; by default torch's current one. Pages that a
+                running request has beyond its length are taken from it only after the kernels launched there so far.
 
         Raises:
             OutOfPages: the budget cannot cover it, with the pages that are missing. Nothing changed: preempt a request
                 and call again.
             InvalidSlot: a slot that is not allocated.
             InvalidLength: a length below 0 or over `max_context_len`.
+            StreamCapturing: the stream captures a CUDA graph, and memory would have to be mapped. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
@@ -167,33 +186,50 @@ class KVCache:
                 raise self._invalid_slot(error.args[0]) from None
             if lengths and min(lengths.values()) < 0:
                 raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
-            if crossing:
-                self._back({slot: lengths[slot] for slot in crossing}, lengths)
+            closed = self._fences.launched()
+            if crossing or next_lengths or closed or self._leaving:
+                handle = self._fences.handle(stream)
+                capturing = self._fences.capturing(handle)
+                if crossing:
+                    self._back({slot: lengths[slot] for slot in crossing}, lengths, handle, capturing)
+                else:
+                    self._length.update(lengths)
+                if not capturing:
+                    self._look_ahead(crossing, lengths, next_lengths or {})
+                    self._maintain()
             else:
                 self._length.update(lengths)
-            if crossing or next_lengths:
-                self._look_ahead(crossing, lengths, next_lengths or {})
-                self._maintain()
             self._steps += 1
             self._step_ns += time.perf_counter_ns() - start
 
-    def free_reqid(self, reqid: int) -> None:
+    def free_reqid(self, reqid: int, stream: drivers.Stream | None = None) -> None:
         """Ends a request. Its pages stay mapped (parked) for the slot's next request, or until needed elsewhere.
+
+        On CUDA they leave the slot only when all kernels have ended that were launched before the next call of `step`,
+        as those of a step that is prepared may not be launched yet; the worker waits for them. Where no step follows,
+        `step({})` says that everything is launched.
+
+        Args:
+            stream: the stream of those kernels: torch's, or its handle, which has to live until the next step; by
+                default torch's current one.
 
         Raises:
             InvalidSlot: if the slot is not allocated.
+            StreamCapturing: the stream captures a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
             self._enter()
             if reqid not in self._length:
                 raise self._invalid_slot(reqid)
+            self._fences.freed(reqid, self._fences.uncaptured(stream, "free_reqid was called"))
             del self._length[reqid], self._limit[reqid]
             self._idle[reqid] = None
             pages = self._slot_pages(reqid)
             self._owned -= pages
             self._parked += pages
             if not self.config.deferred_reclamation:
-                self._in_background(lambda transaction: self._unmap(transaction, reqid, pages))
+                self._leaving[reqid] = None
             self._maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,6 +251,21 @@ class KVCache:
         """The budget, in pages."""
         return self._budget
 
+    def capacity(self) -> Capacity:
+        """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
+        layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
+
+        def alone(pages: int) -> int:
+            return max(0, layout.most_tokens(pages, longest + guard) - guard)
+
+        requests, rest = divmod(self._budget, layout.pages(longest + guard))
+        return Capacity(
+            budget_bytes=self._budget * layout.page_size,
+            requests=min(layout.slots, self._budget // layout.pages(1 + guard)),
+            tokens=layout.slots * longest if requests >= layout.slots else requests * longest + alone(rest),
+            longest_context=alone(self._budget),
+        )
+
     def available_pages(self) -> int:
         """Pages that a step may still take: free ones, parked ones of all caches on the pool, and what running requests
         have beyond their lengths.
@@ -225,7 +276,7 @@ class KVCache:
                 kind.lanes * sum(kind.columns(self._backed(length)) for length in self._length.values())
                 for kind in self.layout.kinds
             )
-            held = self._pool.free_pages + self._pool.parked_pages + self._owned
+            held = self._pool.free_pages + self._pool.parked_pages + self._open_pages() + self._owned
             return min(self._budget, held) - needed
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None) -> int:
@@ -293,14 +344,19 @@ class KVCache:
     def trim(self) -> int:
         """Gives back to the machine what no request holds: unmaps parked pages and releases free ones.
 
+        On CUDA the kernels of the last step must have been launched; it waits for those that use finished requests.
+
         Returns:
             Bytes of physical memory given back.
 
         Raises:
+            StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
             self._enter()
+            self._fences.uncaptured(None, "trim was called")
+            self._fences.launched()
             self._reclaim_all()
             counts = self._pool.native.counts()
 
@@ -327,6 +383,7 @@ class KVCache:
                 raise AssertionError(str(error)) from error
             active, idle = set(self._length), set(self._idle)
             assert active == set(self._limit), "limits are not those of the active slots"
+            assert set(self._leaving) <= idle, "the pages of a running request are to go"
             assert not active & idle, "a slot is both active and idle"
             assert active | idle == set(range(self.layout.slots)), "a slot is neither active nor idle"
             owned = sum(map(self._slot_pages, active))
@@ -346,9 +403,9 @@ class KVCache:
 
         The tensors must not be touched any more; their address space goes when the last of them does.
         """
-        if self._closed:
-            return
         with self._pool.lock:
+            if self._closed:
+                return
             self._closed = True
             self._finalizer.detach()
             self._views = []
@@ -356,8 +413,8 @@ class KVCache:
                 self._pool.leave(self, self._spaces)
             finally:
                 self._spaces = []
-        if self._owns_pool:
-            self._pool.shut()
+            if self._owns_pool:
+                self._pool.shut()
 
     def __enter__(self) -> Self:
         return self
@@ -389,24 +446,29 @@ class KVCache:
         for slot in self._length:
             self._set_limit(slot)
 
-    def reclaim(self, transaction: _native.Transaction, pages: int) -> int:
+    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
         """Plans to unmap parked pages, of the longest idle slot first; returns how many. Under the pool's lock."""
         reclaimed = 0
         for slot in self._idle:
             if reclaimed >= pages:
                 break
-            reclaimed += self._unmap(transaction, slot, pages - reclaimed)
+            if wait or self._fences.passed(slot):
+                reclaimed += self._unmap(transaction, slot, pages - reclaimed)
         return reclaimed
 
     @property
     def parked_pages(self) -> int:
         """Pages that `reclaim` can give."""
-        return self._parked
+        return self._parked - self._open_pages()
 
     # Backing slots; all under the pool's lock
 
-    def _back(self, targets: dict[int, int], lengths: Mapping[int, int]) -> None:
-        """Takes on the lengths, with every target backed when it returns; or changes nothing."""
+    def _back(self, targets: dict[int, int], lengths: Mapping[int, int], handle: int | None, capturing: bool) -> None:
+        """Takes on the lengths, with every target backed when it returns; or changes nothing.
+
+        Args:
+            handle: the stream of the caller's kernels; `capturing`: it captures a graph.
+        """
         for length in targets.values():
             if length > self.config.max_context_len:
                 raise InvalidLength(
@@ -417,12 +479,14 @@ class KVCache:
         start = time.perf_counter_ns()
         waited = self._await_growth(needs)
         short = {slot: tokens for slot, tokens in needs.items() if tokens > self._extent(slot)}
+        if short and capturing:
+            raise refusal(f"step has to map memory for {len(short)} slots")
         before = self._length.copy()
         self._length.update(lengths)
         if short:
             waited = True
             try:
-                self._grow_now(short)
+                self._grow_now(short, handle)
             except BaseException:
                 self._length = before
                 raise
@@ -432,9 +496,9 @@ class KVCache:
         for slot in targets:
             self._set_limit(slot)
 
-    def _grow_now(self, needs: dict[int, int]) -> None:
+    def _grow_now(self, needs: dict[int, int], handle: int | None) -> None:
         def plan(transaction: _native.Transaction) -> None:
-            self._grow_all(transaction, needs, from_active=True)
+            self._grow_all(transaction, needs, now=True, handle=handle)
 
         try:
             self._pool.execute(plan)
@@ -465,21 +529,27 @@ class KVCache:
         return waited
 
     def _grow_all(
-        self, transaction: _native.Transaction, targets: Mapping[int, int], *, from_active: bool = False
+        self,
+        transaction: _native.Transaction,
+        targets: Mapping[int, int],
+        *,
+        now: bool = False,
+        handle: int | None = None,
     ) -> None:
         """Plans the growth of slots to their targets.
 
-        Where free pages do not do, out of parked ones; and, with `from_active`, out of those that running requests have
-        beyond their length: mapped ahead, or left over from a longer request.
+        Where free pages do not do, out of parked ones that no kernel reads any more. `now`, when a step cannot go on
+        without them, also out of those that kernels still read, and out of what running requests have beyond their
+        length: mapped ahead, or left over from a longer request.
         """
         need = sum(self._growth(slot, tokens) for slot, tokens in targets.items())
         missing = need - self._free()
         if missing > 0:
-            missing -= self.reclaim(transaction, missing)
-        if missing > 0 and from_active:
-            missing -= self._reclaim_surplus(transaction, missing)
+            missing -= self.reclaim(transaction, missing, wait=now)
+        if missing > 0 and now:
+            missing -= self._reclaim_surplus(transaction, missing, handle)
         if missing > 0 and need <= self._budget - self._owned - self._parked:
-            missing -= self._pool.reclaim(transaction, missing)
+            missing -= self._pool.reclaim(transaction, missing, wait=now)
         if missing > 0:
             raise OutOfPages(
                 f"{need} pages of {format_bytes(self.layout.page_size)} are needed and {need - missing} are left of a "
@@ -498,9 +568,15 @@ class KVCache:
         self._count(slot, pages)
 
     def _unmap(self, transaction: _native.Transaction, slot: int, pages: int) -> int:
-        """Plans to unmap `pages` pages that the slot has beyond its length, in columns; returns how many."""
+        """Plans to unmap `pages` pages that the slot has beyond its length, in columns; returns how many.
+
+        The worker waits for the slot's fences. A slot without one yet keeps its pages.
+        """
         unmapped = 0
         needed = self._backed(self._length.get(slot, 0))
+        if self._fences.is_open(slot) or self._slot_pages(slot) == self.layout.pages(needed):
+            return 0
+        self._fences.guard(transaction, slot)
         for kind, space in zip(self.layout.kinds, self._spaces, strict=True):
             surplus = space.columns(slot) - kind.columns(needed)
             columns = min(surplus, -(-(pages - unmapped) // space.lanes))
@@ -513,16 +589,23 @@ class KVCache:
         self._count(slot, -unmapped)
         return unmapped
 
-    def _reclaim_surplus(self, transaction: _native.Transaction, pages: int) -> int:
-        """Plans to unmap pages that active slots have beyond their lengths; returns how many."""
+    def _reclaim_surplus(self, transaction: _native.Transaction, pages: int, handle: int | None) -> int:
+        """Plans to unmap pages that active slots have beyond their lengths; returns how many.
+
+        A length went down after kernels were launched that read up to the old one, so the worker waits for those.
+        """
         reclaimed = 0
-        for slot in self._length:
-            if reclaimed < pages:
+        for slot, length in self._length.items():
+            if reclaimed >= pages:
+                break
+            if self._slot_pages(slot) > self.layout.pages(self._backed(length)):
+                if not reclaimed:
+                    self._fences.guard_running(transaction, handle)
                 reclaimed += self._unmap(transaction, slot, pages - reclaimed)
         return reclaimed
 
     def _reclaim_all(self) -> None:
-        self._pool.execute(lambda transaction: self.reclaim(transaction, self._parked))
+        self._pool.execute(lambda transaction: self.reclaim(transaction, self._parked, wait=True))
 
     def _look_ahead(self, crossing: list[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
         """Queues what the next step will need: for slots at the end of what is backed, and where it is announced."""
@@ -544,9 +627,16 @@ class KVCache:
 
     def _maintain(self) -> None:
         """Keeps pages free, and an idle slot backed, for what comes next."""
+        leaving = [slot for slot in self._leaving if self._fences.passed(slot)]
+        if leaving:
+            for slot in leaving:
+                del self._leaving[slot]
+            self._in_background(
+                lambda transaction: [self._unmap(transaction, slot, self._slot_pages(slot)) for slot in leaving]
+            )
         low = self._low_water()
         if self._parked and self._free() < low:
-            self._in_background(lambda transaction: self.reclaim(transaction, low - self._free()))
+            self._in_background(lambda transaction: self.reclaim(transaction, low - self._free(), wait=False))
         self._prepare_idle_slot()
 
     def _prepare_idle_slot(self) -> None:
@@ -596,6 +686,10 @@ class KVCache:
         return min(
             kind.tokens(space.columns(slot)) for kind, space in zip(self.layout.kinds, self._spaces, strict=True)
         )
+
+    def _open_pages(self) -> int:
+        """Parked pages that stay until the next step, because kernels that use them may not be launched yet."""
+        return sum(self._slot_pages(slot) for slot in self._fences.open_slots if slot in self._idle)
 
     def _slot_pages(self, slot: int) -> int:
         return sum(space.lanes * space.columns(slot) for space in self._spaces)

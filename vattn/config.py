@@ -21,7 +21,8 @@ _DTYPES = {
 # An automatic page size keeps to half of the kernel's mappings, and to blocks of at least this many tokens: below that,
 # calls to the driver cost more than the memory that they save.
 _MIN_AUTO_BLOCK_TOKENS = 64
-_AUTO_BUDGET_SHARE = 0.5
+
+_AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +37,25 @@ class KVConfig:
         dtype: element type, as torch has it or by name: float32, bfloat16, float16, or an 8-bit type.
         max_batch_size: slots, so requests at a time.
         max_context_len: tokens that a slot can grow to. Only address space depends on it.
-        device: where the tensors live: "cpu".
-        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB". "auto" is half of what the
-            machine has available. Never more than all slots at full length need.
-        page_size: bytes of a page: a power of two from 4 KiB to 2 MiB on the host. "auto" takes the smallest of at
-            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings.
+        device: where the tensors live: "cpu", "cuda" (torch's current GPU) or "cuda:1".
+        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB"; never more than all slots at
+            full length need. "auto" is a share of what the device has free when the cache is made: make it after the
+            model is loaded. With a given pool, "auto" is the pool's budget.
+        memory_utilization: that share, over 0 and up to 1; what it leaves is for the model's activations. "auto" is 0.9
+            on CUDA, and 0.5 on the host, whose memory others use as well.
+        page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest of at
+            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings. On CUDA a multiple of
+            the device's granularity (2 MiB), which is what "auto" takes.
         layout: "layer" (a K and a V tensor per layer), "sliced" (one K and one V tensor for all layers), "fused" (one
             tensor), in the order of falling tokens per page. "auto" takes the first in which the budget gives every
             slot a token block.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
-            on the CPU, where it is what attention reads fastest.
+            on the CPU, where it is what attention reads fastest, and NHD on CUDA, as its kernels are written for.
         block_tokens: instead of a layout, the most tokens that a page may cover; with a fixed page size this chooses
             the layout, with a fixed layout the page size.
         guard_rows: rows past a slot's length that a kernel reads without using them; they are backed and finite.
-        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault.
+        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault. On CUDA
+            they are an error of the kernel, whatever is chosen.
         overlap: map what the next step needs while this one computes.
         deferred_reclamation: leave a finished request's pages mapped, for the next request in that slot.
         eager_pages: pages per run that one idle slot has mapped ahead of the next request. 0: none.
@@ -65,6 +71,7 @@ class KVConfig:
     v_head_dim: int | None = None
     device: str | torch.device = "cpu"
     memory_budget: int | str = "auto"
+    memory_utilization: float | Literal["auto"] = "auto"
     page_size: int | Literal["auto"] = "auto"
     layout: LayoutName | Literal["auto"] = "auto"
     kv_order: KVOrder | Literal["auto"] = "auto"
@@ -91,9 +98,21 @@ class KVConfig:
             self._check_choice(name, (True, False))
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
+        share = self.memory_utilization
+        if share != "auto":
+            if not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigError(
+                    f"memory_utilization={share!r} must be a share of the free memory: 0 < memory_utilization <= 1"
+                )
+            if self.memory_budget != "auto":
+                raise ConfigError(
+                    f"memory_utilization={share} is for memory_budget='auto', which is {self.memory_budget!r}; give one"
+                )
         if self.page_size != "auto":
             self._check_int("page_size", at_least=1)
-            drivers.check_page_size(self.page_size)
+            if drivers.parse(self.device).type == "cpu":
+                drivers.check_page_size(self.page_size)
+        drivers.parse(self.device)
         if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
             raise ConfigError(
                 f"block_tokens={self.block_tokens} follows from layout={self.layout!r} and page_size={self.page_size}; "
@@ -145,7 +164,7 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
     return build(
         name,
-        "HND" if config.kv_order == "auto" else config.kv_order,
+        _AUTO_KV_ORDER[drivers.parse(config.device).type] if config.kv_order == "auto" else config.kv_order,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dims=config.head_dims,
@@ -156,22 +175,43 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     )
 
 
-def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Layout, int]:
+def budget_bytes(
+    memory_budget: int | str, device: str | torch.device, memory_utilization: float | Literal["auto"] = "auto"
+) -> int:
+    """A budget in bytes, as `KVConfig.memory_budget` is given; "auto" is measured now.
+
+    Raises:
+        ConfigError: for text that is no size, or a device without a driver.
+        DriverError: CUDA cannot use the device.
+    """
+    if memory_budget != "auto":
+        return parse_bytes(memory_budget, "memory_budget")
+    found = drivers.find(device)
+    share = found.default_utilization if memory_utilization == "auto" else memory_utilization
+    return int(found.available_memory() * share)
+
+
+def resolve(
+    config: KVConfig, *, pool_page_size: int | None = None, pool_budget: int | None = None
+) -> tuple[Layout, int]:
     """Chooses what the config leaves open.
 
     Args:
         pool_page_size: the page size of a given pool, which then decides.
+        pool_budget: bytes of a given pool, which an automatic budget then is.
 
     Returns:
         The geometry, and the budget in pages (what the config allows; a given pool may allow less).
 
     Raises:
-        ConfigError: if no choice fits, saying what would.
+        ConfigError: if no choice fits, saying what would, or if the device has no driver here.
+        DriverError: CUDA cannot use the device.
     """
-    if config.memory_budget == "auto":
-        budget = int(drivers.available_memory() * _AUTO_BUDGET_SHARE)
+    device = drivers.find(config.device)
+    if pool_budget is not None and config.memory_budget == "auto":
+        budget = pool_budget
     else:
-        budget = parse_bytes(config.memory_budget, "memory_budget")
+        budget = budget_bytes(config.memory_budget, config.device, config.memory_utilization)
     names = LAYOUTS if config.layout == "auto" else (config.layout,)
 
     if pool_page_size is not None:
@@ -181,10 +221,9 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
             )
         sizes = [pool_page_size]
     elif config.page_size != "auto":
-        sizes = [config.page_size]
+        sizes = [device.check_page_size(config.page_size)]
     else:
-        powers = range(drivers.MIN_PAGE_SIZE.bit_length(), drivers.MAX_PAGE_SIZE.bit_length() + 1)
-        sizes = [1 << (power - 1) for power in powers]
+        sizes = list(device.page_sizes)
 
     candidates = [build_layout(config, name, size) for name in names for size in sizes]
     if config.block_tokens is not None:
@@ -202,11 +241,13 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
         return min(budget // candidate.page_size, slot * candidate.slots)
 
+    mapping_limit = device.mapping_limit()
+
     def comfortable(candidate: Layout) -> bool:
         # A page that has no neighbour costs a mapping of its own, and so does the rest of every run.
         mappings = pages(candidate) + candidate.lanes * candidate.slots
         return (
-            mappings <= drivers.max_mappings() // 2
+            (mapping_limit is None or mappings <= mapping_limit // 2)
             and pages(candidate) >= candidate.pages(1) * candidate.slots
             and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
         )
@@ -218,7 +259,7 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
             f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
-            f"({format_bytes(need)}) for a slot's first token; raise the budget, or choose smaller pages or a finer "
-            "layout ('sliced', 'fused')"
+            f"({format_bytes(need)}) for a slot's first token; give or free more memory, or choose smaller pages or a "
+            "finer layout ('sliced', 'fused')"
         )
     return chosen, pages(chosen)

@@ -10,6 +10,7 @@ VattnError
 |-- InvalidSlot (KeyError)           a reqid that is out of range or not allocated
 |-- CacheClosed                      a call on a cache after close()
 |-- ForkedProcess                    a call in a child of the process that made the cache
+|-- StreamCapturing                  memory would be mapped or unmapped inside the capture of a CUDA graph
 `-- DriverError                      a driver call failed; the cache is as it was before the call
 """
 
@@ -67,6 +68,10 @@ class CacheClosed(VattnError):
 
 class ForkedProcess(VattnError):
     """The cache belongs to the parent of this process; mappings and worker do not survive a fork."""
+
+
+class StreamCapturing(VattnError):
+    """The current stream captures a CUDA graph, and the call would map or unmap memory; nothing was changed."""
 
 
 class DriverError(VattnError):

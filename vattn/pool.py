@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -37,8 +37,11 @@ class Tenant(Protocol):
     def parked_pages(self) -> int:
         """Pages that `reclaim` can give."""
 
-    def reclaim(self, transaction: _native.Transaction, pages: int) -> int:
-        """Plans to unmap up to `pages` pages that no request has, or a few more; returns how many."""
+    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+        """Plans to unmap up to `pages` pages that no request has, or a few more; returns how many.
+
+        With `wait`, also pages that kernels may still read: the worker waits for those kernels first.
+        """
 
     def refresh(self) -> None:
         """Decisions were taken back: derives anew what was derived from the books."""
@@ -53,8 +56,8 @@ class PagePool:
     Args:
         budget: the most physical memory that may exist, in bytes or as text ("4GiB").
         device: the device whose memory it is.
-        page_size: bytes of a page.
-        guard: what a stray read past the mapped pages sees: "zero" or "strict" (a fault).
+        page_size: bytes of a page; "auto" is 64 KiB on the host, and CUDA's own pages (2 MiB) there.
+        guard: what a stray read past the mapped pages sees on the host: "zero" or "strict" (a fault).
         table: addresses of driver calls by CUDA's names, in place of the driver's own.
 
     Raises:
@@ -66,11 +69,14 @@ class PagePool:
         budget: int | str,
         *,
         device: str | torch.device = "cpu",
-        page_size: int = 2**16,
+        page_size: int | Literal["auto"] = "auto",
         guard: drivers.Guard = "zero",
         table: dict[str, int] | None = None,
     ) -> None:
-        self.driver = drivers.open_driver(device, page_size, guard=guard, table=table)
+        source = drivers.find(device)
+        if page_size == "auto":
+            page_size = source.default_page_size
+        self.driver = source.open(page_size, guard=guard, table=table)
         self.page_size = page_size
         size = parse_bytes(budget, "budget")
         if size < page_size:
@@ -102,12 +108,13 @@ class PagePool:
         Raises:
             VattnError: if a cache still holds pages.
         """
-        if tenants := list(self._tenants):
-            raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
-        self.shut()
+        with self.lock:
+            if tenants := list(self._tenants):
+                raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
+            self.shut()
 
     def shut(self) -> None:
-        """`close`, whoever still uses the pool."""
+        """`close`, whoever still uses the pool; with the lock held, or when nobody else has the pool any more."""
         self._finalizer()
         self._refusal = self._refusal or CacheClosed("the pool is closed; make a new one")
 
@@ -124,7 +131,12 @@ class PagePool:
         if self.mapper.failed:
             self.settle()
         while self._left_behind:
-            self._unmap(self._left_behind.pop())
+            spaces = self._left_behind.pop()
+            try:
+                self._unmap(spaces)
+            except BaseException:
+                self._left_behind.append(spaces)
+                raise
 
     def settle(self) -> None:
         """Waits for the worker, and takes back the decisions of every transaction that did not happen."""
@@ -137,7 +149,7 @@ class PagePool:
                 "cache and make a new one",
                 call=failures[0].failed_call,
                 code=failures[0].failed_code,
-                name=_native.result_name(failures[0].failed_code),
+                name=self.driver.native.result_name(failures[0].failed_code),
             )
             raise self._refusal
         if failures:
@@ -180,12 +192,12 @@ class PagePool:
         """Pages that caches hold without a request for them."""
         return sum(tenant.parked_pages for tenant in self._tenants)
 
-    def reclaim(self, transaction: _native.Transaction, pages: int) -> int:
-        """Plans to unmap parked pages of any cache; returns how many."""
+    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+        """Plans to unmap parked pages of any cache; returns how many. `wait` as in `Tenant.reclaim`."""
         reclaimed = 0
         for tenant in self._tenants:
             if reclaimed < pages:
-                reclaimed += tenant.reclaim(transaction, pages - reclaimed)
+                reclaimed += tenant.reclaim(transaction, pages - reclaimed, wait=wait)
         return reclaimed
 
     def join(self, tenant: Tenant) -> None:
@@ -235,28 +247,31 @@ class PagePool:
 
     @staticmethod
     def _shrink_all(transaction: _native.Transaction, spaces: list[_native.AddressSpace]) -> None:
+        if any(space.columns(slot) for space in spaces for slot in range(space.slots)):
+            transaction.wait_for(None)  # kernels that read them, on whichever stream
         for space in spaces:
             for slot in range(space.slots):
                 space.shrink(transaction, slot, space.columns(slot))
 
     def _error(self, transaction: _native.Transaction) -> VattnError:
         call, code = transaction.failed_call, transaction.failed_code
-        name = _native.result_name(code)
+        name = self.driver.native.result_name(code)
         cause = DriverError(f"{call} failed with {name} ({code})", call=call, code=code, name=name)
         if code != _OUT_OF_MEMORY:
             return cause
         error: OutOfPages
-        if call == "cuMemCreate":
-            free = self.driver.device.type == "cpu" and f"; {format_bytes(drivers.available_memory())} are available"
+        limit = self.driver.device.mapping_limit()
+        if call == "cuMemCreate" or limit is None:
+            free = format_bytes(self.driver.device.available_memory())
             error = OutOfPages(
-                f"the machine has no memory for another page, although the budget of {self.total_pages} pages does"
-                f"{free or ''}; lower memory_budget, or free memory elsewhere",
+                f"the machine has no memory for another page on {self.driver.device.torch_device}, although the budget "
+                f"of {self.total_pages} pages does; {free} available; lower memory_budget, or free memory elsewhere",
                 missing_pages=1,
                 missing_bytes=self.page_size,
             )
         else:
             error = MappingLimit(
-                f"the kernel's table of mappings is full: vm.max_map_count is {drivers.max_mappings()}, and pages of "
+                f"the kernel's table of mappings is full: vm.max_map_count is {limit}, and pages of "
                 f"{format_bytes(self.page_size)} that are not neighbours need one each; use a larger page_size or a "
                 "finer layout ('sliced', 'fused'), or raise it: sysctl vm.max_map_count=262144",
                 missing_pages=1,

@@ -1,4 +1,4 @@
-"""A driver table over the host's that can fail chosen calls: every call passes through Python on its way."""
+"""A driver table over the provider's that can fail chosen calls: every call passes through Python on its way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from vattn import _native
+import target
 
 _size, _address, _flags, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
 _SIGNATURES = {
@@ -18,6 +18,11 @@ _SIGNATURES = {
     "cuMemMap": (_address, _size, _size, _address, _flags),
     "cuMemUnmap": (_address, _size),
     "cuMemSetAccess": (_address, _size, _pointer, _size),
+    "cuEventCreate": (_pointer, ctypes.c_uint),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuCtxSynchronize": (),
+    "cuStreamIsCapturing": (_pointer, _pointer),
 }
 
 
@@ -28,7 +33,7 @@ class FaultyTable:
     """
 
     def __init__(self) -> None:
-        self.addresses = dict(_native.host_table())
+        self.addresses = target.table()
         self.calls: Counter[str] = Counter()
         self.failed: str | None = None
         self._countdown: int | None = None

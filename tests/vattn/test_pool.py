@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from target import DEVICE, host_only
 
 import vattn
 from vattn import drivers
@@ -25,6 +26,7 @@ def make(pool: vattn.PagePool, **changes: Any) -> vattn.KVCache:
         "dtype": "float32",
         "max_batch_size": 4,
         "max_context_len": 640,
+        "device": DEVICE,
         "eager_pages": 0,
         "watermark": 0,
     }
@@ -32,7 +34,7 @@ def make(pool: vattn.PagePool, **changes: Any) -> vattn.KVCache:
 
 
 def test_caches_share_a_budget_and_take_each_others_parked_pages() -> None:
-    pool = vattn.PagePool(24 * PAGE, page_size=PAGE)
+    pool = vattn.PagePool(24 * PAGE, device=DEVICE, page_size=PAGE)
     with make(pool) as one, make(pool, num_kv_heads=2) as two:
         first = one.alloc_reqid()
         one.step({first: 640})  # 20 pages
@@ -43,6 +45,7 @@ def test_caches_share_a_budget_and_take_each_others_parked_pages() -> None:
             two.step({second: 128})
         assert caught.value.missing_pages == 4
         one.free_reqid(first)
+        one.step({})  # on CUDA: its kernels are launched
         two.step({second: 128})
         k, _ = two.layer(0)
         k[second, :128] = 1
@@ -57,7 +60,7 @@ def test_caches_share_a_budget_and_take_each_others_parked_pages() -> None:
 
 
 def test_a_pool_decides_the_page_size() -> None:
-    pool = vattn.PagePool("1MiB", page_size=8192)
+    pool = vattn.PagePool("1MiB", device=DEVICE, page_size=8192)
     with make(pool) as cache:
         assert cache.layout.page_size == 8192
     with pytest.raises(vattn.ConfigError, match="contradicts"):
@@ -68,7 +71,7 @@ def test_a_pool_decides_the_page_size() -> None:
 
 
 def test_a_cache_can_be_used_from_several_threads() -> None:
-    pool = vattn.PagePool(512 * PAGE, page_size=PAGE)
+    pool = vattn.PagePool(512 * PAGE, device=DEVICE, page_size=PAGE)
     with make(pool, max_batch_size=8) as cache:
         errors = []
 
@@ -95,6 +98,7 @@ def test_a_cache_can_be_used_from_several_threads() -> None:
     pool.close()
 
 
+@host_only
 def test_a_fork_is_refused_and_the_child_can_make_its_own() -> None:
     cache = vattn.KVCache(
         vattn.KVConfig(
@@ -148,6 +152,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@host_only
 @pytest.mark.parametrize(
     "script",
     [
@@ -163,11 +168,13 @@ def test_the_interpreter_ends_cleanly(script: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@host_only
 def test_an_error_does_not_keep_the_interpreter_from_ending() -> None:
     done = run("raise SystemExit(7)")
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@host_only
 def test_a_write_past_the_mapped_pages_faults_and_a_strict_guard_faults_on_reads_too() -> None:
     assert run("k[1, 5000] = 1").returncode == -11
     assert run("print(k[1, 5000].sum())").stdout == "tensor(0.)\n"
@@ -175,6 +182,7 @@ def test_a_write_past_the_mapped_pages_faults_and_a_strict_guard_faults_on_reads
     assert run("'strict'; print(k[reqid, 59999].sum())").stdout == "tensor(0.)\n"
 
 
+@host_only
 def test_the_kernels_table_of_mappings_is_never_filled() -> None:
     """Pages that cannot merge, up to the limit: a typed error comes first, and the process goes on."""
     pool = vattn.PagePool(70_000 * PAGE, page_size=PAGE)
@@ -204,3 +212,30 @@ def test_the_kernels_table_of_mappings_is_never_filled() -> None:
     threading.Thread(target=lambda: None).start()
     cache.close()
     pool.close()
+
+
+def test_a_cache_and_a_pool_may_be_closed_by_several_threads() -> None:
+    """Each call returns when everything is given back, whichever thread did it."""
+    for _ in range(20):
+        pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE)
+        cache = make(pool)
+        cache.step({cache.alloc_reqid(): 64})
+        problems: list[BaseException | int] = []
+
+        def close(
+            it: vattn.KVCache | vattn.PagePool, pool: vattn.PagePool, problems: list[BaseException | int]
+        ) -> None:
+            try:
+                it.close()
+                if it is pool and pool.native.counts().absent != 64:
+                    problems.append(pool.native.counts().absent)
+            except BaseException as error:
+                problems.append(error)
+
+        for it in (cache, pool):
+            threads = [threading.Thread(target=close, args=(it, pool, problems)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not problems

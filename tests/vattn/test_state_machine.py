@@ -9,6 +9,7 @@ import torch
 from faults import FaultyTable
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from target import DEVICE
 
 import vattn
 
@@ -50,6 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
             dtype="float32",
             max_batch_size=SLOTS,
             max_context_len=CONTEXT,
+            device=DEVICE,
             memory_budget=BUDGET_PAGES * 4096,
             page_size=4096,
             layout=layout,
@@ -60,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
             watermark=watermark,
             guard_rows=guard_rows,
         )
-        self.pool = vattn.PagePool(BUDGET_PAGES * 4096, page_size=4096, table=self.table.addresses)
+        self.pool = vattn.PagePool(BUDGET_PAGES * 4096, device=DEVICE, page_size=4096, table=self.table.addresses)
         self.cache = vattn.KVCache(config, pool=self.pool)
         self.tokens: dict[int, list[int]] = {}
         self.next_value = 1
@@ -82,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         reqid = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.cache.free_reqid(reqid)
+        self.cache.free_reqid(reqid, self.stream)
         del self.tokens[reqid]
 
     @precondition(lambda self: self.tokens)
@@ -93,9 +95,10 @@ class CacheMachine(RuleBasedStateMachine):
         following = {r: min(CONTEXT, n + 7) for r, n in lengths.items()} if announce else None
         if fail_at is not None:
             self.table.fail(fail_at, data.draw(st.sampled_from([2, 999])))
+        self.launch_prepared()
         before = self.books()
         try:
-            self.cache.step(lengths, following)
+            self.cache.step(lengths, following, stream=self.stream)
         except (vattn.OutOfPages, vattn.DriverError) as error:
             if not isinstance(error, vattn.DriverError) and self.table.failed is None:
                 assert self.pages(lengths) > BUDGET_PAGES
@@ -108,9 +111,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.write(reqid, position, self.next_value)
                 tokens.append(self.next_value)
                 self.next_value += 1
+        self.prepare(lengths)
 
     @rule()
     def trim(self) -> None:
+        self.launch_prepared()
         self.cache.trim()
 
     @rule(wrong=st.sampled_from([-1, SLOTS, SLOTS + 7]))
@@ -143,6 +148,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.table.heal()
             self.cache.close()
             self.pool.close()
+
+    # For machines whose steps are followed by kernels
+
+    stream: int | None = None
+
+    def prepare(self, lengths: dict[int, int]) -> None:
+        """Kernels over these tokens are about to be launched."""
+
+    def launch_prepared(self) -> None:
+        """They are launched now, at the latest."""
 
     def write(self, reqid: int, position: int, value: int) -> None:
         for layer in range(2):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from vattn.attention.base import Attention, AttentionParams, KVSource, PackedBatch, Span
+from vattn.attention.torch_matmul import TorchMatmul
 from vattn.attention.torch_sdpa import TorchSDPA
 from vattn.errors import ConfigError
 
@@ -20,6 +21,7 @@ __all__ = [
     "KVSource",
     "PackedBatch",
     "Span",
+    "TorchMatmul",
     "TorchSDPA",
     "describe",
     "get",
@@ -27,7 +29,7 @@ __all__ = [
     "register",
 ]
 
-_ADAPTERS: dict[str, Callable[[], Attention]] = {TorchSDPA.name: TorchSDPA}
+_ADAPTERS: dict[str, Callable[[], Attention]] = {TorchSDPA.name: TorchSDPA, TorchMatmul.name: TorchMatmul}
 
 
 def names() -> tuple[str, ...]:
@@ -35,15 +37,15 @@ def names() -> tuple[str, ...]:
     return tuple(_ADAPTERS)
 
 
-def get(name: str = "auto", *, device: torch.device | str = "cpu") -> Attention:
-    """The adapter called `name`; `"auto"` takes the best one here for `device`.
+def get(name: str = "auto", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Attention:
+    """The adapter called `name`; `"auto"` takes the best one here for `device` and `dtype`.
 
     Raises:
         ConfigError: no adapter has that name.
     """
-    torch.device(device)
+    kind = torch.device(device).type
     if name == "auto":
-        name = TorchSDPA.name
+        name = TorchMatmul.name if kind == "cpu" and dtype == torch.bfloat16 else TorchSDPA.name
     try:
         return _ADAPTERS[name]()
     except KeyError:

@@ -1,4 +1,4 @@
-"""The SDPA adapter against attention written out token by token."""
+"""The adapters of torch's own kernels against attention written out token by token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from vattn import attention
-from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.attention import AttentionParams, PackedBatch, Span, torch_matmul
 from vattn.errors import ConfigError
 
 HEADS, LONGEST = 2, 64
+
+
+@pytest.fixture(params=["torch_sdpa", "torch_matmul"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> attention.Attention:
+    """Each adapter; the one that works in blocks with such small ones that every chunk here is cut."""
+    monkeypatch.setattr(torch_matmul, "_LEAST", 2)
+    monkeypatch.setattr(torch_matmul, "_BLOCK", 8)
+    return attention.get(request.param)
 
 
 class Store:
@@ -58,7 +66,7 @@ def by_hand(query: Tensor, store: Store, batch: PackedBatch, params: AttentionPa
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 18, 19, 1000])
 def test_against_the_definition(
-    group: int, v_dim: int, softcap: float | None, with_sinks: bool, window: int | None
+    kernel: attention.Attention, group: int, v_dim: int, softcap: float | None, with_sinks: bool, window: int | None
 ) -> None:
     """Decodes, a first chunk and later chunks in one batch, with every option."""
     spans = [Span(0, 0, 1), Span(3, 12, 30), Span(1, 40, 41), Span(2, 0, 19), Span(4, 62, 64)]
@@ -69,23 +77,23 @@ def test_against_the_definition(
     query = torch.randn(HEADS * group, batch.num_tokens, 8, generator=generator).transpose(0, 1)
     sinks = torch.randn(HEADS * group, generator=generator) if with_sinks else None
     params = AttentionParams(scale=0.4, window=window, softcap=softcap, sinks=sinks)
-    got = attention.get("torch_sdpa")(query, store, 3, batch, params)
+    got = kernel(query, store, 3, batch, params)
     assert got.is_contiguous()
     torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(kernel: attention.Attention, dtype: torch.dtype) -> None:
     batch = PackedBatch.pack([Span(0, 0, 30), Span(1, 40, 41), Span(2, 20, 29)])
     store = Store(3, 8, 8, dtype)
     query = torch.randn(batch.num_tokens, 2 * HEADS, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     for params in (AttentionParams(), AttentionParams(softcap=2.0, window=6)):
-        got = attention.get("torch_sdpa")(query, store, 3, batch, params)
+        got = kernel(query, store, 3, batch, params)
         assert got.dtype is dtype
         torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=3e-2, rtol=3e-2)
 
 
-def test_a_batch_of_one_kind() -> None:
+def test_a_batch_of_one_kind(kernel: attention.Attention) -> None:
     store = Store(3, 8, 8, torch.float32)
     for spans in ([Span(0, 5, 6), Span(1, 9, 10)], [Span(0, 5, 9)], [Span(0, 0, 2), Span(1, 0, 2)]):
         batch = PackedBatch.pack(spans)

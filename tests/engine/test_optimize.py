@@ -1,0 +1,118 @@
+"""Optimized models compute the same, up to bfloat16's rounding, and are given back as they were."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from tiny_models import FAMILIES, make_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine import LLM, SamplingParams
+from engine.optimize import optimize, supported
+
+pytestmark = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
+)
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    ids = torch.randint(2, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_up_to_rounding(family: str) -> None:
+    """No further from float32 than bfloat16 as transformers computes it, or little further."""
+    exact = _logits(make_model(family))
+    model = copy.deepcopy(make_model(family)).bfloat16()
+    assert supported(model)
+    plain = _logits(model)
+    restore = optimize(model)
+    fast = _logits(model)
+    restore()
+    assert torch.equal(_logits(model), plain), "not as before"
+    if family not in (
+        "mixtral",
+        "gpt-oss",
+        "qwen2-moe-window",
+        "phimoe-window",
+        "deepseek-v3",
+    ):  # rounding reroutes these
+        assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+def test_what_is_changed() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    restore = optimize(model)
+    changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp"}
+    assert {f"model.layers.0.{name}" for name in layer} | {"lm_head"} <= changed
+    restore()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class _LooksGated(nn.Module):
+    """The children of a gated MLP, and another formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
+        self.down_proj = nn.Linear(48, 32, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(rows)) * 1.5 * self.up_proj(rows))
+
+
+def test_a_module_that_only_looks_like_a_gated_mlp() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    model.model.layers[0].mlp = _LooksGated().bfloat16()
+    plain = _logits(model)
+    optimize(model)
+    torch.testing.assert_close(_logits(model), plain, rtol=0.1, atol=0.1)
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert "forward" in vars(model.model.layers[0].mlp.gate_proj)
+
+
+def test_projections_of_different_rows() -> None:
+    """The three projections are one product; each is right alone, too, in any order."""
+    model = copy.deepcopy(make_model("qwen2")).bfloat16()
+    attention = model.model.layers[0].self_attn
+    rows = [torch.randn(5, 32).bfloat16() for _ in range(3)]
+    names = ("q_proj", "k_proj", "v_proj")
+    with torch.inference_mode():
+        want = {(name, i): getattr(attention, name)(x) for name in names for i, x in enumerate(rows)}
+        optimize(model)
+        for name, i in [("v_proj", 0), ("q_proj", 0), ("q_proj", 1), ("q_proj", 1), ("k_proj", 2), ("v_proj", 1)]:
+            torch.testing.assert_close(getattr(attention, name)(rows[i]), want[name, i], rtol=0.02, atol=0.02)
+
+
+def test_weights_given_back() -> None:
+    """Without the original weights the model still runs; what other modules use stays."""
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    plain = _logits(model)
+    optimize(model, keep_weights=False)
+    assert model.model.layers[0].mlp.up_proj.weight.numel() == 0
+    torch.testing.assert_close(_logits(model), plain, rtol=0.1, atol=0.1)
+
+
+def test_the_engine_gives_the_model_back() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    plain = _logits(model)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for eager in (False, True):
+        with LLM(model, enforce_eager=eager, max_num_seqs=2) as llm:
+            llm.generate([[3, 4, 5]], params, use_tqdm=False)
+            assert eager != any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(_logits(model), plain)
+
+
+def test_float32_is_left_alone() -> None:
+    assert not supported(make_model("llama"))

@@ -1,0 +1,337 @@
+"""The cuda driver: what it asks of CUDA, what it says when something is missing, and that it leaves threads as it found
+them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import pytest
+import stub as stub_module
+import torch
+from stub import Stub
+
+import vattn
+from vattn import _native, drivers
+from vattn.drivers import cuda
+
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+    "max_batch_size": 2,
+    "max_context_len": 20_000,
+    "device": "cuda",
+    "memory_budget": "48MiB",
+}
+
+
+def find(name: str = "cuda") -> cuda.CudaDevice:
+    device = drivers.find(name)
+    assert isinstance(device, cuda.CudaDevice)
+    return device
+
+
+# What is there
+
+
+def test_a_device_as_cuda_describes_it(stub: Stub) -> None:
+    device = find()
+    assert device is find("cuda:0")
+    assert device.granularity == 2**21
+    assert device.page_sizes == (2**21,)
+    assert device.available_memory() == 2**30
+    assert device.mapping_limit() is None
+    # CUmemAllocationProp: pinned, no handles, location (device, 0), and zeros
+    assert device._prop == (1).to_bytes(4, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(20)
+    assert set(device.table()) == set(_native.table_names())
+    second = find("cuda:1")
+    assert second._prop[12] == 1
+    assert second.torch_device == torch.device("cuda:1")
+
+
+def test_the_primary_context_is_retained_once(stub: Stub) -> None:
+    find()
+    before = stub.calls("cuDevicePrimaryCtxRetain")
+    for _ in range(3):
+        with vattn.KVCache(vattn.KVConfig(**BASE)):
+            pass
+    assert stub.calls("cuDevicePrimaryCtxRetain") == before
+    assert stub.calls("cuDevicePrimaryCtxRelease") == 0
+
+
+def test_a_cache_on_cuda(stub: Stub) -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE)) as cache:
+        assert (cache.layout.page_size, cache.layout.kv_order, cache.layout.name) == (2**21, "NHD", "layer")
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 9000})
+        k, v = cache.layer(1)
+        k[reqid, :9000], v[reqid, :9000] = 1, 2
+        assert (k[reqid, :9000].sum(), v[reqid, 8999].sum()) == (9000 * 128, 256)
+        cache.check()
+
+
+def test_calls_are_batched_and_access_is_set_once_per_contiguous_range(stub: Stub) -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
+        stub.logging(True)
+        cache.step({cache.alloc_reqid(): 20_000})
+        log = stub.log("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+        stub.logging(False)
+    assert [line.split()[0] for line in log] == 12 * ["cuMemCreate"] + 4 * [*(3 * ["cuMemMap"]), "cuMemSetAccess"]
+    for at in range(12, len(log), 4):
+        (_, first, *_), (_, address, size) = log[at].split(), log[at + 3].split()
+        assert (address, size) == (first, str(3 * 2**21))
+
+
+def test_pages_are_unmapped_one_by_one(stub: Stub) -> None:
+    """cuMemUnmap's documentation allows one whole mapping per call; the stub refuses more."""
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0)) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 20_000})
+        cache.free_reqid(reqid)
+        before = stub.calls("cuMemUnmap")
+        assert cache.trim() == 12 * 2**21
+        assert stub.calls("cuMemUnmap") - before == 12
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3])
+def test_pages_are_multiples_of_the_granularity(stub: Stub, pages: int) -> None:
+    config = BASE | {"page_size": pages * 2**21, "memory_budget": "144MiB"}
+    with vattn.KVCache(vattn.KVConfig(**config)) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 20_000})
+        k, _ = cache.layer(0)
+        k[reqid] = 3
+        cache.check()
+
+
+@pytest.mark.parametrize("page_size", [2**16, 2**20, 3 * 2**20])
+def test_other_pages_are_refused(stub: Stub, page_size: int) -> None:
+    with pytest.raises(vattn.ConfigError, match=r"multiples of 2097152 \(2.0 MiB\)"):
+        vattn.KVCache(vattn.KVConfig(**BASE | {"page_size": page_size}))
+    with pytest.raises(vattn.ConfigError, match="multiples of 2097152"):
+        vattn.PagePool("64MiB", device="cuda", page_size=page_size)
+
+
+def test_a_pool_takes_cudas_pages_by_itself(stub: Stub) -> None:
+    pool = vattn.PagePool("48MiB", device="cuda:0")
+    assert pool.page_size == 2**21
+    with vattn.KVCache(vattn.KVConfig(**BASE), pool=pool) as cache:
+        assert cache.total_pages == 24
+    with pytest.raises(vattn.ConfigError, match="the pool is on cuda:0, the cache on cuda:1"):
+        vattn.KVCache(vattn.KVConfig(**BASE | {"device": "cuda:1"}), pool=pool)
+    pool.close()
+
+
+def test_an_automatic_budget_is_a_share_of_the_free_memory(stub: Stub) -> None:
+    stub.memory(2**26)
+    auto = BASE | {"memory_budget": "auto", "max_context_len": 200_000}
+    with vattn.KVCache(vattn.KVConfig(**auto)) as cache:
+        assert cache.total_pages == int(0.9 * 2**26) // 2**21
+        assert (
+            str(cache.capacity())
+            == "56.0 MiB hold 57,344 tokens: of up to 2 requests at a time, of up to 57,344 tokens"
+        )
+        cache.step({cache.alloc_reqid(): 40_000})
+        # What another cache holds, or a model's weights, is not free any more.
+        free = 2**26 - cache.stats().created_pages * 2**21
+        with vattn.KVCache(vattn.KVConfig(**auto, memory_utilization=0.75)) as second:
+            assert second.total_pages == int(0.75 * free) // 2**21
+
+
+def test_the_doctor_says_what_it_finds(stub: Stub) -> None:
+    text = drivers.doctor()
+    assert "cuda   ok: a driver for CUDA 13.0" in text
+    assert "cuda:1 Stub GPU 1, 1.0 GiB" in text
+
+
+# Threads
+
+
+def test_the_callers_context_stays_current(stub: Stub) -> None:
+    """A cache on one device, used by a thread whose current context is another's, as with two GPUs in torch."""
+    library = ctypes.CDLL("libcuda.so.1")
+    mine, now = int(find("cuda:1")._context), ctypes.c_void_p()
+    for context in (mine, None):
+        assert library.cuCtxSetCurrent(ctypes.c_void_p(context)) == 0
+        with vattn.KVCache(vattn.KVConfig(**BASE)) as cache:
+            for _ in range(2):
+                reqid = cache.alloc_reqid()
+                cache.step({reqid: 9000})
+                cache.free_reqid(reqid)
+                cache.check()
+                cache.trim()
+            library.cuCtxGetCurrent(ctypes.byref(now))
+            assert now.value == context
+        library.cuCtxGetCurrent(ctypes.byref(now))
+        assert now.value == context
+    mode = ctypes.c_uint(0)
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0
+
+
+# What fails
+
+
+SETUP = [
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuMemGetAllocationGranularity",
+    "cuMemGetInfo",
+    "cuCtxSetCurrent",
+    "cuCtxGetCurrent",
+]
+FRESH = """
+import sys; sys.path.insert(0, "tests/stub_cuda")
+import stub, vattn
+from vattn import drivers
+stub.stand_in()
+control = stub.Stub()
+def attempt(device="cuda"):
+    try:
+        drivers.find(device).available_memory()
+    except vattn.VattnError as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        print("fine")
+"""
+
+
+@pytest.mark.parametrize("call", SETUP)
+def test_every_call_of_the_setup_can_fail_and_be_tried_again(call: str) -> None:
+    done = stub_module.python(FRESH + f"drivers.cuda.start(); control.fail({call!r}, 1, 46); attempt(); attempt()")
+    assert done.stdout == f"DriverError: {call} failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)\nfine\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"init": 100}, ("finds no GPU", "CUDA_ERROR_NO_DEVICE (100)")),
+        ({"devices": 0}, ("finds no GPU",)),
+        ({"init": 803}, ("does not start", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)")),
+        ({"version": 11080}, ("for CUDA 11.8, too old", "12.0")),
+        ({"vmm": 0}, ("Stub GPU 0", "no virtual memory management")),
+    ],
+)
+def test_what_is_missing_is_said(options: dict[str, int], says: tuple[str, ...]) -> None:
+    done = stub_module.python(FRESH + "attempt(); print(drivers.doctor())", **options)
+    assert done.stdout.startswith("ConfigError: "), done.stdout + done.stderr
+    for words in says:
+        assert words in done.stdout.splitlines()[0]
+
+
+def test_a_device_that_is_not_there(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(
+        vattn.ConfigError, match=r"'cuda:2' does not exist; CUDA has 2 here \(CUDA_VISIBLE_DEVICES='0,1'"
+    ):
+        drivers.find("cuda:2")
+
+
+def test_cuda_python_is_missing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(vattn.ConfigError, match=r"cuda-python is not installed .*pip install 'vattn\[cuda\]'"):
+        drivers.find("cuda")
+
+
+def test_a_torch_without_cuda(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "torch_lacks", lambda: "torch is built without CUDA")
+    with pytest.raises(vattn.ConfigError, match="torch is built without CUDA"):
+        drivers.find("cuda")
+
+
+def test_a_fork_is_told_that_cuda_does_not_survive_it(stub: Stub) -> None:
+    cache = vattn.KVCache(vattn.KVConfig(**BASE))
+    child = os.fork()
+    if child == 0:  # no pytest in here: report by exit code
+        code = 1
+        try:
+            for call in (lambda: cache.step({}), lambda: drivers.find("cuda")):
+                try:
+                    call()
+                except vattn.ForkedProcess as error:
+                    code = 0 if "spawn" in str(error) else 2
+                else:
+                    code = 3
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    cache.check()
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "name"),
+    [
+        ("cuMemMap", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("cuMemSetAccess", 4, "CUDA_ERROR_DEINITIALIZED"),
+        ("cuMemCreate", 12_345, "an unknown result"),
+    ],
+)
+def test_errors_carry_cudas_name_number_and_call(stub: Stub, call: str, code: int, name: str) -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
+        reqid = cache.alloc_reqid()
+        stub.fail(call, 2, code)
+        with pytest.raises(vattn.DriverError) as caught:
+            cache.step({reqid: 9000})
+        assert (caught.value.call, caught.value.code, caught.value.name) == (call, code, name)
+        assert f"{call} failed with {name} ({code})" in str(caught.value)
+        cache.check()
+        cache.step({reqid: 9000})
+
+
+@pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"])
+def test_a_worker_that_cannot_take_the_context(stub: Stub, call: str) -> None:
+    find()
+    pools = []
+    for nth in (1, 2, 3):  # whichever of the calls is the worker's
+        stub.fail(call, nth, 201)
+    pools.append(vattn.PagePool("48MiB", device="cuda"))
+    transaction_fails = False
+    with pools[0].lock:
+        try:
+            pools[0].execute(lambda transaction: transaction.wait_for(None))
+        except vattn.DriverError as error:
+            transaction_fails = error.call == call
+    stub.heal()
+    assert transaction_fails
+    pools[0].close()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_exhausted_memory_names_the_device(stub: Stub, call: str) -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
+        reqid = cache.alloc_reqid()
+        if call == "cuMemCreate":
+            stub.memory(8 * 2**20)
+        else:
+            stub.fail(call, 1, 2)
+        with pytest.raises(vattn.OutOfPages, match="on cuda:0, although the budget of 24 pages does") as caught:
+            cache.step({reqid: 20_000})
+        assert not isinstance(caught.value, vattn.MappingLimit)
+        assert isinstance(caught.value.__cause__, vattn.DriverError)
+        assert caught.value.__cause__.call == call
+        cache.check()
+        stub.memory(2**30)
+        cache.step({reqid: 20_000})
+
+
+def test_latencies_of_the_paper_are_hidden_by_overlap(stub: Stub) -> None:
+    """The stub's calls take as long as the paper measured: a step that crosses into a mapped block waits for none."""
+    stub.latencies(stub_module.PAPER)
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0)) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 8191})
+        cache.step({reqid: 8192})  # the last token of a page: the next is queued
+        cache.check()
+        waits = cache.stats().waits
+        cache.step({reqid: 8193})
+        assert cache.stats().waits == waits
+        seconds = cache.stats().calls["cuMemSetAccess"].seconds
+        assert seconds >= cache.stats().calls["cuMemSetAccess"].count * 38e-6

@@ -1,0 +1,359 @@
+"""No page leaves a slot while a kernel may still read it, and nobody but the worker waits for kernels.
+
+Kernels are launched and completed by the test; the stub refuses to unmap what a running one reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from stub import Stub
+
+import vattn
+
+PAGE = 2**21
+TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
+BASE: dict[str, Any] = {
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "head_dim": 128,
+    "dtype": "float32",
+    "max_batch_size": 3,
+    "max_context_len": 8 * TOKENS,
+    "device": "cuda",
+    "memory_budget": 16 * PAGE,  # one slot at full length
+    "eager_pages": 0,
+    "watermark": 0,
+}
+
+
+def make(**changes: Any) -> vattn.KVCache:
+    return vattn.KVCache(vattn.KVConfig(**BASE | changes))
+
+
+@pytest.fixture
+def cache(stub: Stub) -> Iterator[vattn.KVCache]:
+    with make() as made:
+        yield made
+        made.check()
+
+
+def launch(stub: Stub, stream: int, cache: vattn.KVCache, reqid: int, tokens: int) -> None:
+    """A kernel that reads a slot's first tokens, in K and V."""
+    for tensor in cache.layer(0):
+        stub.launch(stream, tensor[reqid].data_ptr(), tokens * 512)
+
+
+class Background:
+    """A call on a thread of its own, which is expected to wait."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def waits_for_an_event(self, stub: Stub) -> None:
+        deadline = time.monotonic() + 10
+        while not stub.waiters():
+            assert time.monotonic() < deadline, "nobody waits"
+            assert self.thread.is_alive(), self.error
+            time.sleep(0.001)
+
+    def finish(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        if self.error:
+            raise self.error
+
+
+def test_pages_of_a_finished_request_wait_for_its_kernels(stub: Stub, cache: vattn.KVCache) -> None:
+    first, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({first: 8 * TOKENS}, stream=stream)
+    launch(stub, stream, cache, first, 8 * TOKENS)
+    cache.free_reqid(first, stream)
+    second = cache.alloc_reqid(1)
+    assert second == first  # the parked pages fit; the next is the one that needs them
+    third = cache.alloc_reqid(1)
+    cache.free_reqid(second, stream)
+    before = stub.calls("cuMemUnmap")
+    step = Background(lambda: cache.step({third: TOKENS}, stream=stream))
+    step.waits_for_an_event(stub)
+    assert stub.calls("cuMemUnmap") == before
+    stub.complete(stream)
+    step.finish()
+    assert stub.calls("cuMemUnmap") > before
+
+
+def test_a_step_that_is_prepared_but_not_launched_counts(stub: Stub, cache: vattn.KVCache) -> None:
+    """The request ends between the step and the launch of its kernels: an event recorded then does not cover them."""
+    first, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({first: 8 * TOKENS}, stream=stream)
+    cache.free_reqid(first, stream)
+    launch(stub, stream, cache, first, 8 * TOKENS)
+    cache.alloc_reqid()
+    second = cache.alloc_reqid()
+    step = Background(lambda: cache.step({second: TOKENS}, stream=stream))
+    step.waits_for_an_event(stub)
+    stub.complete(stream)
+    step.finish()
+
+
+def test_until_the_next_step_the_pages_stay(stub: Stub) -> None:
+    """Without deferred reclamation too: they leave when the next step begins and the kernels have ended."""
+    with make(deferred_reclamation=False, overlap=False) as cache:
+        reqid, stream = cache.alloc_reqid(), stub.stream()
+        cache.step({reqid: TOKENS})
+        launch(stub, stream, cache, reqid, TOKENS)
+        cache.free_reqid(reqid, stream)
+        cache.check()
+        assert cache.stats().parked_pages == 2
+        cache.step({})
+        cache.check()
+        assert cache.stats().parked_pages == 2
+        stub.complete(stream)
+        cache.step({})
+        cache.check()
+        assert cache.stats().parked_pages == 0
+
+
+def test_other_caches_get_the_pages_once_everything_is_launched(stub: Stub) -> None:
+    pool = vattn.PagePool(16 * PAGE, device="cuda")
+    options = BASE | {"max_batch_size": 1}
+    with (
+        vattn.KVCache(vattn.KVConfig(**options), pool=pool) as one,
+        vattn.KVCache(vattn.KVConfig(**options), pool=pool) as two,
+    ):
+        first, second = one.alloc_reqid(), two.alloc_reqid()
+        one.step({first: 8 * TOKENS})
+        one.free_reqid(first)
+        assert one.available_pages() == 16
+        assert two.available_pages() == 0
+        with pytest.raises(vattn.OutOfPages):
+            two.step({second: TOKENS})
+        one.step({})
+        assert two.available_pages() == 16
+        two.step({second: TOKENS})
+    pool.close()
+
+
+def test_available_pages_are_what_a_step_can_take(stub: Stub, cache: vattn.KVCache) -> None:
+    reqid, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({reqid: 8 * TOKENS})
+    cache.free_reqid(reqid, stream)
+    assert cache.available_pages() == 16
+    cache.alloc_reqid()
+    other = cache.alloc_reqid()
+    assert cache.available_pages() == 16
+    cache.step({other: 8 * TOKENS})
+
+
+def test_reusing_parked_pages_waits_for_nothing(stub: Stub, cache: vattn.KVCache) -> None:
+    stream = stub.stream()
+    for _ in range(5):
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 8 * TOKENS}, stream=stream)
+        launch(stub, stream, cache, reqid, 8 * TOKENS)
+        cache.free_reqid(reqid, stream)
+    assert stub.waiters() == 0
+    assert cache.stats().calls["cuEventSynchronize"].count == 0
+    assert cache.stats().calls["cuMemMap"].count == 16
+    stub.complete(stream)
+
+
+def test_what_a_running_request_has_beyond_its_length_waits_for_launched_kernels(
+    stub: Stub, cache: vattn.KVCache
+) -> None:
+    first, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({first: 8 * TOKENS}, stream=stream)
+    launch(stub, stream, cache, first, 8 * TOKENS)
+    second = cache.alloc_reqid()
+    step = Background(lambda: cache.step({first: TOKENS, second: TOKENS}, stream=stream))
+    step.waits_for_an_event(stub)
+    stub.complete(stream)
+    step.finish()
+    assert cache.page_map()[first].pages >= 2
+
+
+def test_a_slot_waits_for_every_stream_that_used_it(stub: Stub, cache: vattn.KVCache) -> None:
+    streams = [stub.stream(), stub.stream()]
+    for stream in streams:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 8 * TOKENS}, stream=stream)
+        launch(stub, stream, cache, reqid, 8 * TOKENS)
+        cache.free_reqid(reqid, stream)
+    cache.alloc_reqid()
+    other = cache.alloc_reqid()
+    step = Background(lambda: cache.step({other: TOKENS}))
+    for stream in reversed(streams):
+        step.waits_for_an_event(stub)
+        stub.complete(stream)
+    step.finish()
+
+
+def test_the_background_takes_only_what_no_kernel_reads(stub: Stub) -> None:
+    """A high watermark, and kernels that run: the step does not wait, nor does the worker, for whom others wait."""
+    with make(watermark=0.9, memory_budget=32 * PAGE, overlap=False) as cache:
+        first, second, stream = cache.alloc_reqid(), cache.alloc_reqid(), stub.stream()
+        cache.step({first: 4 * TOKENS, second: TOKENS})
+        launch(stub, stream, cache, first, 4 * TOKENS)
+        cache.free_reqid(first, stream)
+        cache.step({second: TOKENS + 1})
+        cache.check()
+        assert cache.stats().calls["cuMemUnmap"].count == 0
+        stub.complete(stream)
+        cache.step({second: 2 * TOKENS + 1})
+        cache.check()
+        assert cache.stats().calls["cuMemUnmap"].count == 8
+        assert cache.stats().calls["cuEventSynchronize"].count == 0
+
+
+def test_trim_waits_for_the_kernels(stub: Stub, cache: vattn.KVCache) -> None:
+    reqid, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({reqid: TOKENS})
+    launch(stub, stream, cache, reqid, TOKENS)
+    cache.free_reqid(reqid, stream)
+    trim = Background(cache.trim)
+    trim.waits_for_an_event(stub)
+    stub.complete(stream)
+    trim.finish()
+    assert cache.stats().mapped_pages == 0
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_cache_that_goes_waits_for_every_kernel(stub: Stub, dropped: bool) -> None:
+    """Also those of running requests, on streams that it never heard of."""
+    caches = [make(overlap=False)]
+    reqid, stream = caches[0].alloc_reqid(), stub.stream()
+    caches[0].step({reqid: TOKENS})
+    launch(stub, stream, caches[0], reqid, TOKENS)
+    mapped = stub.usage().mappings
+    close = Background(caches.pop if dropped else caches[0].close)
+    time.sleep(0.05)
+    assert close.thread.is_alive()
+    assert stub.usage().mappings == mapped
+    stub.complete(stream)
+    close.finish()
+    caches.clear()
+
+
+def test_a_kernel_that_fails_fails_the_step_that_waits_for_it(stub: Stub, cache: vattn.KVCache) -> None:
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 8 * TOKENS})
+    cache.free_reqid(reqid)
+    cache.alloc_reqid()
+    other = cache.alloc_reqid()
+    before = cache.page_map()
+    stub.fail("cuEventSynchronize", 1, 700)
+    with pytest.raises(vattn.DriverError, match=r"cuEventSynchronize failed with CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        cache.step({other: TOKENS})
+    assert cache.page_map() == before
+    cache.check()
+    cache.step({other: TOKENS})
+
+
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuStreamIsCapturing"])
+def test_a_fence_that_cannot_be_set_leaves_the_request_running(stub: Stub, cache: vattn.KVCache, call: str) -> None:
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: TOKENS})
+    stub.fail(call, 1, 999)
+    with pytest.raises(vattn.DriverError, match=call):
+        cache.free_reqid(reqid)
+    assert cache.page_map()[reqid].active
+    cache.check()
+    cache.free_reqid(reqid)
+
+
+def test_events_are_used_again_and_none_is_lost(stub: Stub) -> None:
+    before = stub.usage().events
+    with make() as cache:
+        for round_ in range(50):
+            first = cache.alloc_reqid()
+            cache.step({first: 8 * TOKENS})
+            cache.free_reqid(first)
+            if round_ % 5 == 0:  # a step fails half way through, with the fence already waited for
+                pair = cache.alloc_reqid(), cache.alloc_reqid()
+                stub.fail("cuMemMap", 1)
+                with pytest.raises(vattn.DriverError):
+                    cache.step({pair[1]: TOKENS})
+                for slot in pair:
+                    cache.free_reqid(slot)
+        assert stub.usage().events - before <= 8
+    del cache
+    gc.collect()
+    assert stub.usage().events == before
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_a_step_that_would_map_inside_a_capture_is_refused(stub: Stub, cache: vattn.KVCache, mode: int) -> None:
+    reqid, stream = cache.alloc_reqid(), stub.stream()
+    cache.step({reqid: 2 * TOKENS - 10}, stream=stream)
+    cache.check()
+    before, books, calls = stub.usage(), cache.page_map(), stub.calls("cuMemMap")
+    stub.capture(stream, True, mode)
+    with pytest.raises(vattn.StreamCapturing, match=r"step has to map memory for 1 slots .*before the capture"):
+        cache.step({reqid: 2 * TOKENS + 1}, stream=stream)
+    assert (stub.usage(), cache.page_map()) == (before, books)
+    for tokens in range(2 * TOKENS - 9, 2 * TOKENS + 1):  # mapped already; the last would queue the next block
+        cache.step({reqid: tokens}, stream=stream)
+    cache.check()
+    assert stub.calls("cuMemMap") == calls
+    with pytest.raises(vattn.StreamCapturing, match="free_reqid"):
+        cache.free_reqid(reqid, stream)
+    assert cache.page_map()[reqid].active
+    stub.capture(stream, False)
+    cache.step({reqid: 2 * TOKENS + 1}, stream=stream)
+    cache.free_reqid(reqid, stream)
+
+
+def test_a_slot_freed_before_a_capture_gets_its_fence_after_it(stub: Stub, cache: vattn.KVCache) -> None:
+    """An event recorded on the capturing stream would become part of the graph, and could never be waited for."""
+    first, second, stream = cache.alloc_reqid(), cache.alloc_reqid(), stub.stream()
+    cache.step({first: 4 * TOKENS, second: TOKENS}, stream=stream)
+    cache.free_reqid(first, stream)
+    stub.capture(stream, True)
+    cache.step({second: TOKENS}, stream=stream)
+    stub.capture(stream, False)
+    parked = cache.stats().parked_pages
+    assert parked
+    assert cache.trim() >= parked * PAGE  # the worker waits for a fence that is no part of the graph
+    assert cache.stats().parked_pages == 0
+
+
+def test_others_may_capture_while_the_worker_maps(stub: Stub, cache: vattn.KVCache) -> None:
+    """torch captures in global mode, which forbids every thread what the capture might miss, unless it opts out."""
+    captured, stream = stub.stream(), stub.stream()
+    reqid = cache.alloc_reqid()
+    stub.capture(captured, True, mode=0)
+    cache.step({reqid: 3 * TOKENS}, stream=stream)
+    cache.free_reqid(reqid, stream)
+    cache.step({}, stream=stream)
+    cache.check()
+    stub.capture(captured, False)
+    cache.trim()
+
+
+def test_the_legacy_stream_cannot_be_used_while_another_captures(stub: Stub, cache: vattn.KVCache) -> None:
+    captured, reqid = stub.stream(), cache.alloc_reqid()
+    cache.step({reqid: 10})
+    stub.capture(captured, True)
+    with pytest.raises(vattn.StreamCapturing):
+        cache.free_reqid(reqid, 0)
+    with pytest.raises(vattn.StreamCapturing):
+        cache.trim()
+    stub.capture(captured, False)
+    cache.free_reqid(reqid, 0)

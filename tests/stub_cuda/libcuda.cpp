@@ -1,0 +1,738 @@
+// A libcuda.so.1 for tests on machines without a GPU: the calls that vattn's cuda driver and cuda-python make, over the
+// host provider's memory. It is strict: what CUDA's documentation forbids is refused and noted as a violation, also
+// where the real driver might let it pass. Streams are lists of kernels that a test launches and completes.
+//
+// Tests control it by the stub_* functions at the end of this file, through ctypes (stub.py).
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host_vmm.h"
+
+namespace {
+
+using namespace vattn;
+
+enum : Result {
+  kDeinitialized = 4,
+  kDeviceUnavailable = 46,
+  kNoDevice = 100,
+  kInvalidDevice = 101,
+  kIllegalAddress = 700,
+  kLaunchTimeout = 702,
+  kCapturedEvent = 907,
+};
+
+int environment(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
+struct Context {
+  int device;
+  std::size_t references = 0;  // of the primary context, by cuDevicePrimaryCtxRetain
+};
+
+struct Kernel {  // what a test launched; it reads a range until it is completed
+  std::size_t number;
+  Address address;
+  std::size_t size;
+};
+
+struct Stream {
+  explicit Stream(Context* its) : context(its) {}
+  Context* const context;
+  std::vector<Kernel> running;
+  std::size_t launched = 0;  // kernels ever
+  bool capturing = false;
+  unsigned mode = kCaptureGlobal;
+  std::thread::id capturer;
+  // Complete are all kernels before the first that runs.
+  std::size_t completed() const { return running.empty() ? launched : running.front().number - 1; }
+};
+
+struct Event {
+  Context* context;
+  Stream* stream = nullptr;  // null: never recorded, which counts as complete
+  std::size_t upto = 0;      // kernels of the stream that it covers
+  bool captured = false;
+  std::size_t waiters = 0;
+  bool complete() const { return !stream || stream->completed() >= upto; }
+};
+
+struct Mapping {
+  std::size_t size;
+  Handle handle;
+  bool accessible;
+};
+
+struct Fault {
+  std::string name;  // empty: any call
+  std::size_t countdown;
+  Result code;
+};
+
+constexpr std::size_t kMemory = std::size_t{1} << 30;
+
+struct State {
+  std::mutex mutex;
+  std::condition_variable completed;
+  int pid = 0;  // that called cuInit; contexts do not survive a fork
+  Result init_result = environment("STUB_CUDA_INIT", kSuccess);
+  int version = environment("STUB_CUDA_VERSION", 13000);
+  bool virtual_memory = environment("STUB_CUDA_VMM", 1);
+  int granularity_log2 = environment("STUB_CUDA_GRANULARITY_LOG2", 21);
+  std::size_t memory = kMemory;
+  std::vector<Context> contexts =
+      std::vector<Context>(static_cast<std::size_t>(environment("STUB_CUDA_DEVICES", 1)), Context{0});
+  std::map<Address, std::size_t> reservations;
+  std::map<Address, Mapping> mappings;
+  std::map<Handle, std::pair<std::size_t, std::size_t>> handles;  // size, references
+  std::set<Event*> events;
+  std::set<Stream*> streams;
+  std::vector<Stream*> default_streams;
+  std::map<std::string, std::size_t> calls;
+  std::map<std::string, std::size_t> latencies;  // microseconds
+  std::vector<Fault> faults;
+  std::vector<std::string> log;
+  std::vector<std::string> violations;
+  bool logging = false;
+
+  State() {
+    for (std::size_t i = 0; i < contexts.size(); ++i) {
+      contexts[i].device = static_cast<int>(i);
+      default_streams.push_back(new Stream(&contexts[i]));
+    }
+  }
+  std::size_t granularity() const { return std::size_t{1} << granularity_log2; }
+};
+
+State& state() {
+  static State* the = new State;  // never destroyed: worker threads may outlive static objects
+  return *the;
+}
+
+thread_local Context* current = nullptr;
+thread_local unsigned capture_mode = kCaptureGlobal;
+
+// The frame of a call: counts, logs, delays and fails it as the test asked; holds the lock from then on.
+class Frame {
+ public:
+  template <class... Args>
+  explicit Frame(const char* name, const Args&... args) : name_(name) {
+    State& s = state();
+    std::size_t latency = 0;
+    {
+      const std::lock_guard lock(s.mutex);
+      s.calls[name] += 1;
+      if (s.logging) {
+        std::ostringstream line;
+        line << name;
+        (void)std::initializer_list<int>{((line << ' ' << args), 0)...};
+        s.log.push_back(line.str());
+      }
+      if (const auto it = s.latencies.find(name); it != s.latencies.end()) latency = it->second;
+      for (auto fault = s.faults.begin(); fault != s.faults.end(); ++fault)
+        if ((fault->name.empty() || fault->name == name) && --fault->countdown == 0) {
+          result = fault->code;
+          s.faults.erase(fault);
+          break;
+        }
+    }
+    if (latency) std::this_thread::sleep_for(std::chrono::microseconds(latency));
+    lock = std::unique_lock(s.mutex);
+    if (result == kSuccess && s.pid != getpid()) refuse(kNotInitialized, "CUDA is not initialised in this process");
+  }
+
+  bool failed() const { return result != kSuccess; }
+
+  // A precondition does not hold: notes it.
+  Result refuse(Result code, const std::string& why) {
+    state().violations.push_back(std::string(name_) + ": " + why);
+    return result = code;
+  }
+
+  bool needs(bool condition, const char* why, Result code = kInvalidValue) {
+    if (!condition && !failed()) refuse(code, why);
+    return condition;
+  }
+
+  // Which calls a capture forbids, the documentation leaves open but for examples. Strictly: all of these.
+  bool needs_context() {
+    if (failed()) return false;
+    if (!current) return refuse(kInvalidContext, "no context is current on the calling thread"), false;
+    for (const Stream* stream : state().streams) {
+      if (!stream->capturing || stream->mode == kCaptureRelaxed || capture_mode == kCaptureRelaxed) continue;
+      const bool mine = stream->capturer == std::this_thread::get_id();
+      if (mine || (stream->mode == kCaptureGlobal && capture_mode == kCaptureGlobal))
+        return refuse(kCaptureUnsupported, "a graph is being captured, and the thread's mode is not relaxed"), false;
+    }
+    return true;
+  }
+
+  Result result = kSuccess;
+  std::unique_lock<std::mutex> lock;
+
+ private:
+  const char* const name_;
+};
+
+#define ENTER(...)         \
+  Frame call(__VA_ARGS__); \
+  State& s = state();      \
+  (void)s;                 \
+  if (call.failed()) return call.result
+#define ENTER_CONTEXT(...) \
+  ENTER(__VA_ARGS__);      \
+  if (!call.needs_context()) return call.result
+#define NEEDS(...) \
+  if (!call.needs(__VA_ARGS__)) return call.result
+
+AllocationProp host_allocation(int granularity_log2) {
+  AllocationProp prop{};
+  prop.type = 1;
+  prop.location = {kLocationHost, granularity_log2};
+  return prop;
+}
+
+Stream* find_stream(const State& s, StreamHandle handle) {
+  if (!handle) return current ? s.default_streams[static_cast<std::size_t>(current->device)] : nullptr;
+  auto* stream = reinterpret_cast<Stream*>(handle);
+  return s.streams.contains(stream) ? stream : nullptr;
+}
+
+bool implicitly_captured(const State& s, StreamHandle handle) {
+  if (handle) return false;
+  return std::any_of(s.streams.begin(), s.streams.end(),
+                     [](const Stream* stream) { return stream->capturing && stream->context == current; });
+}
+
+// The mappings that a range consists of; false where it does not, or has gaps.
+bool whole_mappings(State& s, Address address, std::size_t size, std::vector<Mapping*>* found) {
+  Address reached = address;
+  for (auto it = s.mappings.find(address); it != s.mappings.end() && reached < address + size; ++it) {
+    if (it->first != reached) return false;
+    reached += it->second.size;
+    found->push_back(&it->second);
+  }
+  return size > 0 && reached == address + size;
+}
+
+const Mapping* mapping_at(const State& s, Address address) {
+  auto it = s.mappings.upper_bound(address);
+  if (it == s.mappings.begin()) return nullptr;
+  --it;
+  return address < it->first + it->second.size ? &it->second : nullptr;
+}
+
+bool is_read(const State& s, Address address, std::size_t size) {
+  const auto reads = [&](const Stream* stream) {
+    return std::any_of(stream->running.begin(), stream->running.end(), [&](const Kernel& kernel) {
+      return kernel.address < address + size && address < kernel.address + kernel.size;
+    });
+  };
+  return std::any_of(s.streams.begin(), s.streams.end(), reads) ||
+         std::any_of(s.default_streams.begin(), s.default_streams.end(), reads);
+}
+
+// Waits until kernels are completed; not for ever, so that a test that fails ends.
+template <class Done>
+Result wait(Frame& call, Done&& done) {
+  if (state().completed.wait_for(call.lock, std::chrono::seconds(10), done)) return kSuccess;
+  return call.refuse(kLaunchTimeout, "the test completes none of the kernels that this waits for");
+}
+
+std::size_t physical_bytes() { return host_usage().physical_bytes; }
+
+thread_local std::string answer;
+
+const char* joined(const std::vector<std::string>& lines) {
+  answer.clear();
+  for (const std::string& line : lines) answer += line + '\n';
+  return answer.c_str();
+}
+
+}  // namespace
+
+// Only these are seen from outside: the host provider in here must not be taken for the one of the native module.
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Devices and contexts
+
+Result cuInit(unsigned flags) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  s.calls["cuInit"] += 1;
+  if (flags != 0) return kInvalidValue;
+  if (s.pid && s.pid != getpid()) return kNotInitialized;
+  if (s.init_result != kSuccess) return s.init_result;
+  if (s.contexts.empty()) return kNoDevice;
+  s.pid = getpid();
+  return kSuccess;
+}
+
+Result cuDriverGetVersion(int* version) {
+  *version = state().version;
+  return kSuccess;
+}
+
+Result cuDeviceGetCount(int* count) {
+  ENTER("cuDeviceGetCount");
+  *count = static_cast<int>(s.contexts.size());
+  return kSuccess;
+}
+
+Result cuDeviceGet(int* device, int ordinal) {
+  ENTER("cuDeviceGet", ordinal);
+  NEEDS(ordinal >= 0 && ordinal < static_cast<int>(s.contexts.size()), "no such device", kInvalidDevice);
+  *device = ordinal;
+  return kSuccess;
+}
+
+Result cuDeviceGetName(char* name, int size, int device) {
+  ENTER("cuDeviceGetName", device);
+  std::strncpy(name, ("Stub GPU " + std::to_string(device)).c_str(), static_cast<std::size_t>(size) - 1);
+  name[size - 1] = 0;
+  return kSuccess;
+}
+
+Result cuDeviceTotalMem_v2(std::size_t* bytes, int device) {
+  ENTER("cuDeviceTotalMem", device);
+  *bytes = s.memory;
+  return kSuccess;
+}
+
+Result cuDeviceGetAttribute(int* value, int attribute, int device) {
+  ENTER("cuDeviceGetAttribute", attribute, device);
+  constexpr int kVirtualMemoryManagementSupported = 102;
+  *value = attribute == kVirtualMemoryManagementSupported && s.virtual_memory;
+  return kSuccess;
+}
+
+Result cuDevicePrimaryCtxRetain(Context** context, int device) {
+  ENTER("cuDevicePrimaryCtxRetain", device);
+  *context = &s.contexts[static_cast<std::size_t>(device)];
+  (*context)->references += 1;
+  return kSuccess;
+}
+
+Result cuDevicePrimaryCtxRelease_v2(int device) {
+  ENTER("cuDevicePrimaryCtxRelease", device);
+  Context& context = s.contexts[static_cast<std::size_t>(device)];
+  NEEDS(context.references > 0, "released more often than retained", kInvalidContext);
+  context.references -= 1;
+  return kSuccess;
+}
+
+Result cuCtxSetCurrent(Context* context) {
+  ENTER("cuCtxSetCurrent", context);
+  const bool known = !context || (context >= s.contexts.data() && context < s.contexts.data() + s.contexts.size());
+  NEEDS(known && (!context || context->references), "not a context that is retained", kInvalidContext);
+  current = context;
+  return kSuccess;
+}
+
+Result cuCtxGetCurrent(Context** context) {
+  ENTER("cuCtxGetCurrent");
+  *context = current;
+  return kSuccess;
+}
+
+Result cuCtxSynchronize() {
+  ENTER("cuCtxSynchronize");
+  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
+  for (const Stream* stream : s.streams)
+    NEEDS(!stream->capturing || stream->context != current, "a stream of the context captures", kCaptureUnsupported);
+  return wait(call, [&, context = current] {
+    const auto idle = [&](const Stream* stream) { return stream->context != context || stream->running.empty(); };
+    return std::all_of(s.streams.begin(), s.streams.end(), idle) &&
+           std::all_of(s.default_streams.begin(), s.default_streams.end(), idle);
+  });
+}
+
+Result cuThreadExchangeStreamCaptureMode(unsigned* mode) {
+  ENTER("cuThreadExchangeStreamCaptureMode", *mode);
+  NEEDS(*mode <= kCaptureRelaxed, "no such mode");
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
+
+// Memory
+
+Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  ENTER_CONTEXT("cuMemGetInfo");
+  *total = s.memory;
+  *free = s.memory - std::min(s.memory, physical_bytes());
+  return kSuccess;
+}
+
+Result cuMemGetAllocationGranularity(std::size_t* granularity, const AllocationProp* prop, unsigned) {
+  ENTER("cuMemGetAllocationGranularity");
+  NEEDS(prop && prop->type == 1 && prop->location.type == kLocationDevice, "only pinned memory of a device");
+  *granularity = s.granularity();
+  return kSuccess;
+}
+
+Result cuMemAddressReserve(Address* address, std::size_t size, std::size_t alignment, Address hint, Flags flags) {
+  ENTER_CONTEXT("cuMemAddressReserve", size, alignment, hint, flags);
+  NEEDS(flags == 0, "flags must be zero");
+  NEEDS(size > 0 && size % 4096 == 0, "the size must be a multiple of the host page size");
+  NEEDS((alignment & (alignment - 1)) == 0, "the alignment must be a power of two or zero");
+  NEEDS(hint % 4096 == 0, "the address must be a multiple of the host page size");
+  const Result result = host_vmm().address_reserve(address, size, std::max(alignment, s.granularity()), 0, 0);
+  if (result == kSuccess) s.reservations.emplace(*address, size);
+  return result;
+}
+
+Result cuMemAddressFree(Address address, std::size_t size) {
+  ENTER_CONTEXT("cuMemAddressFree", address, size);
+  const auto it = s.reservations.find(address);
+  NEEDS(it != s.reservations.end() && it->second == size, "not exactly what cuMemAddressReserve returned");
+  const auto first = s.mappings.lower_bound(address);
+  NEEDS(first == s.mappings.end() || first->first >= address + size, "something is mapped there");
+  s.reservations.erase(it);
+  return host_vmm().address_free(address, size);
+}
+
+Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop, Flags flags) {
+  ENTER_CONTEXT("cuMemCreate", size, flags);
+  NEEDS(flags == 0, "flags must be zero");
+  NEEDS(size > 0 && size % s.granularity() == 0, "the size must be a multiple of the granularity");
+  NEEDS(prop && prop->type == 1 && prop->location.type == kLocationDevice, "only pinned memory of a device");
+  NEEDS(prop->location.id >= 0 && prop->location.id < static_cast<int>(s.contexts.size()), "no such device",
+        kInvalidDevice);
+  NEEDS(prop->requested_handle_types == 0 && !prop->win32_handle_metadata, "no handles to share");
+  const char zero[8] = {};
+  NEEDS(std::memcmp(&prop->alloc_flags, zero, sizeof zero) == 0, "no allocation flags");
+  if (physical_bytes() + size > s.memory) return kOutOfMemory;
+  const AllocationProp allocation = host_allocation(s.granularity_log2);
+  const Result result = host_vmm().create(handle, size, &allocation, 0);
+  if (result == kSuccess) s.handles.emplace(*handle, std::pair{size, std::size_t{1}});
+  return result;
+}
+
+Result cuMemRelease(Handle handle) {
+  ENTER_CONTEXT("cuMemRelease", handle);
+  const auto it = s.handles.find(handle);
+  NEEDS(it != s.handles.end(), "not a valid handle: the behaviour is undefined");
+  if (--it->second.second == 0) s.handles.erase(it);
+  return host_vmm().release(handle);
+}
+
+Result cuMemMap(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags) {
+  ENTER_CONTEXT("cuMemMap", address, size, offset, handle, flags);
+  NEEDS(flags == 0, "flags must be zero");
+  NEEDS(offset == 0, "the offset must be zero");
+  const auto physical = s.handles.find(handle);
+  NEEDS(physical != s.handles.end(), "not a valid handle");
+  NEEDS(address % s.granularity() == 0 && size % s.granularity() == 0, "not a multiple of the granularity");
+  NEEDS(size > 0 && size == physical->second.first, "the size must be the allocation's");
+  auto reservation = s.reservations.upper_bound(address);
+  const bool reserved =
+      reservation != s.reservations.begin() &&
+      (--reservation, address + size <= reservation->first + reservation->second && address >= reservation->first);
+  NEEDS(reserved, "not within one reservation");
+  const auto next = s.mappings.lower_bound(address);
+  const bool taken = mapping_at(s, address) || (next != s.mappings.end() && next->first < address + size);
+  NEEDS(!taken, "something is mapped there", kAlreadyMapped);
+  const Result result = host_vmm().map(address, size, 0, handle, 0);
+  if (result == kSuccess) s.mappings.emplace(address, Mapping{size, handle, false});
+  return result;
+}
+
+Result cuMemUnmap(Address address, std::size_t size) {
+  ENTER_CONTEXT("cuMemUnmap", address, size);
+  const auto it = s.mappings.find(address);
+  NEEDS(it != s.mappings.end(), "nothing is mapped at this address");
+  NEEDS(it->second.size == size, "not the entire range of one mapping");
+  NEEDS(!is_read(s, address, size), "a kernel that is running reads these pages", kIllegalAddress);
+  const Result result = host_vmm().unmap(address, size);
+  if (result == kSuccess) s.mappings.erase(it);
+  return result;
+}
+
+Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
+  ENTER_CONTEXT("cuMemSetAccess", address, size);
+  NEEDS(descs && count == 1, "one descriptor");
+  const Location& location = descs->location;
+  NEEDS(location.type == kLocationDevice && location.id >= 0 && location.id < static_cast<int>(s.contexts.size()),
+        "no such device", kInvalidDevice);
+  NEEDS(descs->flags == 0 || descs->flags == 1 || descs->flags == 3, "no such access");
+  std::vector<Mapping*> mappings;
+  NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
+  const AccessDesc desc{{kLocationHost, s.granularity_log2}, descs->flags};
+  const Result result = host_vmm().set_access(address, size, &desc, 1);
+  if (result == kSuccess)
+    for (Mapping* mapping : mappings) mapping->accessible = descs->flags != 0;
+  return result;
+}
+
+Result cuMemGetAccess(Flags* flags, const Location* location, Address address) {
+  ENTER_CONTEXT("cuMemGetAccess", address);
+  NEEDS(flags && location && location->type == kLocationDevice, "no such location");
+  NEEDS(mapping_at(s, address), "nothing is mapped at this address");
+  const Location host{kLocationHost, s.granularity_log2};
+  return host_vmm().get_access(flags, &host, address);
+}
+
+// "If the address requested is not mapped, the function will fail": asking is no violation.
+Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
+  ENTER_CONTEXT("cuMemRetainAllocationHandle", address);
+  const Result result = host_vmm().retain_handle(handle, address);
+  if (result == kSuccess) {
+    const auto size = mapping_at(s, reinterpret_cast<Address>(address))->size;
+    s.handles.try_emplace(*handle, std::pair{size, std::size_t{0}}).first->second.second += 1;
+  }
+  return result;
+}
+
+// Streams and events
+
+Result cuStreamIsCapturing(StreamHandle handle, unsigned* status) {
+  ENTER("cuStreamIsCapturing", handle);
+  const Stream* stream = find_stream(s, handle);
+  NEEDS(stream, "no such stream, or no context is current");
+  if (implicitly_captured(s, handle)) return kCaptureImplicit;
+  *status = stream->capturing;
+  return kSuccess;
+}
+
+Result cuEventCreate(Event** event, unsigned flags) {
+  ENTER("cuEventCreate", flags);
+  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
+  NEEDS(flags < 4, "unknown flags");
+  *event = new Event{current};
+  s.events.insert(*event);
+  return kSuccess;
+}
+
+Result cuEventDestroy_v2(Event* event) {
+  ENTER("cuEventDestroy", event);
+  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
+  NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
+  NEEDS(event->waiters == 0, "a thread waits for the event", kInvalidHandle);
+  s.events.erase(event);
+  delete event;
+  return kSuccess;
+}
+
+Result cuEventRecord(Event* event, StreamHandle handle) {
+  ENTER("cuEventRecord", event, handle);
+  Stream* stream = find_stream(s, handle);
+  NEEDS(s.events.contains(event) && stream, "no such event or stream", kInvalidHandle);
+  NEEDS(current == event->context && stream->context == event->context, "of different contexts", kInvalidHandle);
+  NEEDS(!implicitly_captured(s, handle), "the legacy stream depends on one that captures", kCaptureImplicit);
+  NEEDS(event->waiters == 0, "a thread waits for the event", kInvalidHandle);
+  event->captured = stream->capturing;
+  event->stream = stream;
+  event->upto = stream->launched;
+  return kSuccess;
+}
+
+Result cuEventQuery(Event* event) {
+  ENTER_CONTEXT("cuEventQuery", event);
+  NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
+  NEEDS(!event->captured, "the event is part of a graph", kCapturedEvent);
+  return event->complete() ? kSuccess : kNotReady;
+}
+
+Result cuEventSynchronize(Event* event) {
+  ENTER_CONTEXT("cuEventSynchronize", event);
+  NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
+  NEEDS(!event->captured, "the event is part of a graph", kCapturedEvent);
+  event->waiters += 1;
+  const Result result = wait(call, [&] { return event->complete(); });
+  event->waiters -= 1;
+  return result;
+}
+
+// Names
+
+Result cuGetErrorName(Result result, const char** name) {
+  if (host_vmm().error_name(result, name) == kSuccess) return kSuccess;
+  static const std::map<Result, const char*> names{{kDeinitialized, "CUDA_ERROR_DEINITIALIZED"},
+                                                   {kDeviceUnavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
+                                                   {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
+                                                   {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
+                                                   {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                   {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT"}};
+  const auto it = names.find(result);
+  *name = it == names.end() ? nullptr : it->second;
+  return it == names.end() ? kInvalidValue : kSuccess;
+}
+
+Result cuGetErrorString(Result result, const char** text) { return cuGetErrorName(result, text); }
+
+Result cuGetProcAddress_v2(const char* symbol, void** function, int version, Flags flags, unsigned* status) {
+  struct Entry {
+    const char* name;
+    int since;  // the CUDA that brought this function, in the version of it that is here
+    void* function;
+  };
+#define ENTRY(name, since) {#name, since, reinterpret_cast<void*>(name)}
+#define ENTRY_V2(name, since)                        \
+  {                                                  \
+    #name, since, reinterpret_cast<void*>(name##_v2) \
+  }
+  static const Entry entries[] = {
+      ENTRY(cuInit, 2000),
+      ENTRY(cuDriverGetVersion, 2020),
+      ENTRY(cuDeviceGetCount, 2000),
+      ENTRY(cuDeviceGet, 2000),
+      ENTRY(cuDeviceGetName, 2000),
+      ENTRY_V2(cuDeviceTotalMem, 3020),
+      ENTRY(cuDeviceGetAttribute, 2000),
+      ENTRY(cuDevicePrimaryCtxRetain, 7000),
+      ENTRY_V2(cuDevicePrimaryCtxRelease, 11000),
+      ENTRY(cuCtxSetCurrent, 4000),
+      ENTRY(cuCtxGetCurrent, 4000),
+      ENTRY(cuCtxSynchronize, 2000),
+      ENTRY(cuThreadExchangeStreamCaptureMode, 10010),
+      ENTRY_V2(cuMemGetInfo, 3020),
+      ENTRY(cuMemGetAllocationGranularity, 10020),
+      ENTRY(cuMemAddressReserve, 10020),
+      ENTRY(cuMemAddressFree, 10020),
+      ENTRY(cuMemCreate, 10020),
+      ENTRY(cuMemRelease, 10020),
+      ENTRY(cuMemMap, 10020),
+      ENTRY(cuMemUnmap, 10020),
+      ENTRY(cuMemSetAccess, 10020),
+      ENTRY(cuMemGetAccess, 10020),
+      ENTRY(cuMemRetainAllocationHandle, 11000),
+      ENTRY(cuStreamIsCapturing, 10000),
+      ENTRY(cuEventCreate, 2000),
+      ENTRY_V2(cuEventDestroy, 4000),
+      ENTRY(cuEventRecord, 2000),
+      ENTRY(cuEventQuery, 2000),
+      ENTRY(cuEventSynchronize, 2000),
+      ENTRY(cuGetErrorName, 6000),
+      ENTRY(cuGetErrorString, 6000),
+      {"cuGetProcAddress", 12000, reinterpret_cast<void*>(cuGetProcAddress_v2)},
+  };
+  *function = nullptr;
+  if (flags > 2) return kInvalidValue;
+  unsigned found = 1;  // CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
+  for (const Entry& entry : entries)
+    if (std::strcmp(entry.name, symbol) == 0) {
+      found = version < entry.since ? 2 : 0;  // CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+      if (!found) *function = entry.function;
+    }
+  if (status) *status = found;
+  return kSuccess;
+}
+
+// What tests control
+
+std::size_t stub_calls(const char* name) {
+  const std::lock_guard lock(state().mutex);
+  return state().calls[name];
+}
+// The n-th call from now on fails, of this name or (null) of any; 1 is the next.
+void stub_fail(const char* name, std::size_t nth, Result code) {
+  const std::lock_guard lock(state().mutex);
+  state().faults.push_back({name ? name : "", nth, code});
+}
+void stub_heal() {
+  const std::lock_guard lock(state().mutex);
+  state().faults.clear();
+}
+void stub_latency(const char* name, std::size_t microseconds) {
+  const std::lock_guard lock(state().mutex);
+  state().latencies[name] = microseconds;
+}
+void stub_logging(int on) {
+  const std::lock_guard lock(state().mutex);
+  state().logging = on;
+  state().log.clear();
+}
+const char* stub_log() {
+  const std::lock_guard lock(state().mutex);
+  return joined(state().log);
+}
+const char* stub_violations() {
+  const std::lock_guard lock(state().mutex);
+  return joined(state().violations);
+}
+void stub_forgive() {
+  const std::lock_guard lock(state().mutex);
+  state().violations.clear();
+}
+void stub_memory(std::size_t bytes) {
+  const std::lock_guard lock(state().mutex);
+  state().memory = bytes;
+}
+// Reservations, mappings, handles, events, bytes of memory: what is there now.
+void stub_usage(std::size_t usage[5]) {
+  const std::lock_guard lock(state().mutex);
+  const State& s = state();
+  const std::size_t values[5]{s.reservations.size(), s.mappings.size(), s.handles.size(), s.events.size(),
+                              physical_bytes()};
+  std::copy(values, values + 5, usage);
+}
+StreamHandle stub_stream(int device) {
+  const std::lock_guard lock(state().mutex);
+  auto* stream = new Stream(&state().contexts[static_cast<std::size_t>(device)]);
+  state().streams.insert(stream);
+  return reinterpret_cast<StreamHandle>(stream);
+}
+static Stream* any_stream(StreamHandle handle) {
+  return handle ? reinterpret_cast<Stream*>(handle) : state().default_streams[0];
+}
+// A kernel that reads a range of memory until it is completed.
+void stub_launch(StreamHandle handle, Address address, std::size_t size) {
+  const std::lock_guard lock(state().mutex);
+  Stream* stream = any_stream(handle);
+  stream->running.push_back({++stream->launched, address, size});
+}
+// Completes the oldest kernels of a stream.
+void stub_complete(StreamHandle handle, std::size_t kernels) {
+  {
+    const std::lock_guard lock(state().mutex);
+    auto& running = any_stream(handle)->running;
+    running.erase(running.begin(), running.begin() + static_cast<std::ptrdiff_t>(std::min(kernels, running.size())));
+  }
+  state().completed.notify_all();
+}
+void stub_capture(StreamHandle handle, int on, unsigned mode) {
+  const std::lock_guard lock(state().mutex);
+  Stream* stream = any_stream(handle);
+  stream->capturing = on;
+  stream->mode = mode;
+  stream->capturer = std::this_thread::get_id();
+}
+// Completes every kernel, ends every capture, forgets faults, latencies and violations, and gives memory back its size.
+void stub_reset() {
+  {
+    State& s = state();
+    const std::lock_guard lock(s.mutex);
+    for (Stream* stream : s.streams) stream->running.clear(), stream->capturing = false;
+    for (Stream* stream : s.default_streams) stream->running.clear();
+    s.faults.clear();
+    s.latencies.clear();
+    s.violations.clear();
+    s.memory = kMemory;
+  }
+  state().completed.notify_all();
+}
+// How many threads wait for an event.
+std::size_t stub_waiters() {
+  const std::lock_guard lock(state().mutex);
+  std::size_t waiters = 0;
+  for (const Event* event : state().events) waiters += event->waiters;
+  return waiters;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

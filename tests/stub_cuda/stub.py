@@ -1,0 +1,179 @@
+"""The stub libcuda.so.1: how it is built, and its controls. Only processes that have it on LD_LIBRARY_PATH load it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
+SOURCES = [Path(__file__).with_name("libcuda.cpp"), ROOT / "csrc/host_vmm.cpp", ROOT / "csrc/fork_guard.cpp"]
+ACTIVE = "VATTN_STUB_CUDA"  # set in the processes that run over the stub
+
+# Microseconds per call at 2 MiB, as the paper measured them (vAttention, Table 3).
+PAPER = {
+    "cuMemAddressReserve": 2,
+    "cuMemCreate": 29,
+    "cuMemMap": 2,
+    "cuMemSetAccess": 38,
+    "cuMemUnmap": 34,
+    "cuMemRelease": 23,
+    "cuMemAddressFree": 1,
+}
+
+
+def build() -> Path:
+    """Builds the stub if its sources are newer; returns its folder."""
+    headers = (ROOT / "csrc").glob("*.h")
+    newest = max(path.stat().st_mtime for path in (*SOURCES, *headers))
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
+        LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+        fresh = LIBRARY.with_suffix(f".{os.getpid()}")
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-g",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-pthread",
+        ]
+        command += ["-Wl,-soname,libcuda.so.1", f"-I{ROOT / 'csrc'}", "-o", str(fresh), *map(str, SOURCES)]
+        subprocess.run(command, check=True)
+        fresh.replace(LIBRARY)
+    return LIBRARY.parent
+
+
+def environment(**options: int) -> dict[str, str]:
+    """The environment of a process over the stub; `options` are the STUB_CUDA_* variables, in lower case."""
+    path = os.pathsep.join(filter(None, (str(build()), os.environ.get("LD_LIBRARY_PATH"))))
+    given = {f"STUB_CUDA_{name.upper()}": str(value) for name, value in options.items()}
+    return {**os.environ, "LD_LIBRARY_PATH": path, ACTIVE: "1", **given}
+
+
+def python(script: str, *arguments: str, **options: int) -> subprocess.CompletedProcess[str]:
+    """Runs a script over a fresh stub."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=environment(**options),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@dataclass(frozen=True)
+class Usage:
+    reservations: int
+    mappings: int
+    handles: int
+    events: int
+    bytes: int
+
+    @property
+    def memory(self) -> tuple[int, int, int, int]:
+        """All but the events, of which a driver keeps a stock while a cache or a tensor of it lives."""
+        return self.reservations, self.mappings, self.handles, self.bytes
+
+
+class Stub:
+    """The stub that this process loaded, or would load."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        for name, result, *arguments in (
+            ("calls", ctypes.c_size_t, ctypes.c_char_p),
+            ("fail", None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int),
+            ("heal", None),
+            ("latency", None, ctypes.c_char_p, ctypes.c_size_t),
+            ("logging", None, ctypes.c_int),
+            ("log", ctypes.c_char_p),
+            ("violations", ctypes.c_char_p),
+            ("forgive", None),
+            ("memory", None, ctypes.c_size_t),
+            ("usage", None, ctypes.c_size_t * 5),
+            ("stream", ctypes.c_size_t, ctypes.c_int),
+            ("launch", None, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t),
+            ("complete", None, ctypes.c_size_t, ctypes.c_size_t),
+            ("capture", None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint),
+            ("reset", None),
+            ("waiters", ctypes.c_size_t),
+        ):
+            function = getattr(self._library, f"stub_{name}")
+            function.restype, function.argtypes = result, arguments
+
+    def calls(self, name: str) -> int:
+        return int(self._library.stub_calls(name.encode()))
+
+    def fail(self, name: str | None, nth: int = 1, code: int = 999) -> None:
+        self._library.stub_fail(name.encode() if name else None, nth, code)
+
+    def heal(self) -> None:
+        self._library.stub_heal()
+
+    def latencies(self, microseconds: dict[str, int]) -> None:
+        for name, value in microseconds.items():
+            self._library.stub_latency(name.encode(), value)
+
+    def logging(self, on: bool) -> None:
+        self._library.stub_logging(on)
+
+    def log(self, *names: str) -> list[str]:
+        lines: Iterable[str] = self._library.stub_log().decode().splitlines()
+        return [line for line in lines if not names or line.split()[0] in names]
+
+    def violations(self) -> list[str]:
+        return list(self._library.stub_violations().decode().splitlines())
+
+    def forgive(self) -> None:
+        self._library.stub_forgive()
+
+    def memory(self, size: int) -> None:
+        self._library.stub_memory(size)
+
+    def usage(self) -> Usage:
+        values = (ctypes.c_size_t * 5)()
+        self._library.stub_usage(values)
+        return Usage(*values)
+
+    def stream(self, device: int = 0) -> int:
+        return int(self._library.stub_stream(device))
+
+    def launch(self, stream: int, address: int, size: int) -> None:
+        self._library.stub_launch(stream, address, size)
+
+    def complete(self, stream: int, kernels: int = 1 << 30) -> None:
+        self._library.stub_complete(stream, kernels)
+
+    def capture(self, stream: int, on: bool, mode: int = 0) -> None:
+        self._library.stub_capture(stream, on, mode)
+
+    def reset(self) -> None:
+        self._library.stub_reset()
+
+    def waiters(self) -> int:
+        return int(self._library.stub_waiters())
+
+
+def stand_in() -> None:
+    """Lets a torch without CUDA pass for one with it.
+
+    What is left to torch is little: whether it has CUDA, its current device and stream, and the import of tensors. The
+    stub's memory is the host's, so tensors come in as that.
+    """
+    from vattn.drivers import cuda
+
+    cuda.torch_lacks = lambda: None
+    cuda.current_device = lambda: 0
+    cuda.current_stream = lambda device: 0
+    cuda._DLPACK_CUDA = 1  # DLPack's number for the CPU

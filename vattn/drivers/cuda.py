@@ -1,0 +1,251 @@
+"""The cuda driver: CUDA's virtual memory calls, found and described through cuda-python, made by the native code.
+
+cuda-python starts CUDA, builds the allocation's properties and finds the addresses of the calls; from then on Python
+makes none of them. The device's primary context is the one that torch uses. It is retained once per process and never
+released: what outlives a cache, a tensor say, may need it until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vattn import _native
+from vattn.drivers.base import Device, Guard, MemoryDriver, Stream
+from vattn.errors import ConfigError, DriverError, ForkedProcess
+from vattn.units import format_bytes
+
+_DLPACK_CUDA = 2
+
+# The calls are looked up as CUDA 12.0 declares them: every driver that cuda-python 12.9 and later works with has those.
+_ABI = 12000
+_PROP_BYTES = 32  # sizeof(CUmemAllocationProp)
+
+_initialised_in = 0  # the process that started CUDA, which does not survive a fork
+
+
+class CudaDevice(Device):
+    """One GPU, by its ordinal among those that CUDA_VISIBLE_DEVICES shows; torch counts them the same way.
+
+    Raises:
+        ConfigError: it has no virtual memory management.
+        DriverError: CUDA cannot use it.
+    """
+
+    default_utilization = 0.9
+
+    def __init__(self, bindings: Any, ordinal: int) -> None:
+        self._cuda = bindings
+        self.torch_device = torch.device("cuda", ordinal)
+        device = call(bindings.cuDeviceGet, ordinal)
+        name, supported, _ = describe(bindings, ordinal)
+        if not supported:
+            raise ConfigError(
+                f"cuda:{ordinal} ({name}) has no virtual memory management, as its driver is set up; vattn needs it"
+            )
+        self._context = call(bindings.cuDevicePrimaryCtxRetain, device)
+        prop = bindings.CUmemAllocationProp()
+        prop.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = int(device)
+        self._prop = ctypes.string_at(prop.getPtr(), _PROP_BYTES)
+        minimum = bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity: int = call(bindings.cuMemGetAllocationGranularity, prop, minimum)
+        self.page_sizes = (self.granularity,)
+        self.default_page_size = self.granularity
+        self._table: dict[str, int] = {name: _address(bindings, name) for name in _native.table_names()}
+
+    def check_page_size(self, page_size: int) -> int:
+        if page_size <= 0 or page_size % self.granularity:
+            raise ConfigError(
+                f"page_size={page_size} is not possible: pages on {self.torch_device} are multiples of "
+                f"{self.granularity} ({format_bytes(self.granularity)}); leave it out for pages of that size"
+            )
+        return page_size
+
+    def available_memory(self) -> int:
+        with self._current():
+            free, _ = call(self._cuda.cuMemGetInfo)
+        return int(free)
+
+    def mapping_limit(self) -> int | None:
+        return None
+
+    def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
+        self.check_page_size(page_size)
+        native = _native.Driver(
+            table if table is not None else self.table(),
+            self._prop,
+            context=int(self._context),
+            # "The range must be the entire contiguous address range that was mapped to": one call per mapping is what
+            # cuMemUnmap's documentation surely allows. NVIDIA's samples unmap several at once.
+            unmap_ranges=False,
+        )
+        return MemoryDriver(self, page_size, native, (_DLPACK_CUDA, self.torch_device.index))
+
+    def table(self) -> dict[str, int]:
+        return dict(self._table)
+
+    def stream_handle(self, stream: Stream | None) -> int | None:
+        if stream is None:
+            return current_stream(self.torch_device)
+        return stream if isinstance(stream, int) else int(stream.cuda_stream)
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes the device's context current on this thread, whose own context torch counts on, for a while."""
+        before = call(self._cuda.cuCtxGetCurrent)
+        call(self._cuda.cuCtxSetCurrent, self._context)
+        try:
+            yield
+        finally:
+            call(self._cuda.cuCtxSetCurrent, before)
+
+
+def find(device: torch.device) -> CudaDevice:
+    """The device that `"cuda"` (torch's current one) or `"cuda:1"` names.
+
+    Raises:
+        ConfigError: saying what is missing, and how to get it.
+        ForkedProcess: CUDA was started in the parent of this process.
+        DriverError: CUDA cannot use the device.
+    """
+    bindings, lacking = start()
+    lacking = [reason for reason in (torch_lacks(), *lacking) if reason]
+    if lacking:
+        raise ConfigError(f"device={str(device)!r} cannot be used here: {'; '.join(lacking)}")
+    ordinal = device.index if device.index is not None else current_device()
+    count = device_count(bindings)
+    if not 0 <= ordinal < count:
+        raise ConfigError(f"device='cuda:{ordinal}' does not exist; CUDA has {count} here{_visible()}, counted from 0")
+    return _device(os.getpid(), ordinal)
+
+
+def device_count(bindings: Any) -> int:
+    """Devices that CUDA has in this process."""
+    return int(call(bindings.cuDeviceGetCount))
+
+
+def describe(bindings: Any, ordinal: int) -> tuple[str, bool, int]:
+    """A device's name, whether it has virtual memory management, and its bytes of memory; makes no context on it."""
+    device = call(bindings.cuDeviceGet, ordinal)
+    name = call(bindings.cuDeviceGetName, 256, device).split(b"\0")[0].decode()
+    attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    return (
+        name,
+        bool(call(bindings.cuDeviceGetAttribute, attribute, device)),
+        int(call(bindings.cuDeviceTotalMem, device)),
+    )
+
+
+def start() -> tuple[Any, list[str]]:
+    """Starts CUDA in this process.
+
+    Returns:
+        cuda-python's driver module, and what is missing for using it.
+
+    Raises:
+        ForkedProcess: CUDA was started in the parent of this process.
+    """
+    global _initialised_in
+    if _initialised_in not in (0, os.getpid()):
+        raise ForkedProcess(
+            f"CUDA was started in process {_initialised_in}, and this is a fork of it (process {os.getpid()}): CUDA "
+            "does not survive a fork; start workers with 'spawn'"
+        )
+    try:
+        from cuda.bindings import driver as bindings
+    except ImportError as error:
+        return None, [f"cuda-python is not installed ({error}): pip install 'vattn[cuda]'"]
+    try:
+        (result,) = bindings.cuInit(0)
+    except Exception as error:  # what it raises where there is no library differs from version to version
+        return bindings, [
+            f"NVIDIA's driver (libcuda.so.1) is not there ({' '.join(str(error).split())}): install it, or start the "
+            "container with GPUs (docker run --gpus all)"
+        ]
+    if result == bindings.CUresult.CUDA_ERROR_NO_DEVICE:
+        return bindings, [f"NVIDIA's driver finds no GPU{_visible()}: cuInit returned CUDA_ERROR_NO_DEVICE (100)"]
+    if result != bindings.CUresult.CUDA_SUCCESS:
+        return bindings, [f"NVIDIA's driver does not start: cuInit returned {_name(result)} ({int(result)}); see dmesg"]
+    _initialised_in = os.getpid()
+    version = int(call(bindings.cuDriverGetVersion))
+    if version < _ABI:
+        return bindings, [
+            f"NVIDIA's driver is for CUDA {format_version(version)}, too old: install one for {format_version(_ABI)} "
+            "or later"
+        ]
+    return bindings, []
+
+
+def torch_lacks() -> str | None:
+    """What this torch lacks for tensors on a GPU."""
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA: pip install torch --index-url "
+            "https://download.pytorch.org/whl/cu128 (or the index for your driver, see pytorch.org)"
+        )
+    return None
+
+
+def current_device() -> int:
+    """The ordinal of torch's current device."""
+    return torch.cuda.current_device()
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of torch's current stream on a device."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def format_version(version: int) -> str:
+    """CUDA's way to number versions, for people: 12040 is 12.4."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls cuda-python; returns what comes after the result.
+
+    Raises:
+        DriverError: the call failed.
+    """
+    result, *values = function(*arguments)
+    if int(result) != 0:
+        name = _name(result)
+        raise DriverError(
+            f"{function.__name__} failed with {name} ({int(result)})",
+            call=function.__name__,
+            code=int(result),
+            name=name,
+        )
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _name(result: Any) -> str:
+    return str(getattr(result, "name", "an unknown result"))
+
+
+def _visible() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+
+
+def _address(bindings: Any, name: str) -> int:
+    # Of the two meanings that the stream 0 can have, the one that torch means: the legacy default stream.
+    legacy = bindings.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
+    address, status = call(bindings.cuGetProcAddress, name.encode(), _ABI, legacy)
+    if not address:
+        raise ConfigError(f"NVIDIA's driver has no {name} ({_name(status)}): install a newer one")
+    return int(address)
+
+
+@functools.cache
+def _device(process: int, ordinal: int) -> CudaDevice:
+    bindings, _ = start()
+    return CudaDevice(bindings, ordinal)

@@ -1,0 +1,84 @@
+"""The host driver: CUDA's calls over Linux memory (memfd_create, mmap), for tensors on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from vattn import _native
+from vattn.drivers.base import Device, Guard, MemoryDriver, Stream
+from vattn.errors import ConfigError
+from vattn.units import format_bytes
+
+_DLPACK_CPU = 1
+MIN_PAGE_SIZE: int = _native.HOST_MIN_GRANULARITY
+MAX_PAGE_SIZE: int = _native.HOST_MAX_GRANULARITY
+
+
+class HostDevice(Device):
+    """The machine's memory."""
+
+    torch_device = torch.device("cpu")
+    page_sizes = tuple(1 << power for power in range(MIN_PAGE_SIZE.bit_length() - 1, MAX_PAGE_SIZE.bit_length()))
+    default_page_size = 2**16
+    default_utilization = 0.5
+
+    def check_page_size(self, page_size: int) -> int:
+        return check_page_size(page_size)
+
+    def available_memory(self) -> int:
+        return available_memory()
+
+    def mapping_limit(self) -> int | None:
+        return max_mappings()
+
+    def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
+        native = _native.Driver(
+            table if table is not None else self.table(),
+            _native.host_prop(check_page_size(page_size)),
+            reserve_flags=_native.HOST_RESERVE_STRICT if guard == "strict" else 0,
+            restore_flags=_native.HOST_MAP_RESTORE,
+        )
+        return MemoryDriver(self, page_size, native, (_DLPACK_CPU, 0))
+
+    def table(self) -> dict[str, int]:
+        return _native.host_table()
+
+    def stream_handle(self, stream: Stream | None) -> int | None:
+        return None
+
+
+def check_page_size(page_size: int) -> int:
+    """Returns `page_size`, or raises ConfigError if the host driver has no such pages."""
+    if page_size & (page_size - 1) or not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size={page_size} is not possible: the host driver's pages are powers of two from "
+            f"{MIN_PAGE_SIZE} ({format_bytes(MIN_PAGE_SIZE)}) to {MAX_PAGE_SIZE} ({format_bytes(MAX_PAGE_SIZE)})"
+        )
+    return page_size
+
+
+def max_mappings() -> int:
+    """Mappings that Linux allows this process (`vm.max_map_count`)."""
+    return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def available_memory() -> int:
+    """Bytes of memory that this machine, or the control group around this process, still has to give."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+if sys.platform != "linux":
+    raise ImportError(f"vattn needs Linux (memfd, mmap); this is {sys.platform}")

@@ -1,0 +1,94 @@
+"""`vattn doctor`: what drivers, devices, kernels and limits this machine has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+
+from vattn import _native
+from vattn.drivers import cuda, host
+from vattn.errors import DriverError, VattnError
+from vattn.units import format_bytes
+
+
+def doctor() -> str:
+    """What drivers, devices, kernels and limits this machine has, as text for people."""
+    usage = _native.host_usage()
+    with open("/proc/self/maps") as maps:
+        mappings = sum(1 for _ in maps)
+    lines = [
+        f"vattn {_version('vattn')}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {_version('transformers')}, Linux {platform.release()} ({platform.machine()})",
+        "",
+        "drivers",
+        f"  host   ok: pages of {format_bytes(host.MIN_PAGE_SIZE)} to {format_bytes(host.MAX_PAGE_SIZE)} over memfd; "
+        f"{usage.reservations} reservations, {format_bytes(usage.physical_bytes)} in use by this process",
+        *_cuda_driver(),
+        "devices",
+        f"  cpu    {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
+        f"{format_bytes(host.available_memory())} available",
+        *_cuda_devices(),
+        "kernels",
+        *(f"  {line}" for line in _kernels()),
+        "limits",
+        f"  mappings per process  {host.max_mappings()} (vm.max_map_count), {mappings} in use; "
+        "one per page that is not next to its neighbour",
+        f"  largest reservation   {_largest_reservation()}",
+    ]
+    return "\n".join(lines)
+
+
+def _cuda_driver() -> list[str]:
+    try:
+        bindings, lacking = cuda.start()
+        lacking = [reason for reason in (cuda.torch_lacks(), *lacking) if reason]
+        if lacking:
+            return [f"  cuda   no: {reason}" for reason in lacking]
+        version = cuda.format_version(cuda.call(bindings.cuDriverGetVersion))
+    except VattnError as error:
+        return [f"  cuda   no: {error}"]
+    return [f"  cuda   ok: a driver for CUDA {version}, cuda-python {_version('cuda-bindings')}"]
+
+
+def _cuda_devices() -> list[str]:
+    lines = []
+    try:
+        bindings, lacking = cuda.start()
+        for ordinal in range(0 if lacking else cuda.device_count(bindings)):
+            name, supported, memory = cuda.describe(bindings, ordinal)
+            unusable = "" if supported else "; unusable, it has no virtual memory management"
+            lines.append(f"  cuda:{ordinal} {name}, {format_bytes(memory)}{unusable}")
+    except VattnError as error:
+        lines.append(f"  cuda   {error}")
+    return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _kernels() -> list[str]:
+    from vattn import attention
+
+    return attention.describe()
+
+
+def _largest_reservation() -> str:
+    """Tries reservations, from large to small, and gives each back at once."""
+    driver = host.HostDevice().open(host.MAX_PAGE_SIZE)
+    pool = _native.PagePool(host.MAX_PAGE_SIZE, 1)
+    for power in range(47, 30, -1):
+        try:
+            _native.AddressSpace(
+                driver.native, pool, tensors=1, slots=1, runs=1, run_pages=2**power // host.MAX_PAGE_SIZE
+            )
+        except DriverError:
+            continue
+        return f"{format_bytes(2**power)} of address space"
+    return "below 2 GiB; see ulimit -v"
