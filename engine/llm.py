@@ -291,14 +291,14 @@ class LLM:
         text, token_ids = self.prompts.read(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
-        if sampling.stop and self.tokenizer is None:
-            raise InvalidRequest(
-                "stop is text, but this LLM has no tokenizer; give stop_token_ids, or pass tokenizer=..."
-            )
+        if self.tokenizer is None and (sampling.stop or sampling.bad_words):
+            name = "stop" if sampling.stop else "bad_words"
+            raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
         longest = self.max_model_len
         if sampling.max_tokens is not None:
             longest = min(longest, len(token_ids) + sampling.max_tokens)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        bad_words_ids = self.prompts.words_ids(sampling.bad_words)
         requests = [
             Request(
                 request_id if sampling.n == 1 else f"{index}_{request_id}",
@@ -309,6 +309,7 @@ class LLM:
                 eos_token_ids=self._eos_token_ids,
                 prompt=text,
                 detokenizer=self._detokenizer(sampling),
+                bad_words_ids=bad_words_ids,
                 parent_id=request_id,
                 index=index,
             )

@@ -55,6 +55,17 @@ class PromptReader:
                 f"0 to {self.vocab_size - 1}"
             )
 
+    def words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that write these words, at the beginning of a text and after a space."""
+        sequences = []
+        for word in words:
+            assert self.tokenizer is not None
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+                token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                if token_ids and token_ids not in sequences:
+                    sequences.append(token_ids)
+        return sequences
+
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> Prompt:
         """The prompt that a conversation makes, by the tokenizer's chat template.
 

@@ -64,6 +64,7 @@ class Request:
         seed: of its random numbers.
         stop_token_ids: tokens that end it.
         detokenizer: its output as text; None without a tokenizer.
+        bad_words_ids: token sequences that the output must not have.
         logprobs: of its output tokens, where they were asked for, and `cumulative_logprob`, their sum.
         prompt_logprobs: of as many prompt tokens as have been computed, where they were asked for.
         num_computed_tokens: tokens whose keys and values are in the cache.
@@ -84,6 +85,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         prompt: str | None = None,
         detokenizer: Detokenizer | None = None,
+        bad_words_ids: Sequence[list[int]] = (),
         parent_id: str | None = None,
         index: int = 0,
     ) -> None:
@@ -96,6 +98,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.seed = seed
         self.detokenizer = detokenizer
+        self.bad_words_ids = bad_words_ids
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
         self.stop_token_ids = frozenset(sampling.stop_token_ids)

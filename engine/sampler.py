@@ -116,6 +116,7 @@ class Batch:
             for row, param in enumerate(params)
             if param.allowed_token_ids is not None
         ]
+        self._bad_words = [(row, request) for row, request in enumerate(requests) if request.bad_words_ids]
         self._held = [row for row, request in enumerate(requests) if request.sampling.min_tokens]
         biases = [(row, *item) for row, param in enumerate(params) for item in (param.logit_bias or {}).items()]
         self._bias_at = tuple(torch.tensor([bias[i] for bias in biases], device=device) for i in (0, 1))
@@ -130,7 +131,7 @@ class Batch:
         """Whether `edit` would change anything in this step."""
         if self._held:
             self._held = [row for row in self._held if not self.requests[row].may_stop]
-        return bool(self._allowed or self._held or len(self._biases) or self.history)
+        return bool(self._allowed or self._bad_words or self._held or len(self._biases) or self.history)
 
     def edit(self, logits: Tensor) -> None:
         """Apply, in place, what changes logits before temperature."""
@@ -138,6 +139,11 @@ class Batch:
             kept = logits[row, allowed]
             logits[row] = -math.inf
             logits[row, allowed] = kept
+        for row, request in self._bad_words:
+            output = request.output_token_ids
+            for *head, last in request.bad_words_ids:
+                if output[len(output) - len(head) :] == head:
+                    logits[row, last] = -math.inf
         for row in self._held:
             logits[row, list(self.requests[row].stop_token_ids)] = -math.inf
         if len(self._biases):

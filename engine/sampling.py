@@ -25,8 +25,8 @@ class RequestOutputKind(enum.Enum):
 class SamplingParams:
     """How one request samples, when it stops, and what is reported.
 
-    Tokens are chosen in vLLM's order: `allowed_token_ids`, `min_tokens`, `logit_bias`, penalties; then, unless greedy,
-    `temperature`, `min_p`, `top_k`, `top_p`.
+    Tokens are chosen in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then,
+    unless greedy, `temperature`, `min_p`, `top_k`, `top_p`.
 
     Attributes:
         n: completions of the prompt, each with random numbers of its own.
@@ -39,6 +39,8 @@ class SamplingParams:
         repetition_penalty: divides the logit, where positive, of every token of prompt or output; multiplies it else.
         logit_bias: token id to what is added to its logit.
         allowed_token_ids: only these are sampled.
+        bad_words: texts that the output must not have: the last token of each is never sampled where it would complete
+            it.
         seed: of the request's own random numbers; None to draw one from the engine's seed.
         stop: text or texts that end the output; cut off unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output; in its token ids, and in its text if `include_stop_str_in_output`.
@@ -65,6 +67,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -124,6 +127,10 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in stop):
             raise ConfigError(f"stop is {self.stop!r}; give a text or a list of texts, none of them empty")
         object.__setattr__(self, "stop", stop)
+        bad_words = _items("bad_words", self.bad_words)
+        if not all(isinstance(text, str) and text.strip() for text in bad_words):
+            raise ConfigError(f"bad_words is {self.bad_words!r}; give a list of texts, none of them empty")
+        object.__setattr__(self, "bad_words", bad_words)
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)

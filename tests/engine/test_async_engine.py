@@ -53,6 +53,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+def hold(llm: LLM) -> threading.Event:
+    """The engine does no step until the event is set."""
+    step, event = llm.step, threading.Event()
+
+    def waiting() -> list[RequestOutput]:
+        event.wait()
+        return step()
+
+    llm.step = waiting  # type: ignore[method-assign]
+    return event
+
+
 async def collect(engine: AsyncEngine, *args: Any, **keywords: Any) -> list[RequestOutput]:
     return [output async for output in engine.generate(*args, **keywords)]
 
@@ -125,9 +137,12 @@ def test_a_cancelled_task_aborts_its_request() -> None:
     want = expected("llama", [5, 6, 7], 8)
 
     async def test() -> None:
-        async with serving(make_llm()) as engine:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
             tasks = [asyncio.create_task(collect(engine, [2, 3, 4], LONG)) for _ in range(200)]
             await until(lambda: engine.num_unfinished == 200)
+            go_on.set()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -140,11 +155,14 @@ def test_a_cancelled_task_aborts_its_request() -> None:
 
 def test_abort_by_name() -> None:
     async def test() -> None:
-        async with serving(make_llm()) as engine:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
             stream = await engine.add([2, 3, 4], LONG, request_id="a")
             other = await engine.add([5, 6, 7], GREEDY, request_id="b")
             with pytest.raises(InvalidRequest, match="'a' is unfinished"):
                 await engine.add([2], GREEDY, request_id="a")
+            go_on.set()
             assert not (await anext(stream)).finished
             engine.abort("a")
             engine.abort("nobody")
@@ -159,7 +177,9 @@ def test_abort_by_name() -> None:
 
 def test_the_queue_is_bounded_all_or_nothing() -> None:
     async def test() -> None:
-        async with serving(make_llm(max_num_seqs=2), max_num_queued_reqs=3) as engine:
+        llm = make_llm(max_num_seqs=2)
+        go_on = hold(llm)
+        async with serving(llm, max_num_queued_reqs=3) as engine:
             streams = [await engine.add([2, 3], LONG) for _ in range(3)]
             three = SamplingParams(n=3, max_tokens=5)
             with pytest.raises(
@@ -170,6 +190,7 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
             streams.append(await engine.add([2, 3], SamplingParams(n=2, max_tokens=5)))
             with pytest.raises(QueueFull):
                 await engine.add([2, 3], GREEDY)
+            go_on.set()
             for stream in streams:
                 engine.abort(stream.request_id)
                 assert [output async for output in stream][-1].finished
@@ -275,6 +296,7 @@ def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.Monkey
 
 def test_a_client_whose_event_loop_is_gone() -> None:
     llm = make_llm()
+    go_on = hold(llm)
     engine = AsyncEngine(llm)
 
     async def ask() -> None:
@@ -286,6 +308,7 @@ def test_a_client_whose_event_loop_is_gone() -> None:
         await engine.shutdown()
 
     asyncio.run(ask())
+    go_on.set()
     run(test())
 
 

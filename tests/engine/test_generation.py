@@ -178,6 +178,19 @@ def test_penalties_and_allowed_tokens(kv: str) -> None:
     assert set(allowed.outputs[0].token_ids) <= {8, 9}
 
 
+def test_bad_words() -> None:
+    prompt = next(prompt for prompt in make_prompts([20] * 9) if min(expected("llama", prompt, 8)) > 9)
+    tokens = expected("llama", prompt, 8)
+    words = [f"w{tokens[2]} w{tokens[3]}", f"w{tokens[0]}"]
+    with make_llm() as llm:
+        first = generate(llm, prompt, bad_words=words[:1]).outputs[0]
+        both = generate(llm, prompt, bad_words=words).outputs[0]
+    assert first.token_ids[:3] == tokens[:3]
+    assert first.token_ids[3] != tokens[3]
+    assert words[0] not in both.text
+    assert tokens[0] not in both.token_ids
+
+
 def test_a_row_of_nan_fails_its_own_request() -> None:
     prompts = make_prompts([5, 6, 7])
     with make_llm(max_num_seqs=4, max_num_batched_tokens=64) as llm:
@@ -232,6 +245,7 @@ def test_chat() -> None:
         ({"stop_token_ids": [VOCAB]}, f"stop_token_ids holds {VOCAB}, which is no token id"),
         ({"allowed_token_ids": [5, VOCAB + 7]}, f"allowed_token_ids holds {VOCAB + 7}"),
         ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias holds {VOCAB}"),
+        ({"bad_words": ["w5"]}, "bad_words is text, but this LLM has no tokenizer"),
         ({"stop": "w5"}, "stop is text, but this LLM has no tokenizer"),
     ],
 )

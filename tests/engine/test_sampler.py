@@ -20,7 +20,11 @@ CPU = torch.device("cpu")
 
 
 def make(
-    seed: int = 0, prompt: Sequence[int] = (1,), output: Sequence[int] = (), eos: int = 3, **params: Any
+    seed: int = 0,
+    prompt: Sequence[int] = (1,),
+    output: Sequence[int] = (),
+    bad_words_ids: Sequence[list[int]] = (),
+    **params: Any,
 ) -> Request:
     request = Request(
         "r",
@@ -28,7 +32,8 @@ def make(
         SamplingParams(**{"max_tokens": 10_000, **params}),
         max_total_tokens=100_000,
         seed=seed,
-        eos_token_ids=frozenset({eos}),
+        eos_token_ids=frozenset({3}),
+        bad_words_ids=bad_words_ids,
     )
     request.output_token_ids = list(output)
     return request
@@ -125,6 +130,18 @@ def test_allowed_tokens_as_in_transformers() -> None:
     Batch([make(allowed_token_ids=[4, 9]), make()], CPU, None).edit(edited)
     others = [token for token in range(20) if token not in (4, 9)]
     want = hf.SuppressTokensLogitsProcessor(others)(torch.empty(0), logits.clone())
+    assert torch.equal(edited[0], want[0])
+    assert torch.equal(edited[1], logits[1])
+
+
+@pytest.mark.parametrize("output", [[], [4], [4, 5], [5, 4], [4, 5, 4, 5]])
+def test_bad_words_as_in_transformers(output: list[int]) -> None:
+    logits = random_logits(2, 20)
+    bad = [[7], [4, 5, 6], [4, 5], [5, 9]]
+    edited = logits.clone()
+    Batch([make(output=output, bad_words_ids=bad), make()], CPU, None).edit(edited)
+    processor = hf.NoBadWordsLogitsProcessor(bad, eos_token_id=3)
+    want = processor(torch.tensor([[1, 1, 1, *output]]), logits[:1].clone())
     assert torch.equal(edited[0], want[0])
     assert torch.equal(edited[1], logits[1])
 

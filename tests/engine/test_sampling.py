@@ -33,6 +33,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
     ({"allowed_token_ids": 5}, "allowed_token_ids is 5; give a list"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids holds -1"),
+    ({"bad_words": "one"}, "bad_words is 'one'; give a list"),
+    ({"bad_words": [" "]}, "none of them empty"),
     ({"seed": 2**64}, "64 bits"),
     ({"seed": 1.5}, "64 bits"),
     ({"stop": [""]}, "none of them empty"),
