@@ -36,7 +36,8 @@ class Detokenizer:
         self._window: list[int] = []
         self._piece = 0
         self._length = 0
-        self._held = ""
+        self._pending = ""  # the window's text after those, which may end inside a character
+        self._held = ""  # what may be the beginning of a stop string
         self._texts: list[str] = []
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
@@ -58,8 +59,7 @@ class Detokenizer:
             if found:
                 end, start, stop = min(found)
                 self._texts.append(text[: end if self._include_stop else start])
-                self._held = ""
-                self._window.clear()
+                self._held = self._pending = ""
                 return stop
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._texts.append(text[: len(text) - held])
@@ -68,10 +68,8 @@ class Detokenizer:
 
     def finish(self) -> None:
         """Give out what waits: no further token will come."""
-        rest = self._decode(self._window)[self._length :] if self._window else ""
-        self._texts.append(self._held + rest)
-        self._held = ""
-        self._window.clear()
+        self._texts.append(self._held + self._pending)
+        self._held = self._pending = ""
 
     def text(self) -> str:
         """All text so far, without what waits, since the last `take`."""
@@ -88,16 +86,17 @@ class Detokenizer:
         """The text that one more token completes."""
         self._window.append(token_id)
         text = self._decode(self._window)
+        self._pending = text[self._length :]
         if text.endswith(_INCOMPLETE) and len(self._window) - self._piece < _WINDOW:
             return ""
-        new = text[self._length :]
-        if not new:
+        if not self._pending:
             # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
             if self._length or len(self._window) > _WINDOW:
                 self._window.pop()
             else:
                 self._piece = len(self._window)
             return ""
+        new, self._pending = self._pending, ""
         self._length = len(text)
         if len(self._window) > _WINDOW:
             # Cut where the last text began, so at the border of a character.

@@ -199,7 +199,7 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: for all, or one for each; the default ones for None.
+            sampling_params: for all, or one for each; the default ones for None. `output_kind` has no say here.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -435,7 +435,11 @@ class LLM:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
                 self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
                 continue
-            request.append(token)
+            try:
+                request.append(token)
+            except Exception as error:  # the tokenizer, which is not ours, cannot decode it
+                self.scheduler.finish(request, FinishReason.ERROR, error)
+                continue
             if request.state is State.DONE:
                 self.scheduler.release(request)
         changed += forward.sampled
@@ -495,7 +499,9 @@ class LLM:
         return cast(str, text)
 
     def _decode_one(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self._decode([token_id], skip_special_tokens=False)
+        if self.tokenizer is None or token_id >= len(self.tokenizer):
+            return None
+        return self._decode([token_id], skip_special_tokens=False)
 
 
 def _progress_bar(total: int, shown: bool) -> Any:

@@ -214,6 +214,28 @@ def test_a_row_of_nan_fails_its_own_request() -> None:
         assert outputs[i].outputs[0].token_ids == expected("llama", prompts[i], 8)
 
 
+def test_a_tokenizer_that_fails_harms_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = make_prompts([5, 6])
+    tokens = expected("llama", prompts[0], 8)
+    want = expected("llama", prompts[1], 8)
+    bad = next(token for token in tokens if token not in want)
+    with make_llm() as llm:
+        decode = llm.tokenizer.decode
+
+        def failing(token_ids: list[int], **options: Any) -> Any:
+            if bad in token_ids:
+                raise KeyError(bad)
+            return decode(token_ids, **options)
+
+        monkeypatch.setattr(llm.tokenizer, "decode", failing)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        llm.check()
+        assert llm.kv.available() == llm.kv.total()
+    assert isinstance(outputs[0].error, KeyError)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert (outputs[1].error, outputs[1].outputs[0].token_ids) == (None, want)
+
+
 def test_chat() -> None:
     tokenizer = make_tokenizer()
     conversation = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
