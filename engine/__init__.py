@@ -9,28 +9,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from engine.llm import LLM, StepRecord
+    from engine.logprobs import Logprob
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from engine.request import FinishReason, IllegalTransition, InvalidRequest
-    from engine.sampling import SamplingParams
+    from engine.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
+    "EngineStopped",
     "FinishReason",
     "IllegalTransition",
     "InvalidRequest",
+    "Logprob",
+    "QueueFull",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StepRecord",
+    "Stream",
 ]
 
 _HOMES = {
+    "engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "engine.llm": ("LLM", "StepRecord"),
+    "engine.logprobs": ("Logprob",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "engine.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
-    "engine.sampling": ("SamplingParams",),
+    "engine.sampling": ("RequestOutputKind", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

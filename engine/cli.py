@@ -2,6 +2,7 @@
 
 vattn doctor
 vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|both
+vattn chat MODEL
 """
 
 from __future__ import annotations
@@ -9,9 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from vattn.errors import VattnError
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.sampling import RequestOutputKind, SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,21 +50,88 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
     generate.add_argument("--kv", choices=("virtual", "paged", "both"), default="virtual", help="KV-cache backend")
-    generate.add_argument("--max-tokens", type=int, default=64, help="output tokens per prompt")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    generate.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    generate.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
-    generate.add_argument("--max-num-seqs", type=int, default=64, help="requests at a time")
-    generate.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
-    generate.add_argument(
+    generate.add_argument("-n", type=int, default=1, help="completions per prompt")
+    generate.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _add_sampling_arguments(generate, temperature=0.0, max_tokens=64)
+    _add_engine_arguments(generate, max_num_seqs=64)
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model, line by line",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    chat.add_argument("model", metavar="MODEL", help="path or hub id of a model with a chat template")
+    chat.add_argument("--kv", choices=("virtual", "paged"), default="virtual", help="KV-cache backend")
+    chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    _add_sampling_arguments(chat, temperature=0.7, max_tokens=512)
+    _add_engine_arguments(chat, max_num_seqs=1)
+    chat.set_defaults(run=_chat, n=1)
+    return parser
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int) -> None:
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="most output tokens")
+    parser.add_argument("--min-tokens", type=int, default=0, help="no stop before this many")
+    parser.add_argument("--temperature", type=float, default=temperature, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from")
+    parser.add_argument("--top-k", type=int, default=0, help="tokens to sample from; 0 for all")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, as a share of the largest")
+    parser.add_argument("--presence-penalty", type=float, default=0.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> None:
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
+    parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
+    parser.add_argument(
         "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
     )
-    generate.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
-    generate.add_argument("--no-progress", action="store_true", help="no progress bar")
-    generate.set_defaults(run=_generate)
-    return parser
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
+
+
+def _sampling_params(args: argparse.Namespace, output_kind: RequestOutputKind | None = None) -> SamplingParams:
+    from engine.sampling import SamplingParams
+
+    return SamplingParams(
+        n=args.n,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        output_kind=output_kind,
+    )
+
+
+def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
+    # Here, so that `vattn --help` and `vattn doctor` do not load transformers.
+    from engine.llm import LLM
+
+    return LLM(
+        args.model,
+        kv=kv,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        memory_budget=args.kv_cache_memory_bytes,
+        block_size=args.block_size,
+        seed=args.seed,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -69,50 +142,87 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    # Here, so that `vattn --help` and `vattn doctor` do not load transformers.
-    from engine.llm import LLM
-    from engine.sampling import SamplingParams
-
-    params = SamplingParams(
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    params = _sampling_params(args)
     texts: list[list[str]] = []
     failed = False
     for kv in ("virtual", "paged") if args.kv == "both" else (args.kv,):
-        with LLM(
-            args.model,
-            kv=kv,
-            dtype=args.dtype,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            memory_budget=args.kv_cache_memory_bytes,
-            block_size=args.block_size,
-            seed=args.seed,
-        ) as llm:
+        with _make_llm(args, kv) as llm:
             start = time.monotonic()
             outputs = llm.generate(args.prompts, params, use_tqdm=not args.no_progress)
             seconds = time.monotonic() - start
-        total = sum(len(output.outputs[0].token_ids) for output in outputs)
+        total = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         print(f"== {kv}: {total} tokens in {seconds:.2f} s, {total / seconds:.1f} tokens/s")
         for output in outputs:
-            completion, metrics = output.outputs[0], output.metrics
-            print(
-                f"-- [{output.request_id}] {len(output.prompt_token_ids)} prompt + "
-                f"{len(completion.token_ids)} output tokens, {completion.finish_reason}, "
-                f"first token {metrics.time_to_first_token or 0:.3f} s, total {metrics.latency or 0:.3f} s"
-            )
-            print(output.prompt, completion.text, sep="")
+            metrics = output.metrics
+            for completion in output.outputs:
+                name = output.request_id if args.n == 1 else f"{output.request_id}, {completion.index}"
+                print(
+                    f"-- [{name}] {len(output.prompt_token_ids)} prompt + "
+                    f"{len(completion.token_ids)} output tokens, {completion.finish_reason}, "
+                    f"first token {metrics.time_to_first_token or 0:.3f} s, total {metrics.latency or 0:.3f} s"
+                )
+                print(output.prompt, completion.text, sep="")
             if output.error is not None:
                 failed = True
                 print(f"vattn: request {output.request_id} failed: {output.error}", file=sys.stderr)
-        texts.append([output.outputs[0].text for output in outputs])
+        texts.append([completion.text for output in outputs for completion in output.outputs])
     if len(texts) == 2:
         print(f"== the two backends gave {'the same' if texts[0] == texts[1] else 'different'} text")
     return 1 if failed else 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from engine.request import InvalidRequest
+    from engine.sampling import RequestOutputKind
+
+    params = _sampling_params(args, RequestOutputKind.DELTA)
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    failed = False
+    with _make_llm(args, args.kv) as llm:
+        for line in _lines():
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                llm.add_request("chat", llm.prompts.apply_chat_template(asked), params)
+            except InvalidRequest as error:
+                # What was said before stands: the next line may be shorter, or a better one.
+                failed = True
+                print(f"vattn: {error}", file=sys.stderr)
+                continue
+            answer, failure = _stream(llm)
+            if failure is None:
+                messages = [*asked, {"role": "assistant", "content": answer}]
+            else:
+                failed = True
+                print(f"vattn: the request failed: {failure}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _stream(llm: LLM) -> tuple[str, BaseException | None]:
+    """Print the text of the only request as it comes; Ctrl-C ends it. Returns all of it, and what went wrong."""
+    texts: list[str] = []
+    error = None
+    try:
+        while llm.has_unfinished():
+            for output in llm.step():
+                error = output.error
+                for completion in output.outputs:
+                    texts.append(completion.text)
+                    print(completion.text, end="", flush=True)
+    except KeyboardInterrupt:
+        llm.abort("chat")
+    print()
+    return "".join(texts), error
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, without empty lines, until the end of input; with a prompt where there is a terminal."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 if __name__ == "__main__":

@@ -4,32 +4,36 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
-`generate` runs a list of prompts to their ends. `add_request`, `step` and `abort` drive the same loop one iteration
-at a time, with requests that come and go.
+`generate` and `chat` run lists of prompts to their ends. `add_request`, `step` and `abort` drive the same loop one
+iteration at a time, with requests that come and go.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-import operator
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import optimize
+from engine.detokenizer import Detokenizer
 from engine.kv import KVBackend, KVStats
 from engine.kv.paged import PagedKV
-from engine.outputs import RequestOutput
-from engine.request import FinishReason, InvalidRequest, Request
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams, sample
+from engine.logprobs import token_logprobs
+from engine.outputs import RequestGroup, RequestOutput
+from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts
+from engine.request import FinishReason, InvalidRequest, Request, State
+from engine.runner import Forward, ModelRunner
+from engine.sampler import Sampler
+from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import Plan, Policy, Scheduler, check_limits
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
@@ -37,8 +41,6 @@ from vattn.attention import get as get_attention
 from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.units import format_bytes, parse_bytes
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +141,14 @@ class LLM:
         self.max_model_len = _max_model_len(self.model, max_model_len)
         embedding: Any = self.model.get_input_embeddings()
         self.vocab_size: int = embedding.num_embeddings
+        self.prompts = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len)
         self.on_step = on_step
         self._eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
         self._seeds = random.Random(seed)
         self._names = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, RequestGroup] = {}
+        self._sampler = Sampler()
+        self._decode_token = functools.lru_cache(maxsize=65536)(self._decode_one)
         self._closed = False
         self._restore_model: Callable[[], None] = lambda: None
 
@@ -202,7 +207,7 @@ class LLM:
         """Abort what runs, give the cache back and restore the model's attention. Again is harmless."""
         if self._closed:
             return
-        for request_id in list(self._requests):
+        for request_id in list(self._groups):
             self.abort(request_id)
         self._closed = True
         self.kv.close()
@@ -220,7 +225,7 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: for all, or one for each; the default ones for None.
+            sampling_params: for all, or one for each; the default ones for None. `output_kind` has no say here.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -232,10 +237,10 @@ class LLM:
         """
         if self.has_unfinished():
             raise VattnError(
-                f"generate() was called with {len(self._requests)} unfinished requests; finish or abort them first, or "
+                f"generate() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
                 "use add_request() and step()"
             )
-        listed = _as_list(prompts)
+        listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
@@ -245,29 +250,55 @@ class LLM:
                 f"{len(listed)} prompts with {len(params)} sampling parameters; give one, or one for each"
             )
 
-        requests = [
-            self._make_request(self._new_id(), prompt, param) for prompt, param in zip(listed, params, strict=True)
+        groups = [
+            self.make_group(self._new_id(), prompt, param, kind=RequestOutputKind.FINAL_ONLY)
+            for prompt, param in zip(listed, params, strict=True)
         ]
         finished: dict[str, RequestOutput] = {}
-        with _progress_bar(len(requests), use_tqdm) as bar:
+        with _progress_bar(len(groups), use_tqdm) as bar:
             try:
-                for request in requests:
-                    self._add(request)
+                for group in groups:
+                    self.add_group(group)
                 while self.has_unfinished():
                     for output in self.step():
-                        if output.finished:
-                            finished[output.request_id] = output
-                            bar.update()
+                        finished[output.request_id] = output
+                        bar.update()
             except BaseException:
-                for request in requests:
-                    self.abort(request.request_id)
+                for group in groups:
+                    self.abort(group.request_id)
                 raise
-        return [finished[request.request_id] for request in requests]
+        return [finished[group.request_id] for group in groups]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations: `generate` on the prompts that the tokenizer's chat template makes of them.
+
+        Args:
+            messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`.
+            sampling_params, use_tqdm: as for `generate`.
+            template_options: see `PromptReader.apply_chat_template`.
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        prompts = [
+            self.prompts.apply_chat_template(conversation, **template_options)
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
         """Queue a request under a name of the caller's, which no unfinished request may have.
+
+        Its outputs are cumulative unless `output_kind` says otherwise.
 
         Args:
             priority: lower runs earlier; for `scheduling_policy="priority"`.
@@ -275,33 +306,94 @@ class LLM:
         Raises:
             InvalidRequest: the prompt is empty, too long, not in the vocabulary, or would never fit the cache.
         """
-        if request_id in self._requests:
-            raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
-        request = self._make_request(request_id, prompt, sampling_params or SamplingParams())
-        request.priority = priority
-        self._add(request)
+        params = sampling_params or SamplingParams()
+        self.add_group(
+            self.make_group(
+                request_id,
+                prompt,
+                params,
+                kind=params.output_kind or RequestOutputKind.CUMULATIVE,
+                priority=priority,
+            )
+        )
+
+    def make_group(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
+    ) -> RequestGroup:
+        """Check a prompt and build its requests, which `add_group` then queues. Any thread may do this.
+
+        Raises:
+            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+        """
+        text, token_ids = self.prompts.read(prompt)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
+        if self.tokenizer is None and (sampling.stop or sampling.bad_words):
+            name = "stop" if sampling.stop else "bad_words"
+            raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
+        longest = self.max_model_len
+        if sampling.max_tokens is not None:
+            longest = min(longest, len(token_ids) + sampling.max_tokens)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        bad_words_ids = self.prompts.words_ids(sampling.bad_words)
+        requests = [
+            Request(
+                request_id if sampling.n == 1 else f"{index}_{request_id}",
+                token_ids,
+                sampling,
+                max_total_tokens=longest,
+                seed=seed + index,
+                priority=priority,
+                eos_token_ids=self._eos_token_ids,
+                prompt=text,
+                detokenizer=self._detokenizer(sampling),
+                bad_words_ids=bad_words_ids,
+                parent_id=request_id,
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+        self.scheduler.check_fits(requests[0])
+        return RequestGroup(request_id, requests, kind)
+
+    def add_group(self, group: RequestGroup) -> None:
+        """Queue what `make_group` made.
+
+        Raises:
+            InvalidRequest: an unfinished request has the same name.
+        """
+        if self._closed:
+            raise VattnError("this LLM is closed; make a new one")
+        if group.request_id in self._groups:
+            raise InvalidRequest(
+                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first"
+            )
+        for request in group.requests:
+            self.scheduler.add(request)
+        self._groups[group.request_id] = group
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and free its memory.
+        """End a request now, all of its completions, and free its memory.
 
         Returns:
             What it had; None for a request that is unknown or finished.
         """
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        group = self._groups.pop(request_id, None)
+        if group is None:
             return None
-        self.scheduler.finish(request, FinishReason.ABORT)
-        return self._output(request)
+        for request in group.unfinished():
+            self.scheduler.finish(request, FinishReason.ABORT)
+        return group.output()
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._groups)
 
     def step(self) -> list[RequestOutput]:
         """One iteration: plan, prepare memory, run the model once, sample.
 
         Returns:
-            The requests that got a token or ended. One that failed ended with finish reason "error"; an exception in
-            the model fails the requests of that step, and the others go on.
+            The requests that got a token or ended, each once, as its `output_kind` has it. One that failed ended with
+            finish reason "error"; an exception in the model fails the requests of that step, and the others go on.
         """
         if self._closed:
             raise VattnError("this LLM is closed; make a new one")
@@ -314,9 +406,7 @@ class LLM:
             self._compute(plan, changed)
         if 2 * decode_tokens < plan.num_tokens:
             self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
-        finished = [request for request in changed if request.finish_reason is not None]
-        for request in finished:
-            del self._requests[request.request_id]
+        outputs = self._outputs(changed)
         if plan.entries and self.on_step is not None:
             record = StepRecord(
                 start_time=start,
@@ -331,13 +421,14 @@ class LLM:
                 kv=self.kv.stats(),
             )
             self.on_step(record)
-        return [self._output(request) for request in changed]
+        return outputs
 
     def check(self) -> None:
         """Assert that cache and queues agree: every slot in use is a running request's. For tests and idle moments."""
         self.kv.check()
         self.scheduler.check()
-        assert len(self._requests) == len(self.scheduler.running) + len(self.scheduler.waiting)
+        unfinished = sum(len(group.unfinished()) for group in self._groups.values())
+        assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
     def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
         """A plan that the backend is prepared for, how many requests it preempted, and the seconds of `prepare`.
@@ -374,18 +465,49 @@ class LLM:
     def _compute(self, plan: Plan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed are added to `changed`."""
         try:
-            sampled, logits = self.runner.run(plan.entries)
-            tokens = sample(logits, sampled)
+            forward = self.runner.run(plan.entries)
+            tokens = self._sampler.sample(forward.logits, forward.sampled)
+            self._note_logprobs(forward, tokens)
         except Exception as error:
             self._fail(plan, error, changed)
             return
         for entry in plan.entries:
             entry.request.advance(entry.end)
-        for request, token in zip(sampled, tokens, strict=True):
-            request.append(token)
-            if request.finish_reason is not None:
+        for request, token in zip(forward.sampled, tokens, strict=True):
+            if token is None:
+                reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
+                self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
+                continue
+            try:
+                request.append(token)
+            except Exception as error:  # the tokenizer, which is not ours, cannot decode it
+                self.scheduler.finish(request, FinishReason.ERROR, error)
+                continue
+            if request.state is State.DONE:
                 self.scheduler.release(request)
-        changed += sampled
+        changed += forward.sampled
+
+    def _note_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> None:
+        """Add the log probabilities that are asked for, of prompts and of the tokens that requests are about to get."""
+        asked = [
+            (row, request, token)
+            for row, (request, token) in enumerate(zip(forward.sampled, tokens, strict=True))
+            if token is not None and request.logprobs is not None
+        ]
+        if asked:
+            rows, requests, chosen = zip(*asked, strict=True)
+            counts = [request.sampling.logprobs for request in requests]
+            reports = token_logprobs(forward.logits[list(rows)], chosen, counts, self._decode_token)
+            for request, token, report in zip(requests, chosen, reports, strict=True):
+                request.logprobs.append(report)
+                request.cumulative_logprob += report[token].logprob
+        if forward.scored:
+            targets = [request.prompt_token_ids[position + 1] for request, position in forward.scored]
+            counts = [request.sampling.prompt_logprobs for request, _ in forward.scored]
+            reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
+            for (request, _), report in zip(forward.scored, reports, strict=True):
+                assert request.prompt_logprobs is not None
+                request.prompt_logprobs.append(report)
 
     def _fail(self, plan: Plan, error: Exception, changed: list[Request]) -> None:
         logger.error("a step of %d requests failed", len(plan.entries), exc_info=error)
@@ -394,89 +516,35 @@ class LLM:
             self.scheduler.finish(entry.request, FinishReason.ERROR, error)
             changed.append(entry.request)
 
+    def _outputs(self, changed: Sequence[Request]) -> list[RequestOutput]:
+        """What to tell of requests that changed; groups that ended are forgotten."""
+        groups = [self._groups[parent_id] for parent_id in dict.fromkeys(request.parent_id for request in changed)]
+        for group in groups:
+            if not group.unfinished():
+                del self._groups[group.request_id]
+        return [output for group in groups if (output := group.output()) is not None]
+
     def _new_id(self) -> str:
-        return next(name for name in map(str, self._names) if name not in self._requests)
+        return next(name for name in map(str, self._names) if name not in self._groups)
 
-    def _make_request(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> Request:
-        """Check a prompt and build its request.
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        decode = functools.partial(self._decode, skip_special_tokens=sampling.skip_special_tokens)
+        return Detokenizer(decode, sampling.stop, include_stop=sampling.include_stop_str_in_output)
 
-        Raises:
-            InvalidRequest: says what is wrong with the prompt.
-        """
-        text, token_ids = self._tokenize(prompt)
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len is {self.max_model_len} and the output "
-                "needs at least one; shorten the prompt, or set max_model_len higher"
-            )
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidRequest(
-                    f"the prompt holds {token}, which is no token id of this model: those are whole numbers from "
-                    f"0 to {self.vocab_size - 1}"
-                )
-        request = Request(
-            request_id,
-            token_ids,
-            sampling,
-            max_total_tokens=min(len(token_ids) + sampling.max_tokens, self.max_model_len),
-            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=self._eos_token_ids,
-            prompt=text,
-        )
-        self.scheduler.check_fits(request)
-        return request
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _as_token_ids(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise InvalidRequest(
-                    f"a prompt with the keys {sorted(prompt)} has neither 'prompt' nor 'prompt_token_ids'"
-                )
-            prompt = cast(str, prompt["prompt"])
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest(
-                    "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
-                )
-            return prompt, list(self.tokenizer(prompt)["input_ids"])
-        return None, _as_token_ids(prompt)
-
-    def _add(self, request: Request) -> None:
-        if self._closed:
-            raise VattnError("this LLM is closed; make a new one")
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
-
-    def _output(self, request: Request) -> RequestOutput:
-        return RequestOutput.of(request, self._detokenize if self.tokenizer is not None else None)
-
-    def _detokenize(self, token_ids: list[int]) -> str:
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         assert self.tokenizer is not None
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        # Cleaning up would take spaces away that the model wrote, and other ones as the text grows.
+        text = self.tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)
 
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is text, a mapping, or a sequence that starts with a number; an empty sequence is no prompts."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _as_token_ids(prompt: object) -> list[int]:
-    try:
-        return [operator.index(token) for token in cast(Sequence[int], prompt)]
-    except TypeError:
-        raise InvalidRequest(
-            "a prompt is text, a sequence of whole numbers (token ids), or a mapping with 'prompt' or "
-            f"'prompt_token_ids'; this is {str(prompt)[:80]!r}"
-        ) from None
+    def _decode_one(self, token_id: int) -> str | None:
+        if self.tokenizer is None or token_id >= len(self.tokenizer):
+            return None
+        return self._decode([token_id], skip_special_tokens=False)
 
 
 def _progress_bar(total: int, shown: bool) -> Any:

@@ -1,41 +1,46 @@
-"""What a caller gets back, shaped as in vLLM."""
+"""What a caller gets back, shaped as in vLLM, and the group of requests that it is made from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from engine.logprobs import Logprob
 from engine.request import Request, State
-
-Detokenize = Callable[[list[int]], str]
+from engine.sampling import RequestOutputKind
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
     """One completion.
 
+    Of an unfinished request, text that may be part of a stop string or of an unfinished character is not there yet.
+
     Attributes:
-        token_ids: output tokens so far, a token that stopped the request included.
+        text: the tokens as text, up to a stop string, without the token that stopped it; empty without a tokenizer.
+            What `include_stop_str_in_output` and `skip_special_tokens` say holds for it.
+        token_ids: output tokens, a token that stopped the request included.
+        cumulative_logprob: sum of the tokens' log probabilities so far; None unless `logprobs` was asked for.
+        logprobs: for each token, token id to `Logprob`: its own first, then the most probable ones; None as above.
         finish_reason: "stop", "length", "abort" or "error"; None while the request runs.
-        stop_reason: the token that stopped it, where it was one.
+        stop_reason: the token or the stop string that stopped it, where it was one.
     """
 
     index: int
+    text: str
     token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
-    stop_reason: int | None
-    detokenize: Detokenize | None = field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def text(self) -> str:
-        """The tokens as text, special tokens left out; empty without a tokenizer. Decoded when first read."""
-        return self.detokenize(self.token_ids) if self.detokenize else ""
+    stop_reason: int | str | None
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in `time.monotonic()` seconds; None for what has not happened yet."""
+    """When things happened to a request, in `time.monotonic()` seconds; None for what has not happened yet.
+
+    Of several completions the first that was scheduled and the first token count, and the last end.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -60,40 +65,95 @@ class RequestOutput:
 
     Attributes:
         prompt: the text, where the prompt was one.
-        outputs: one completion.
-        error: what went wrong, where the finish reason is "error".
+        prompt_logprobs: for each prompt token, as `CompletionOutput.logprobs`, None for the first; None unless
+            `prompt_logprobs` was asked for and the whole prompt has been computed.
+        outputs: `n` completions; of a DELTA output, only those with news, and of them only the news.
+        error: what went wrong, where a finish reason is "error".
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     error: BaseException | None = None
 
-    @classmethod
-    def of(cls, request: Request, detokenize: Detokenize | None = None) -> RequestOutput:
-        completion = CompletionOutput(
-            index=0,
-            token_ids=list(request.output_token_ids),
-            finish_reason=request.finish_reason and request.finish_reason.value,
-            stop_reason=request.stop_reason,
-            detokenize=detokenize,
+
+class RequestGroup:
+    """The requests that complete one prompt, one for each of `n`, which share nothing but the prompt.
+
+    Args:
+        requests: in order of their `index`.
+        kind: what the outputs of unfinished requests hold.
+    """
+
+    def __init__(self, request_id: str, requests: Sequence[Request], kind: RequestOutputKind) -> None:
+        self.request_id = request_id
+        self.requests = requests
+        self._kind = kind
+        self._told = [0] * len(requests)  # DELTA: tokens that were in an output
+        self._ended = [False] * len(requests)  # DELTA: the end was in an output
+
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.requests if request.state is not State.DONE]
+
+    def output(self) -> RequestOutput | None:
+        """How things stand; None where the kind of output has nothing to say yet."""
+        finished = not self.unfinished()
+        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        if self._kind is RequestOutputKind.DELTA:
+            completions = self._news()
+        else:
+            completions = [_completion(request, 0, request.text) for request in self.requests]
+        first = self.requests[0]
+        scored = first.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=scored if scored is not None and len(scored) == len(first.prompt_token_ids) else None,
+            outputs=completions,
+            finished=finished,
+            metrics=self._metrics(finished),
+            error=next((request.error for request in self.requests if request.error is not None), None),
         )
-        metrics = RequestMetrics(
-            arrival_time=request.arrival_time,
-            first_scheduled_time=request.first_scheduled_time,
-            first_token_time=request.first_token_time,
-            finished_time=request.finished_time,
-            num_preemptions=request.num_preemptions,
+
+    def _news(self) -> list[CompletionOutput]:
+        completions = []
+        for row, request in enumerate(self.requests):
+            ended = request.state is State.DONE
+            start = self._told[row]
+            self._told[row] = len(request.output_token_ids)
+            if self._told[row] > start or ended > self._ended[row]:
+                text = request.detokenizer.take() if request.detokenizer is not None else ""
+                completions.append(_completion(request, start, text))
+            self._ended[row] = ended
+        return completions
+
+    def _metrics(self, finished: bool) -> RequestMetrics:
+        def times(name: str) -> list[float]:
+            return [time for request in self.requests if (time := getattr(request, name)) is not None]
+
+        return RequestMetrics(
+            arrival_time=self.requests[0].arrival_time,
+            first_scheduled_time=min(times("first_scheduled_time"), default=None),
+            first_token_time=min(times("first_token_time"), default=None),
+            finished_time=max(times("finished_time")) if finished else None,
+            num_preemptions=sum(request.num_preemptions for request in self.requests),
         )
-        return cls(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.state is State.DONE,
-            metrics=metrics,
-            error=request.error,
-        )
+
+
+def _completion(request: Request, start: int, text: str) -> CompletionOutput:
+    """The completion from its output token `start` on."""
+    return CompletionOutput(
+        index=request.index,
+        text=text,
+        token_ids=request.output_token_ids[start:],
+        cumulative_logprob=None if request.logprobs is None else request.cumulative_logprob,
+        logprobs=None if request.logprobs is None else request.logprobs[start:],
+        finish_reason=request.finish_reason and request.finish_reason.value,
+        stop_reason=request.stop_reason,
+    )

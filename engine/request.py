@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from engine.detokenizer import Detokenizer
+from engine.logprobs import Logprob
 from engine.sampling import SamplingParams
 from vattn.errors import VattnError
 
@@ -69,12 +70,19 @@ class SavedKV:
 
 
 class Request:
-    """One prompt on its way to its completion.
+    """One prompt on its way to one completion.
 
     Invariants: a slot is held exactly while PREFILLING or DECODING; `0 <= num_computed_tokens < num_tokens` until
     DONE, since the newest token has never been through the model.
 
     Attributes:
+        parent_id, index: whose completion it is, and which of `n`; its own id and 0 where it is the only one.
+        seed: of its random numbers.
+        stop_token_ids: tokens that end it.
+        detokenizer: its output as text; None without a tokenizer.
+        bad_words_ids: token sequences that the output must not have.
+        logprobs: of its output tokens, where they were asked for, and `cumulative_logprob`, their sum.
+        prompt_logprobs: of as many prompt tokens as have been computed, where they were asked for.
         num_computed_tokens: tokens whose keys and values are in the cache.
         priority: lower runs earlier, where the scheduler looks at it.
         arrival_number: the scheduler's count of requests when this one came.
@@ -96,6 +104,10 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         prompt: str | None = None,
         priority: int = 0,
+        detokenizer: Detokenizer | None = None,
+        bad_words_ids: Sequence[list[int]] = (),
+        parent_id: str | None = None,
+        index: int = 0,
     ) -> None:
         assert 0 < len(prompt_token_ids) < max_total_tokens, "the engine admits no other prompt"
         self.request_id = request_id
@@ -104,10 +116,19 @@ class Request:
         self.output_token_ids: list[int] = []
         self.sampling = sampling
         self.max_total_tokens = max_total_tokens
-        self.generator = torch.Generator().manual_seed(seed)
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.seed = seed
+        self.detokenizer = detokenizer
+        self.bad_words_ids = bad_words_ids
+        self.parent_id = request_id if parent_id is None else parent_id
+        self.index = index
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            self._stop_token_ids |= eos_token_ids
+            self.stop_token_ids |= eos_token_ids
+        self.logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        # All completions of a prompt have the same; the first one computes them.
+        scored = sampling.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if scored else None
 
         self.state = State.WAITING
         self.priority = priority
@@ -116,7 +137,7 @@ class Request:
         self.saved: SavedKV | None = None
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.error: BaseException | None = None
 
         self.arrival_time = time.monotonic()
@@ -139,6 +160,22 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next token may end the output otherwise than by its number."""
+        return len(self.output_token_ids) >= self.sampling.min_tokens
+
+    @property
+    def text(self) -> str:
+        """The output as text, as far as it is certain; empty without a detokenizer."""
+        return "" if self.detokenizer is None else self.detokenizer.text()
+
+    def unscored(self, start: int, end: int) -> range:
+        """Positions in `[start, end)` whose logits are asked for: they tell the next prompt token's probability."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(end, len(self.prompt_token_ids) - 1))
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens `[start, end)` of prompt and output."""
@@ -166,11 +203,17 @@ class Request:
         if self.num_uncomputed_tokens:
             raise IllegalTransition(f"{self!r} cannot take a token before all of its tokens are computed")
         self._go(State.DECODING)
+        may_stop = self.may_stop
         self.output_token_ids.append(token_id)
         if self.first_token_time is None:
             self.first_token_time = time.monotonic()
-        if token_id in self._stop_token_ids:
+        if may_stop and token_id in self.stop_token_ids:
             self.stop_reason = token_id
+            if self.detokenizer is not None and self.sampling.include_stop_str_in_output:
+                self.detokenizer.push(token_id, may_stop=False)
+        elif self.detokenizer is not None:
+            self.stop_reason = self.detokenizer.push(token_id, may_stop=may_stop)
+        if self.stop_reason is not None:
             self.finish(FinishReason.STOP)
         elif self.num_tokens >= self.max_total_tokens:
             self.finish(FinishReason.LENGTH)
@@ -187,6 +230,8 @@ class Request:
         self._go(State.DONE)
         self.finish_reason = reason
         self.error = error
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
         self.finished_time = time.monotonic()
 
     def _go(self, state: State) -> None:

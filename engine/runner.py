@@ -29,6 +29,23 @@ class _Step:
         return self.attention(query, self.kv, layer, self.batch, params)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """What a step computed.
+
+    Attributes:
+        sampled: the requests whose newest token was computed, and
+        logits: of that token, `[len(sampled), vocab_size]`.
+        scored: prompt positions whose logits are asked for, in order, and
+        prompt_logits: of those, `[len(scored), vocab_size]`.
+    """
+
+    sampled: list[Request]
+    logits: Tensor
+    scored: list[tuple[Request, int]]
+    prompt_logits: Tensor
+
+
 class ModelRunner:
     """One model over one backend.
 
@@ -41,12 +58,8 @@ class ModelRunner:
         self.kv = kv
         self.attention = attention
 
-    def run(self, entries: Sequence[Entry]) -> tuple[list[Request], Tensor]:
-        """Compute the entries' tokens, which the backend is prepared for.
-
-        Returns:
-            The requests whose newest token was computed, and the logits of that token, `[len(requests), vocab_size]`.
-        """
+    def run(self, entries: Sequence[Entry]) -> Forward:
+        """Compute the entries' tokens, which the backend is prepared for."""
         # The batch's order (spans of one token first) is the order of everything below.
         ordered = sorted(entries, key=lambda entry: entry.end - entry.start > 1)
         spans = []
@@ -58,7 +71,12 @@ class ModelRunner:
         tokens: list[int] = []
         sampled: list[Request] = []
         last_rows: list[int] = []
+        scored: list[tuple[Request, int]] = []
+        prompt_rows: list[int] = []
         for entry in ordered:
+            for position in entry.request.unscored(entry.start, entry.end):
+                scored.append((entry.request, position))
+                prompt_rows.append(len(tokens) + position - entry.start)
             tokens += entry.request.token_ids(entry.start, entry.end)
             if entry.samples:
                 sampled.append(entry.request)
@@ -70,6 +88,6 @@ class ModelRunner:
             _Step(self.kv, self.attention, batch),
             torch.tensor(tokens, device=device),
             batch.positions,
-            torch.tensor(last_rows, dtype=torch.int64, device=device),
+            torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
         )
-        return sampled, logits
+        return Forward(sampled, logits[: len(sampled)], scored, logits[len(sampled) :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -34,11 +35,51 @@ def test_generate_with_both_backends(model_path: Path, capsys: pytest.CaptureFix
     assert "Processed prompts" in captured.err
 
 
+def test_generate_with_sampling_options(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = "-n 2 --temperature 0.8 --top-p 0.9 --top-k 20 --min-p 0.01 --presence-penalty 0.5 --seed 3"
+    args = [*sampling.split(), "--max-tokens", "5", "--max-model-len", "64", "--no-progress"]
+    texts = []
+    for _ in range(2):
+        assert main(["generate", str(model_path), "w5 w6 w7", *args]) == 0
+        out = capsys.readouterr().out
+        assert "10 tokens" in out
+        texts.append(re.findall(r"-- \[0, \d\].*\n(.*)", out))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
+    text = texts[0][0].removeprefix("w5 w6 w7")
+    stop = text.split()[1]
+    assert main(["generate", str(model_path), "w5 w6 w7", *args, "--stop", stop]) == 0
+    assert f"w5 w6 w7{text[: text.index(stop)]}\n" in capsys.readouterr().out
+
+
+def test_chat_line_by_line(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
+    args = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "64", "--system", "w3"]
+    assert main(["chat", str(model_path), *args]) == 1
+    assert "no chat template" in capsys.readouterr().err
+
+    make_model("llama").save_pretrained(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
+    assert main(["chat", str(tmp_path), *args]) == 1
+    captured = capsys.readouterr()
+    first = [token for token in expected("llama", [3, 5, 6], 4) if token > 1]
+    second = [token for token in expected("llama", [3, 5, 6, *first, 7, 8], 4) if token > 1]
+    assert captured.out.splitlines() == [" ".join(f"w{token}" for token in answer) for answer in (first, second)]
+    assert "max_model_len is 64" in captured.err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["w5", "--max-model-len", "100000"], "give at most 256"),
         (["w5", "--max-tokens", "0"], "max_tokens is 0"),
+        (["w5", "--top-p", "2"], "top_p is 2.0"),
+        (["w5", "-n", "3"], "n is 3 with temperature 0"),
         (["", "--max-tokens", "1"], "the prompt is empty"),
         (["w5", "--kv", "paged", "--kv-cache-memory-bytes", "some"], "some"),
     ],
@@ -66,7 +107,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    assert {"doctor", "generate"} <= set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {"doctor", "generate", "chat"} <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 def test_the_tokenizer_of_these_tests_covers_the_vocabulary() -> None:

@@ -41,7 +41,7 @@ def test_late_arrivals(kv: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss"])
 def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
     prompts = make_prompts([20, 21, 22, 23])

@@ -1,0 +1,282 @@
+"""The engine for many clients at once: asyncio outside, one engine thread inside.
+
+    engine = AsyncEngine(LLM("path/or/hub-id"), max_num_queued_reqs=256)
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
+        print(output.outputs[0].text, end="")
+    await engine.shutdown()
+
+Only the engine thread touches the `LLM`'s queues, cache and model. Clients hand it requests under a lock, and it hands
+them outputs through their own event loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncGenerator, Iterable
+from types import TracebackType
+
+from engine.llm import LLM
+from engine.outputs import RequestGroup, RequestOutput
+from engine.prompts import Prompt
+from engine.request import InvalidRequest
+from engine.sampling import RequestOutputKind, SamplingParams
+from vattn.errors import ConfigError, VattnError
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(VattnError):
+    """The engine has as many requests as it may hold; this one was not accepted. Try again later."""
+
+
+class EngineStopped(VattnError, RuntimeError):
+    """The engine takes no requests: it was shut down, or it died of an error, which is the cause of this one."""
+
+
+class Stream:
+    """The outputs of one request, as an async iterator that ends after the finished one. One task may read it."""
+
+    def __init__(self, group: RequestGroup) -> None:
+        self.request_id = group.request_id
+        self.group = group
+        self.loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[RequestOutput | EngineStopped] = asyncio.Queue()
+        self._finished = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        if isinstance(output, EngineStopped):
+            self._finished = True
+            raise output
+        self._finished = output.finished
+        return output
+
+    def put(self, output: RequestOutput | EngineStopped) -> None:
+        """Called in the event loop."""
+        self._outputs.put_nowait(output)
+
+
+class AsyncEngine:
+    """Serves requests of any number of tasks and event loops.
+
+    Invariant, under the lock: `_streams` has every request that has not ended; each of them is either in `_arriving` or
+    known to the LLM.
+
+    Args:
+        llm: for the engine's use alone from here on; `shutdown` closes it.
+        max_num_queued_reqs: most requests beyond the `max_num_seqs` that can run; None for any number. Each of `n`
+            completions counts.
+
+    Raises:
+        ConfigError: a negative limit, or an LLM that has unfinished requests.
+    """
+
+    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
+        if max_num_queued_reqs is not None and max_num_queued_reqs < 0:
+            raise ConfigError(f"max_num_queued_reqs is {max_num_queued_reqs}; give 0 or more, or None for no limit")
+        if llm.has_unfinished():
+            raise ConfigError(
+                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
+            )
+        self.llm = llm
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self._names = itertools.count()
+        self._changed = threading.Condition()
+        self._streams: dict[str, Stream] = {}
+        self._arriving: list[Stream] = []
+        self._aborting: list[Stream] = []
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown(timeout=0)
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine thread ended by an error."""
+        return self._error is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run; each of `n` completions counts."""
+        with self._changed:
+            return sum(len(stream.group.requests) for stream in self._streams.values())
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one prompt and stream its outputs; leaving the loop early, or cancelling its task, aborts the request.
+
+        Arguments, outputs and errors are those of `add`.
+        """
+        stream = await self.add(prompt, sampling_params, request_id=request_id, priority=priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            self._abort([stream])
+
+    async def add(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Stream:
+        """Queue a request; whoever leaves its stream early aborts it.
+
+        Each output has what is new, unless `output_kind` says otherwise. The last one is finished, and says whether the
+        request was aborted or failed.
+
+        Args:
+            request_id: a name that no unfinished request has, for `abort`; one is made up for None.
+            priority: lower runs earlier, where the LLM's `scheduling_policy` is "priority".
+
+        Raises:
+            InvalidRequest: as `LLM.add_request`.
+            QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
+            EngineStopped: the engine was shut down, or died. The stream raises it too.
+        """
+        params = sampling_params or SamplingParams()
+        kind = params.output_kind or RequestOutputKind.DELTA
+        name = f"async-{next(self._names)}" if request_id is None else request_id
+        with self._changed:
+            self._check_room(name, params.n)
+        # Tokenizing a long prompt takes longer than the event loop should wait.
+        group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+        stream = Stream(group)
+        with self._changed:
+            self._check_room(name, params.n)
+            self._streams[name] = stream
+            self._arriving.append(stream)
+            self._changed.notify()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon; its stream gets what it had. Nothing happens where the name is unknown."""
+        with self._changed:
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self._abort([stream])
+
+    async def shutdown(self, *, timeout: float | None = None) -> None:
+        """Refuse new requests, let the others finish, stop the thread and close the LLM. Again is harmless.
+
+        Args:
+            timeout: seconds after which unfinished requests are aborted; None to wait for all of them, 0 for none.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, timeout)
+        with self._changed:
+            streams = list(self._streams.values())
+        self._abort(streams)
+        await asyncio.to_thread(self._thread.join)
+        self.llm.close()
+
+    def _check_room(self, request_id: str, count: int) -> None:
+        """Raise unless `count` requests may come under this name; with the lock held."""
+        if self._error is not None:
+            raise _stopped(self._error)
+        if self._stopping:
+            raise EngineStopped("the engine is shutting down and takes no requests")
+        if request_id in self._streams:
+            raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
+        if self.max_num_queued_reqs is None:
+            return
+        limit = self.llm.scheduler.max_num_seqs + self.max_num_queued_reqs
+        unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
+        if unfinished + count > limit:
+            raise QueueFull(
+                f"{count} more requests with {unfinished} unfinished are over the limit of {limit}: "
+                f"{self.llm.scheduler.max_num_seqs} that run and {self.max_num_queued_reqs} that wait; try again later"
+            )
+
+    def _abort(self, streams: Iterable[Stream]) -> None:
+        with self._changed:
+            self._aborting += streams
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """The engine thread."""
+        try:
+            while self._take_orders():
+                if self.llm.has_unfinished():
+                    self._deliver(self.llm.step())
+        except BaseException as error:
+            logger.critical("the engine died", exc_info=error)
+            with self._changed:
+                self._error = error
+                streams = list(self._streams.values())
+                self._streams.clear()
+                self._arriving.clear()
+            self._hand_over([(stream, _stopped(error)) for stream in streams])
+
+    def _take_orders(self) -> bool:
+        """Wait for something to do and take what clients asked for; False when all is done and no more will come."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._arriving or self._aborting or self._stopping or self.llm.has_unfinished()
+            )
+            arriving, self._arriving = self._arriving, []
+            # A name may be another request's by now.
+            aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
+            self._aborting = []
+            stopping = self._stopping
+        for stream in arriving:
+            self.llm.add_group(stream.group)
+        aborted = (self.llm.abort(stream.request_id) for stream in dict.fromkeys(aborting))
+        self._deliver([output for output in aborted if output is not None])
+        return self.llm.has_unfinished() or not stopping
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        with self._changed:
+            items = [(self._streams[output.request_id], output) for output in outputs]
+            for output in outputs:
+                if output.finished:
+                    del self._streams[output.request_id]
+        self._hand_over(items)
+
+    def _hand_over(self, items: Iterable[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
+        """Put outputs into their streams, with one call into each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput | EngineStopped]]] = {}
+        for item in items:
+            by_loop.setdefault(item[0].loop, []).append(item)
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, batch)
+            except RuntimeError:  # the loop is closed: nobody will read these streams
+                self._abort(stream for stream, _ in batch)
+
+
+def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
+    for stream, output in batch:
+        stream.put(output)
+
+
+def _stopped(error: BaseException) -> EngineStopped:
+    stopped = EngineStopped(f"the engine died of {type(error).__name__}: {error}; start a new one")
+    stopped.__cause__ = error
+    return stopped

@@ -1,0 +1,111 @@
+"""From output tokens to text, token by token.
+
+A token need not be a character: byte-level and byte-fallback tokenizers cut characters in pieces, and sentencepiece
+ones take the space before the first word away. So a token is decoded with a few tokens before it, and its text is what
+that adds. What ends in the middle of a character waits for the rest; what may be the beginning of a stop string waits
+until it is known not to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+_WINDOW = 8  # tokens that are decoded together, and most tokens that wait for the end of a character
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """The text of one output, at a cost per token that does not grow with its length.
+
+    All of it together is `decode` of all tokens at once, up to a stop string. (Only where a byte-fallback tokenizer's
+    output is no UTF-8, that may differ in how many replacement characters stand for it.)
+
+    Args:
+        decode: text of a list of tokens.
+        stop: texts that end the output.
+        include_stop: the stop string is part of the text.
+    """
+
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._include_stop = include_stop
+        # `window[:piece]` gave the first `length` characters of the window's text; the last text came from there.
+        self._window: list[int] = []
+        self._piece = 0
+        self._length = 0
+        self._pending = ""  # the window's text after those, which may end inside a character
+        self._held = ""  # what may be the beginning of a stop string
+        self._texts: list[str] = []
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Take one more token.
+
+        Args:
+            may_stop: whether a stop string that this token completes counts.
+
+        Returns:
+            The stop string that ends the output; nothing may be pushed after it.
+        """
+        text = self._next(token_id)
+        if not self._stop:
+            self._texts.append(text)
+            return None
+        text = self._held + text
+        if may_stop:
+            found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stop if stop in text]
+            if found:
+                end, start, stop = min(found)
+                self._texts.append(text[: end if self._include_stop else start])
+                self._held = self._pending = ""
+                return stop
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._texts.append(text[: len(text) - held])
+        self._held = text[len(text) - held :]
+        return None
+
+    def finish(self) -> None:
+        """Give out what waits: no further token will come."""
+        self._texts.append(self._held + self._pending)
+        self._held = self._pending = ""
+
+    def text(self) -> str:
+        """All text so far, without what waits, since the last `take`."""
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
+
+    def take(self) -> str:
+        """Text that has come since the last `take`."""
+        text = self.text()
+        self._texts.clear()
+        return text
+
+    def _next(self, token_id: int) -> str:
+        """The text that one more token completes."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        self._pending = text[self._length :]
+        if text.endswith(_INCOMPLETE) and len(self._window) - self._piece < _WINDOW:
+            return ""
+        if not self._pending:
+            # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
+            if self._length or len(self._window) > _WINDOW:
+                self._window.pop()
+            else:
+                self._piece = len(self._window)
+            return ""
+        new, self._pending = self._pending, ""
+        self._length = len(text)
+        if len(self._window) > _WINDOW:
+            # Cut where the last text began, so at the border of a character.
+            del self._window[: self._piece]
+            self._length = len(self._decode(self._window))
+        self._piece = len(self._window)
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, `stop` itself excluded."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,55 @@
+"""Log probabilities of tokens, and of the most probable ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one place.
+
+    Attributes:
+        logprob: natural logarithm of its probability, from the model's own logits.
+        rank: 1 for the most probable token.
+        decoded_token: the token alone as text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+DecodeToken = Callable[[int], str | None]
+
+
+@torch.inference_mode()
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], decode: DecodeToken
+) -> list[dict[int, Logprob]]:
+    """What is reported for each row: its token first, then the most probable ones in order.
+
+    Args:
+        logits: `[len(tokens), vocab_size]`.
+        counts: how many of the most probable tokens each row reports, -1 for all.
+    """
+    vocab_size = logits.shape[1]
+    chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, chosen)
+    ranks = (logprobs > own).sum(dim=1) + 1
+    counts = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
+    values, indices = logprobs.topk(max(counts), dim=1)
+    reports = []
+    for token, logprob, rank, count, top, best in zip(
+        tokens, own.flatten().tolist(), ranks.tolist(), counts, values.tolist(), indices.tolist(), strict=True
+    ):
+        report = {token: Logprob(logprob, rank, decode(token))}
+        for place in range(count):
+            report.setdefault(best[place], Logprob(top[place], place + 1, decode(best[place])))
+        reports.append(report)
+    return reports

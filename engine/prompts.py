@@ -1,0 +1,139 @@
+"""What a caller may give as a prompt, and how it becomes token ids that the model has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from engine.request import InvalidRequest
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class PromptReader:
+    """Prompts of one model.
+
+    Args:
+        tokenizer: None where prompts are token ids only.
+        vocab_size: token ids of the model: `0 .. vocab_size - 1`.
+        max_model_len: most tokens of prompt and output.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text, where the prompt is one, and token ids.
+
+        Raises:
+            InvalidRequest: says what is wrong with the prompt.
+        """
+        text, token_ids = self._tokenize(prompt)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is {self.max_model_len} and the output "
+                "needs at least one; shorten the prompt, or set max_model_len higher"
+            )
+        self.check_token_ids("the prompt", token_ids)
+        return text, token_ids
+
+    def check_token_ids(self, what: str, token_ids: Sequence[int]) -> None:
+        """Raise an InvalidRequest for a token id that the model does not have."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise InvalidRequest(
+                f"{what} holds {wrong}, which is no token id of this model: those are whole numbers from "
+                f"0 to {self.vocab_size - 1}"
+            )
+
+    def words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences that write these words, at the beginning of a text and after a space."""
+        sequences = []
+        for word in words:
+            assert self.tokenizer is not None
+            for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+                token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+                if token_ids and token_ids not in sequences:
+                    sequences.append(token_ids)
+        return sequences
+
+    def apply_chat_template(self, conversation: Conversation, **options: Any) -> Prompt:
+        """The prompt that a conversation makes, by the tokenizer's chat template.
+
+        Args:
+            conversation: messages with "role" and "content", and whatever else the template knows.
+            options: of the tokenizer's `apply_chat_template`: `chat_template`, `add_generation_prompt` (True here),
+                `continue_final_message`, `tools`, and what the template itself takes.
+
+        Raises:
+            InvalidRequest: no tokenizer, no template, or messages that the template refuses.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequest("a chat needs a tokenizer, which this LLM does not have; pass tokenizer=...")
+        if options.get("chat_template") is None and not self.tokenizer.chat_template:
+            raise InvalidRequest(
+                "the model's tokenizer has no chat template, so it is not known how messages become a prompt; pass "
+                "chat_template=..., or give a prompt as text"
+            )
+        options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
+        try:
+            text = self.tokenizer.apply_chat_template(
+                cast(Any, [dict(message) for message in conversation]), tokenize=False, **options
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+        # The template wrote the special tokens already.
+        return {
+            "prompt": text,
+            "prompt_token_ids": self.tokenizer(cast(str, text), add_special_tokens=False)["input_ids"],
+        }
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _as_token_ids(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise InvalidRequest(
+                    f"a prompt with the keys {sorted(prompt)} has neither 'prompt' nor 'prompt_token_ids'"
+                )
+            prompt = cast(str, prompt["prompt"])
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(
+                    "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
+                )
+            return prompt, list(self.tokenizer(prompt)["input_ids"])
+        return None, _as_token_ids(prompt)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is text, a mapping, or a sequence that starts with a number; an empty sequence is no prompts."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation is a sequence of mappings."""
+    if len(messages) > 0 and isinstance(messages[0], Mapping):
+        return [cast(Conversation, messages)]
+    return list(cast(Sequence[Conversation], messages))
+
+
+def _as_token_ids(prompt: object) -> list[int]:
+    try:
+        return [operator.index(token) for token in cast(Sequence[int], prompt)]
+    except TypeError:
+        raise InvalidRequest(
+            "a prompt is text, a sequence of whole numbers (token ids), or a mapping with 'prompt' or "
+            f"'prompt_token_ids'; this is {str(prompt)[:80]!r}"
+        ) from None

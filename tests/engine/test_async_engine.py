@@ -1,0 +1,321 @@
+"""Many clients, one engine thread: streams, back-pressure, cancellation, shutdown, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from tiny_models import expected, make_model, make_prompts, make_tokenizer
+
+from engine import (
+    LLM,
+    AsyncEngine,
+    EngineStopped,
+    InvalidRequest,
+    QueueFull,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from vattn.errors import ConfigError, VattnError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+LONG = SamplingParams(temperature=0, max_tokens=100)
+
+
+def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
+    defaults = {"max_model_len": 128, "memory_budget": "4MiB", "tokenizer": make_tokenizer()}
+    return LLM(make_model("llama"), kv=kv, **{**defaults, **keywords})
+
+
+@contextlib.asynccontextmanager
+async def serving(llm: LLM, **keywords: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine that must be idle, with its books in order, when the test is done with it."""
+    engine = AsyncEngine(llm, **keywords)
+    try:
+        yield engine
+        await until(lambda: engine.num_unfinished == 0)
+        await until(lambda: not llm.has_unfinished())
+        llm.check()
+        assert llm.kv.available() == llm.kv.total()
+    finally:
+        await engine.shutdown(timeout=0)
+    assert not engine._thread.is_alive()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def hold(llm: LLM) -> threading.Event:
+    """The engine does no step until the event is set."""
+    step, event = llm.step, threading.Event()
+
+    def waiting() -> list[RequestOutput]:
+        event.wait()
+        return step()
+
+    llm.step = waiting  # type: ignore[method-assign]
+    return event
+
+
+async def collect(engine: AsyncEngine, *args: Any, **keywords: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args, **keywords)]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await test
+
+    asyncio.run(limited())
+
+
+def test_deltas_add_up(kv: str) -> None:
+    prompts = make_prompts([5, 9, 30])
+
+    async def test() -> None:
+        async with serving(make_llm(kv)) as engine:
+            streams = await asyncio.gather(*(collect(engine, prompt, GREEDY) for prompt in prompts))
+        for prompt, outputs in zip(prompts, streams, strict=True):
+            want = expected("llama", prompt, 8)
+            assert [output.outputs[0].token_ids for output in outputs] == [[token] for token in want]
+            text = "".join(output.outputs[0].text for output in outputs)
+            assert text.split() == [f"w{token}" for token in want if token > 1]
+            assert [output.finished for output in outputs] == [False] * 7 + [True]
+            assert outputs[-1].outputs[0].finish_reason == "length"
+
+    run(test())
+
+
+def test_other_kinds_of_output() -> None:
+    prompt = make_prompts([5])[0]
+    want = expected("llama", prompt, 8)
+
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            for kind, counts in ((RequestOutputKind.CUMULATIVE, range(1, 9)), (RequestOutputKind.FINAL_ONLY, [8])):
+                params = SamplingParams(temperature=0, max_tokens=8, output_kind=kind)
+                outputs = await collect(engine, prompt, params)
+                assert [output.outputs[0].token_ids for output in outputs] == [want[:count] for count in counts]
+
+    run(test())
+
+
+def test_a_hundred_clients_of_which_ten_leave(kv: str) -> None:
+    prompts = make_prompts([3 + i % 20 for i in range(100)])
+    want = [expected("llama", prompt, 8) for prompt in prompts]
+
+    async def leave(engine: AsyncEngine, prompt: list[int], after: int) -> None:
+        outputs = engine.generate(prompt, LONG)
+        for _ in range(after):
+            await anext(outputs)
+        await outputs.aclose()
+
+    async def test() -> None:
+        async with serving(make_llm(kv, max_num_seqs=8, max_num_batched_tokens=64)) as engine:
+            tasks = [
+                asyncio.create_task(leave(engine, prompt, i // 10) if i % 10 == 3 else collect(engine, prompt, GREEDY))
+                for i, prompt in enumerate(prompts)
+            ]
+            for i, task in enumerate(tasks):
+                outputs = await task
+                if outputs is not None:
+                    tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+                    assert tokens == want[i]
+
+    run(test())
+
+
+def test_a_cancelled_task_aborts_its_request() -> None:
+    want = expected("llama", [5, 6, 7], 8)
+
+    async def test() -> None:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
+            tasks = [asyncio.create_task(collect(engine, [2, 3, 4], LONG)) for _ in range(200)]
+            await until(lambda: engine.num_unfinished == 200)
+            go_on.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(task.cancelled() for task in tasks)
+            outputs = await collect(engine, [5, 6, 7], GREEDY)
+            assert [token for output in outputs for token in output.outputs[0].token_ids] == want
+
+    run(test())
+
+
+def test_abort_by_name() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
+            stream = await engine.add([2, 3, 4], LONG, request_id="a")
+            other = await engine.add([5, 6, 7], GREEDY, request_id="b")
+            with pytest.raises(InvalidRequest, match="'a' is unfinished"):
+                await engine.add([2], GREEDY, request_id="a")
+            go_on.set()
+            assert not (await anext(stream)).finished
+            engine.abort("a")
+            engine.abort("nobody")
+            outputs = [output async for output in stream]
+            assert (outputs[-1].finished, outputs[-1].outputs[0].finish_reason) == (True, "abort")
+            assert len([output async for output in other]) == 8
+            again = await engine.add([2, 3, 4], GREEDY, request_id="a")
+            assert len([output async for output in again]) == 8
+
+    run(test())
+
+
+def test_the_queue_is_bounded_all_or_nothing() -> None:
+    async def test() -> None:
+        llm = make_llm(max_num_seqs=2)
+        go_on = hold(llm)
+        async with serving(llm, max_num_queued_reqs=3) as engine:
+            streams = [await engine.add([2, 3], LONG) for _ in range(3)]
+            three = SamplingParams(n=3, max_tokens=5)
+            with pytest.raises(
+                QueueFull, match=r"3 more requests with 3 unfinished .* limit of 5: 2 .* and 3 that wait"
+            ):
+                await engine.add([2, 3], three)
+            assert engine.num_unfinished == 3
+            streams.append(await engine.add([2, 3], SamplingParams(n=2, max_tokens=5)))
+            with pytest.raises(QueueFull):
+                await engine.add([2, 3], GREEDY)
+            go_on.set()
+            for stream in streams:
+                engine.abort(stream.request_id)
+                assert [output async for output in stream][-1].finished
+            assert len(await collect(engine, [2, 3], GREEDY)) == 8
+
+    run(test())
+
+
+def test_bad_input_reaches_its_own_client_only() -> None:
+    want = expected("llama", [5, 6, 7], 100)
+
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            good = asyncio.create_task(collect(engine, [5, 6, 7], LONG))
+            for bad, params, message in (
+                ([], GREEDY, "empty"),
+                ([2] * 128, GREEDY, "max_model_len is 128"),
+                ([1000], GREEDY, "no token id"),
+                ([2], SamplingParams(stop_token_ids=[1000]), "stop_token_ids holds 1000"),
+            ):
+                with pytest.raises(InvalidRequest, match=message):
+                    await collect(engine, bad, params)
+            tokens = [token for output in await good for token in output.outputs[0].token_ids]
+            assert tokens == want
+
+    run(test())
+
+
+def test_a_failing_forward_is_told_to_its_clients_and_the_engine_goes_on() -> None:
+    async def test() -> None:
+        llm = make_llm(max_num_seqs=2)
+        calls = iter(range(1000))
+
+        def broken(*_: object) -> None:
+            if next(calls) == 2:
+                raise RuntimeError("a broken kernel")
+
+        handle = llm.model.get_output_embeddings().register_forward_hook(broken)
+        try:
+            async with serving(llm) as engine:
+                streams = await asyncio.gather(*(collect(engine, [5, 6, 7], GREEDY) for _ in range(4)))
+        finally:
+            handle.remove()
+        lasts = [outputs[-1] for outputs in streams]
+        failed = [last for last in lasts if last.error is not None]
+        assert 1 <= len(failed) <= 2
+        assert all(str(last.error) == "a broken kernel" for last in failed)
+        assert all(last.outputs[0].finish_reason == "error" for last in failed)
+        assert [last.outputs[0].finish_reason for last in lasts].count("length") == 4 - len(failed)
+
+    run(test())
+
+
+def test_the_death_of_the_engine_is_told_to_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        llm = make_llm(max_num_seqs=1)
+        records = iter(range(1000))
+
+        def on_step(_: object) -> None:
+            if next(records) == 3:
+                raise MemoryError("no more")
+
+        llm.on_step = on_step
+        engine = AsyncEngine(llm)
+        results = await asyncio.gather(*(collect(engine, [5, 6, 7], LONG) for _ in range(3)), return_exceptions=True)
+        for result in results:
+            assert isinstance(result, EngineStopped)
+            assert "died of MemoryError: no more" in str(result)
+            assert isinstance(result.__cause__, MemoryError)
+        assert engine.dead
+        with pytest.raises(EngineStopped, match="no more"):
+            await engine.add([2], GREEDY)
+        await engine.shutdown()
+
+    run(test())
+    assert "the engine died" in caplog.text
+
+
+@pytest.mark.parametrize(("timeout", "reason"), [(None, "length"), (0, "abort"), (0.05, "abort")])
+def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        llm = make_llm()
+        if reason == "abort":
+            step, calls = llm.step, iter(range(10_000))
+            slow = threading.Event()
+            monkeypatch.setattr(llm, "step", lambda: (slow.wait(0.05) if next(calls) else None, step())[1])
+        engine = AsyncEngine(llm)
+        stream = await engine.add([2, 3, 4], LONG)
+        waiting = asyncio.create_task(engine.shutdown(timeout=timeout))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await engine.add([2], GREEDY)
+        outputs = [output async for output in stream]
+        assert outputs[-1].outputs[0].finish_reason == reason
+        await waiting
+        await engine.shutdown()
+        assert not engine.dead
+        with pytest.raises(VattnError, match="closed"):
+            llm.step()
+
+    run(test())
+
+
+def test_a_client_whose_event_loop_is_gone() -> None:
+    llm = make_llm()
+    go_on = hold(llm)
+    engine = AsyncEngine(llm)
+
+    async def ask() -> None:
+        await engine.add([2, 3, 4], LONG)
+
+    async def test() -> None:
+        await until(lambda: engine.num_unfinished == 0)
+        assert len(await collect(engine, [2, 3], GREEDY)) == 8
+        await engine.shutdown()
+
+    asyncio.run(ask())
+    go_on.set()
+    run(test())
+
+
+def test_what_cannot_be_served() -> None:
+    with make_llm() as llm:
+        with pytest.raises(ConfigError, match="max_num_queued_reqs is -1"):
+            AsyncEngine(llm, max_num_queued_reqs=-1)
+        llm.add_request("a", [2], GREEDY)
+        with pytest.raises(ConfigError, match="unfinished requests"):
+            AsyncEngine(llm)

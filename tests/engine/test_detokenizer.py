@@ -1,0 +1,177 @@
+"""Text that grows token by token: the same as decoding at once, whole characters only, stop strings held back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.detokenizer import Detokenizer
+
+TEXTS = [
+    "Hello, world .  Two  spaces, a tab\tand a line\n\nend ",
+    "naïve café — 中文字符 混在 english, 👩‍👩‍👧‍👦 and 🇩🇪!",
+    "한국어 텍스트와 עברית and \N{REPLACEMENT CHARACTER} itself",
+    " leading space",
+]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Every byte is a token, and a few words are."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"he": 256, "hel": 257, "Ġa": 258}
+    merges = [("h", "e"), ("he", "l"), ("Ġ", "a")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As sentencepiece: spaces as ▁, unknown characters as bytes, the first space taken away."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁Hello",
+        "▁a",
+        *"abcdefghijklmnopqrstuvwxyz,.",
+    ]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+MAKERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte-level": byte_level, "byte-fallback": byte_fallback}
+
+
+@pytest.fixture(params=MAKERS, scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return MAKERS[request.param]()
+
+
+def decoder(tokenizer: PreTrainedTokenizerFast, skip: bool = True) -> Callable[[list[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_pieces_are_the_text(tokenizer: PreTrainedTokenizerFast, text: str, skip: bool) -> None:
+    decode = decoder(tokenizer, skip)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    halves = [tokenizer(half, add_special_tokens=False)["input_ids"] for half in (text[:6], text[6:])]
+    for tokens in (ids, [eos, *halves[0], eos, eos, *halves[1], eos], [eos] * 30 + ids):
+        detokenizer = Detokenizer(decode)
+        pieces = []
+        for token in tokens:
+            assert detokenizer.push(token) is None
+            pieces.append(detokenizer.take())
+        detokenizer.finish()
+        last = detokenizer.take()
+        whole = decode(tokens)
+        assert "".join(pieces) + last == whole
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+            assert last == ""
+        assert sum(map(bool, pieces)) > len(text) / 8, "it streams"
+
+
+def test_random_tokens_that_are_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Characters of one to four bytes in any order, cut into tokens."""
+    rng = random.Random(0)
+    decode = decoder(tokenizer)
+    for _ in range(60):
+        text = "".join(rng.choice("ab ,é中한👍 \n") for _ in range(40))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids[: rng.randrange(1, len(ids))] if tokenizer.decode(ids[:1]) != "" else ids
+        detokenizer = Detokenizer(decode)
+        for token in ids:
+            detokenizer.push(token)
+        shown = detokenizer.text()
+        detokenizer.finish()
+        whole = decode(ids)
+        assert whole.startswith(shown) or "\N{REPLACEMENT CHARACTER}" in whole
+        assert "\N{REPLACEMENT CHARACTER}" in whole or detokenizer.text() == whole
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
+    tokenizer = byte_level()
+    decode = decoder(tokenizer)
+    detokenizer = Detokenizer(decode)
+    bad = tokenizer.convert_tokens_to_ids("ÿ")  # the byte 0xFF
+    tokens = [bad] * 100
+    for token in tokens:
+        detokenizer.push(token)
+    assert len(detokenizer.text()) > 80
+    detokenizer.finish()
+    assert detokenizer.text() == decode(tokens)
+
+
+def test_decoding_sees_a_few_tokens_at_a_time(tokenizer: PreTrainedTokenizerFast) -> None:
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decoder(tokenizer)(ids)
+
+    detokenizer = Detokenizer(decode)
+    for token in tokenizer(TEXTS[1] * 5 + "hello a " * 50, add_special_tokens=False)["input_ids"]:
+        detokenizer.push(token)
+    assert longest <= 24
+
+
+STOPS: list[tuple[list[str], str, str, str | None]] = [
+    (["END"], "helEND more", "hel", "END"),
+    (["END"], "heEEND", "heE", "END"),
+    (["END"], "heEN", "heEN", None),
+    (["aab"], "aaab", "a", "aab"),
+    (["xyz", "yz"], "axyz", "a", "xyz"),
+    (["bcd", "c"], "abcd", "ab", "c"),
+    (["中文"], "a 中文", "a ", "中文"),
+    (["\n\n"], "one\n\ntwo", "one", "\n\n"),
+    (["nowhere"], "some text", "some text", None),
+]
+
+
+@pytest.mark.parametrize(("stops", "text", "want", "found"), STOPS)
+def test_stop_strings_across_tokens(stops: list[str], text: str, want: str, found: str | None) -> None:
+    tokenizer = byte_level()
+    for include in (False, True):
+        detokenizer = Detokenizer(decoder(tokenizer), stops, include_stop=include)
+        shown, stopped = "", None
+        for token in tokenizer(text)["input_ids"]:
+            stopped = detokenizer.push(token)
+            shown += detokenizer.take()
+            assert (want + (found or "")).startswith(shown)
+            if stopped is not None:
+                break
+        detokenizer.finish()
+        assert stopped == found
+        assert shown + detokenizer.take() == want + (found or "" if include else "")
+
+
+def test_only_what_may_be_a_stop_string_is_held_back() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(decoder(tokenizer), ["xyz"])
+    seen = []
+    for token in tokenizer("axbxyy")["input_ids"]:
+        detokenizer.push(token)
+        seen.append(detokenizer.text())
+    assert seen == ["a", "a", "axb", "axb", "axb", "axbxyy"]
+
+
+def test_a_stop_string_that_comes_too_early_is_text() -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(decoder(tokenizer), ["ab"])
+    ids = tokenizer("xabyab")["input_ids"]
+    assert [detokenizer.push(token, may_stop=i >= 3) for i, token in enumerate(ids)] == [None] * 5 + ["ab"]
+    detokenizer.finish()
+    assert detokenizer.text() == "xaby"
