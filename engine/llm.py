@@ -31,6 +31,7 @@ from engine.runner import ModelRunner
 from engine.sampling import SamplingParams, sample
 from engine.scheduler import Plan, Scheduler, check_limits
 from vattn import hf
+from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
 from vattn.config import KVConfig
 from vattn.errors import ConfigError, OutOfPages, VattnError
@@ -90,7 +91,7 @@ class LLM:
         memory_budget: of the cache: bytes, or text such as "4GiB".
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
-        attention: kernel, see `vattn.attention.names()`.
+        attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -112,7 +113,7 @@ class LLM:
         memory_budget: int | str = "4GiB",
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
-        attention: str = "auto",
+        attention: str | Attention = "auto",
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -134,10 +135,20 @@ class LLM:
         self._previous_attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(hf.NAME)
         try:
-            kernel = get_attention(attention, device=self.model.device)
+            shape = hf.kv_shape(self.model)
+            case = Case(
+                self.model.device,
+                self.model.dtype,
+                shape.head_dim,
+                shape.v_head_dim,
+                block_size if kv == "paged" else None,
+                shape.softcap,
+                shape.sinks,
+            )
+            kernel = get_attention(attention, case)
             self.kv = _make_backend(
                 kv,
-                hf.kv_shape(self.model),
+                shape,
                 dtype=self.model.dtype,
                 device=self.model.device,
                 max_num_seqs=max_num_seqs,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vattn import attention
 from vattn.attention import AttentionParams, PackedBatch, Span
-from vattn.errors import ConfigError
 
 HEADS, LONGEST = 2, 64
 
@@ -115,10 +114,3 @@ def test_masks_are_built_once_per_step() -> None:
         [0, 0, 1, 1, 1, 0],
         [0, 0, 0, 1, 1, 1],
     ]
-
-
-def test_names() -> None:
-    assert attention.get("auto").name in attention.names()
-    assert all(attention.get(name).guard_rows >= 0 for name in attention.names())
-    with pytest.raises(ConfigError, match="unknown attention kernel 'flash_attention_9'"):
-        attention.get("flash_attention_9")
