@@ -56,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, or text such as 512MiB"
     )
     generate.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
+    generate.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
+    generate.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     generate.add_argument("--no-progress", action="store_true", help="no progress bar")
     generate.set_defaults(run=_generate)
     return parser
@@ -91,6 +93,8 @@ def _generate(args: argparse.Namespace) -> int:
             max_num_batched_tokens=args.max_num_batched_tokens,
             memory_budget=args.kv_cache_memory_bytes,
             block_size=args.block_size,
+            attention=args.attention,
+            enforce_eager=args.enforce_eager,
             seed=args.seed,
         ) as llm:
             start = time.monotonic()

@@ -92,6 +92,7 @@ class LLM:
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
+        enforce_eager: launch every kernel of a decode step, instead of replaying CUDA graphs of them.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -114,6 +115,7 @@ class LLM:
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
         attention: str | Attention = "auto",
+        enforce_eager: bool = False,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -164,7 +166,8 @@ class LLM:
         except BaseException:
             self.model.set_attn_implementation(self._previous_attention)
             raise
-        self.runner = ModelRunner(self.model, self.kv, kernel)
+        graphs_up_to = None if enforce_eager else max_num_seqs
+        self.runner = ModelRunner(self.model, self.kv, kernel, graphs_up_to=graphs_up_to)
 
     def __enter__(self) -> LLM:
         return self
