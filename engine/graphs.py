@@ -67,6 +67,11 @@ class DecodeGraphs:
         """Whether there is a device to capture on, and the kernel can be captured."""
         return device.type == "cuda" and attention.capturable
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph, so that steps are replayed."""
+        return bool(self._graphs) and not self._failed
+
     def run(self, spans: Sequence[Span], tokens: Sequence[int]) -> Tensor | None:
         """Logits `[n, vocab_size]` of one token per span, valid until the next call; None if it cannot be captured."""
         if self._failed:

@@ -32,6 +32,7 @@ __all__ = [
     "Slots",
     "Span",
     "TorchSDPA",
+    "adapters",
     "describe",
     "get",
     "names",
@@ -42,6 +43,11 @@ __all__ = [
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
     adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, TorchSDPA)
 }
+
+
+def adapters() -> list[Attention]:
+    """All adapters, whether they can be used here or not, in the order in which "auto" tries them."""
+    return [make() for make in _ADAPTERS.values()]
 
 
 def names() -> tuple[str, ...]:
@@ -60,13 +66,13 @@ def get(name: str | Attention = "auto", case: Case | None = None, *, device: tor
     """
     case = case or Case(torch.device(device))
     if name == "auto":
-        return next(adapter for adapter in _all() if adapter.refusal(case) is None)
+        return next(adapter for adapter in adapters() if adapter.refusal(case) is None)
     if isinstance(name, str) and name not in _ADAPTERS:
         raise ConfigError(f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}")
     adapter = _ADAPTERS[name]() if isinstance(name, str) else name
     refusal = adapter.refusal(case)
     if refusal is not None:
-        usable = [other.name for other in _all() if other.refusal(case) is None]
+        usable = [other.name for other in adapters() if other.refusal(case) is None]
         raise ConfigError(
             f"the attention kernel {adapter.name!r} cannot be used here: {refusal}; possible: "
             f"{', '.join(('auto', *usable))}"
@@ -83,7 +89,7 @@ def describe(case: Case | None = None) -> list[str]:
     if case is None:
         case = Case(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else Case()
     lines = []
-    for adapter in _all():
+    for adapter in adapters():
         refusal = adapter.refusal(case)
         lines.append(
             f"{adapter.name}: guard rows {adapter.guard_rows}; {(adapter.__doc__ or '').splitlines()[0]}"
@@ -100,7 +106,3 @@ def register() -> None:
     from vattn import hf
 
     hf.register()
-
-
-def _all() -> list[Attention]:
-    return [make() for make in _ADAPTERS.values()]
