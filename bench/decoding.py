@@ -78,7 +78,7 @@ class DecodeLoop:
         return self._runner.graphs is not None and self._runner.graphs.captured
 
     def step(self) -> Tensor:
-        """One decode step: memory, then the model; its logits. Without sampling, which does not depend on the backend."""
+        """One decode step, memory and model; its logits. Without sampling, which does not depend on the backend."""
         self.length += 1
         self._kv.prepare(dict.fromkeys(self._slots, self.length))
         _, logits = self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests])
