@@ -37,7 +37,8 @@ class DecodeLoop:
 
     Args:
         attention: the kernel; the CPU's by default.
-        graphs: run decode steps as CUDA graphs, where that is possible.
+        logits: compute the logits of every step, as if it were sampled from.
+        graphs: run decode steps as CUDA graphs, where that is possible; only steps with logits are.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class DecodeLoop:
         length: int,
         max_length: int,
         attention: Attention | None = None,
+        logits: bool = False,
         graphs: bool = False,
     ) -> None:
         self.length = length
@@ -68,7 +70,8 @@ class DecodeLoop:
         self._requests = []
         for number, slot in enumerate(self._slots):
             params = SamplingParams(max_tokens=max_length)
-            request = Request(str(number), [1] * max_length, params, max_total_tokens=max_length + 1, seed=0)
+            tokens = [1] * (length if logits else max_length)
+            request = Request(str(number), tokens, params, max_total_tokens=max_length + 1, seed=0)
             request.admit(slot)
             self._requests.append(request)
 
@@ -80,6 +83,10 @@ class DecodeLoop:
     def step(self) -> Tensor:
         """One decode step, memory and model; its logits. Without sampling, which does not depend on the backend."""
         self.length += 1
+        for request in self._requests:
+            request.prompt_token_ids += [1] * (
+                self.length - request.num_tokens
+            )  # the newest one is what logits are for
         self._kv.prepare(dict.fromkeys(self._slots, self.length))
         _, logits = self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests])
         return logits

@@ -44,6 +44,7 @@ def run(quick: bool) -> Report:
                         length=context,
                         max_length=context + 2 * rounds,
                         attention=kernel,
+                        logits=True,
                         graphs=graphs,
                     )
                     seconds = median(_seconds(loop) for _ in range(rounds + 3))

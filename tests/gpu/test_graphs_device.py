@@ -60,7 +60,7 @@ def test_the_same_logits_as_the_cache_grows(kind: str) -> None:
         torch.manual_seed(1)
         cache = virtual(3, 2048, layers=LAYERS, layout="fused") if kind == "virtual" else paged(3, 2048, layers=LAYERS)
         with closing(cache) as kv:
-            loop = DecodeLoop(model, kv, batch=3, length=40, max_length=1000, attention=kernel)
+            loop = DecodeLoop(model, kv, batch=3, length=40, max_length=1000, attention=kernel, logits=True)
             loop._runner = ModelRunner(model, kv, kernel, graphs_up_to=4 if graphs else None)
             mapped = kv.stats().map_calls
             found = [loop.step().clone() for _ in range(900)]
