@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A CPU build of torch where nothing else is wanted; TORCH="torch==2.9.*", say, takes another.
 TORCH ?= torch==2.13.0
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
 .PHONY: demo test check format lint types sanitize bench clean
 

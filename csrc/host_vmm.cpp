@@ -4,13 +4,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -100,19 +103,21 @@ struct State {
   std::size_t kernel_mappings = 0;
   std::size_t other_mappings = 0;  // of the rest of the process, as last counted
   std::size_t physical_bytes = 0;
+  std::size_t memory_allowance = 0;  // bytes to create before the machine's memory is looked at again
   ForkGuard fork;
 };
 
 // A forked child starts anew: the parent's mappings are not there, and its mutex may be held by a thread that is not.
 // What the child inherited is leaked on purpose.
 State& state() {
-  static State* current = new State;
-  if (current->fork.forked()) {
-    for (const PhysicalFile& file : current->files)
-      if (file.fd() >= 0) close(file.fd());
-    current = new State;
-  }
-  return *current;
+  static std::atomic<State*> current = new State;
+  State* found = current.load(std::memory_order_acquire);
+  if (!found->fork.forked()) return *found;
+  auto fresh = std::make_unique<State>();
+  if (!current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
+  for (const PhysicalFile& file : found->files)
+    if (file.fd() >= 0) close(file.fd());
+  return *fresh.release();
 }
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -223,6 +228,35 @@ bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
   return fits();
 }
 
+std::size_t read_number(const char* path, const std::string& field = "") {
+  std::ifstream file(path);
+  std::string word;
+  while (!field.empty() && file >> word && word != field) continue;
+  std::size_t value = 0;
+  return file >> value ? value : std::numeric_limits<std::size_t>::max();  // "max", say, where there is no limit
+}
+
+std::size_t available_memory() {
+  const std::size_t machine = read_number("/proc/meminfo", "MemAvailable:");
+  const std::size_t limit = read_number("/sys/fs/cgroup/memory.max");
+  const std::size_t used = read_number("/sys/fs/cgroup/memory.current");
+  const std::size_t group = limit == std::numeric_limits<std::size_t>::max() ? limit : limit - std::min(limit, used);
+  return std::min(machine == std::numeric_limits<std::size_t>::max() ? machine : machine * 1024, group);
+}
+
+// Where memory is exhausted Linux ends a process instead of refusing, so that `create` has to refuse before. Looking
+// costs as much as creating a page, hence not every time.
+bool room_for_memory(State& s, std::size_t size) {
+  constexpr std::size_t kReserve = std::size_t{256} << 20, kLookEvery = std::size_t{64} << 20;
+  if (size > s.memory_allowance) {
+    const std::size_t available = available_memory();
+    if (available < kReserve || size > available - kReserve) return false;
+    s.memory_allowance = std::max(size, kLookEvery);
+  }
+  s.memory_allowance -= size;
+  return true;
+}
+
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
   if (it->second.references + it->second.mappings > 0) return;
   s.files[it->second.granularity_log2 - kMinGranularityLog2].deallocate(it->second.offset, it->second.size);
@@ -275,6 +309,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   off_t offset = 0;
   {
     const std::lock_guard lock(s.mutex);
+    if (!room_for_memory(s, size)) return kOutOfMemory;
     if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which

@@ -15,6 +15,25 @@ void Transaction::revert() {
   }
 }
 
+namespace {
+
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
 struct Mapper::Worker {
   std::mutex mutex;
   std::condition_variable submitted;
@@ -30,11 +49,8 @@ struct Mapper::Worker {
 Mapper::Mapper(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool)
     : driver_(std::move(driver)), pool_(std::move(pool)), worker_(std::make_unique<Worker>()) {
   // Signals are the interpreter's: the worker must not be the thread that they interrupt.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   worker_->thread = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Mapper::~Mapper() {
@@ -58,6 +74,7 @@ Ticket Mapper::submit(std::shared_ptr<Transaction> transaction) {
 void Mapper::wait(Ticket ticket) {
   if (passed(ticket)) return;
   if (fork_.forked()) throw std::logic_error("the worker is not running");
+  if (ticket > last_) throw std::logic_error("waited for a ticket that was never submitted");
   std::unique_lock lock(worker_->mutex);
   worker_->finished.wait(lock, [&] { return passed(ticket); });
 }
@@ -71,14 +88,16 @@ std::vector<std::shared_ptr<Transaction>> Mapper::collect_failures() {
 }
 
 void Mapper::stop() {
-  if (stopped_ || fork_.forked()) return;
-  stopped_ = true;
-  {
-    const std::lock_guard lock(worker_->mutex);
-    worker_->stopping = true;
-  }
-  worker_->submitted.notify_one();
-  worker_->thread.join();
+  if (fork_.forked()) return;
+  std::call_once(stop_once_, [this] {
+    stopped_ = true;
+    {
+      const std::lock_guard lock(worker_->mutex);
+      worker_->stopping = true;
+    }
+    worker_->submitted.notify_one();
+    worker_->thread.join();
+  });
 }
 
 void Mapper::run() {

@@ -74,7 +74,8 @@ class Mapper {
   // Appends to the log. Throws std::logic_error after stop().
   Ticket submit(std::shared_ptr<Transaction> transaction);
 
-  // Blocks until the worker is past the ticket: it is done, failed or cancelled.
+  // Blocks until the worker is past the ticket: it is done, failed or cancelled. Throws std::logic_error for one that
+  // submit() never returned.
   void wait(Ticket ticket);
   bool passed(Ticket ticket) const { return passed_.load(std::memory_order_acquire) >= ticket; }
   Ticket last() const { return last_; }
@@ -87,7 +88,8 @@ class Mapper {
   // True if undoing a failed transaction failed as well: the mappings are no longer what the books say.
   bool broken() const { return broken_.load(std::memory_order_acquire); }
 
-  // Executes what was submitted, then ends the thread. Idempotent; does nothing in a forked child.
+  // Executes what was submitted, then ends the thread; from whichever and however many threads it is called, all return
+  // when that is done. Does nothing in a forked child.
   void stop();
 
  private:
@@ -103,8 +105,9 @@ class Mapper {
   std::unique_ptr<Worker> worker_;
   std::vector<Handle> released_;  // the worker's: memory that the transaction under way gives back
   std::vector<std::shared_ptr<Transaction>> failures_;  // guarded by the worker's mutex
-  Ticket last_ = 0;
-  bool stopped_ = false;
+  std::atomic<Ticket> last_{0};
+  std::atomic<bool> stopped_{false};
+  std::once_flag stop_once_;
   std::atomic<Ticket> passed_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> broken_{false};

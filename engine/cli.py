@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-num-seqs", type=int, default=64, help="requests at a time")
     generate.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
     generate.add_argument(
-        "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, or text such as 512MiB"
+        "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
     )
     generate.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
     generate.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")

@@ -33,9 +33,9 @@ from engine.scheduler import Plan, Scheduler, check_limits
 from vattn import hf
 from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
-from vattn.config import KVConfig
+from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
-from vattn.units import format_bytes, parse_bytes
+from vattn.units import format_bytes
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
@@ -88,7 +88,8 @@ class LLM:
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
         max_model_len: most tokens of a request, prompt and output; the model's own limit by default.
-        memory_budget: of the cache: bytes, or text such as "4GiB".
+        memory_budget: of the cache: bytes, or text such as "4GiB"; "auto" takes a share of the memory that is free once
+            the model is loaded, see `vattn.KVConfig`.
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
@@ -543,7 +544,7 @@ def _make_backend(
     block = PagedKV.block_bytes(
         shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, block_size, dtype
     )
-    budget = parse_bytes(memory_budget, "memory_budget")
+    budget = budget_bytes(memory_budget, device)
     if budget < block:
         raise ConfigError(
             f"memory_budget is {format_bytes(budget)}, but one block of {block_size} tokens takes "

@@ -28,12 +28,13 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.pool import PagePool
-from vattn.stats import CacheStats, CallStats, SlotPages
+from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 
 __all__ = [
     "CacheClosed",
     "CacheStats",
     "CallStats",
+    "Capacity",
     "ConfigError",
     "DriverError",
     "ForkedProcess",

@@ -11,6 +11,7 @@ worker executes them. A slot is *active* (a request has it) or *idle*; the pages
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +34,11 @@ from vattn.errors import (
 from vattn.fences import Fences, refusal
 from vattn.layout import TensorView
 from vattn.pool import PagePool
-from vattn.stats import CacheStats, CallStats, SlotPages
+from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 
 Lengths = Mapping[int, int] | Sequence[int]
+_log = logging.getLogger("vattn")
 _Plan = Callable[[_native.Transaction], object]
 
 
@@ -56,7 +58,11 @@ class KVCache:
     """
 
     def __init__(self, config: KVConfig, *, pool: PagePool | None = None) -> None:
-        layout, budget = resolve(config, pool_page_size=pool.page_size if pool else None)
+        layout, budget = resolve(
+            config,
+            pool_page_size=pool.page_size if pool else None,
+            pool_budget=pool.total_pages * pool.page_size if pool else None,
+        )
         if pool is not None and pool.driver.device is not drivers.find(config.device):
             raise ConfigError(
                 f"the pool is on {pool.driver.device.torch_device}, the cache on {config.device}; they must agree"
@@ -100,6 +106,7 @@ class KVCache:
         self._closed = False
         self._pool.join(self)
         self._finalizer = weakref.finalize(self, _collected, self._pool, self._spaces, self._owns_pool)
+        _log.info("cache on %s: %s", self._pool.driver.device.torch_device, self.capacity())
 
     # The interface
 
@@ -168,7 +175,6 @@ class KVCache:
         with self._pool.lock:
             start = time.perf_counter_ns()
             self._enter()
-            closed = self._fences.launched()
             if not isinstance(lengths, Mapping):
                 lengths = self._by_slot(lengths)
             limit = self._limit
@@ -180,6 +186,7 @@ class KVCache:
                 raise self._invalid_slot(error.args[0]) from None
             if lengths and min(lengths.values()) < 0:
                 raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
+            closed = self._fences.launched()
             if crossing or next_lengths or closed or self._leaving:
                 handle = self._fences.handle(stream)
                 capturing = self._fences.capturing(handle)
@@ -243,6 +250,21 @@ class KVCache:
     def total_pages(self) -> int:
         """The budget, in pages."""
         return self._budget
+
+    def capacity(self) -> Capacity:
+        """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
+        layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
+
+        def alone(pages: int) -> int:
+            return max(0, layout.most_tokens(pages, longest + guard) - guard)
+
+        requests, rest = divmod(self._budget, layout.pages(longest + guard))
+        return Capacity(
+            budget_bytes=self._budget * layout.page_size,
+            requests=min(layout.slots, self._budget // layout.pages(1 + guard)),
+            tokens=layout.slots * longest if requests >= layout.slots else requests * longest + alone(rest),
+            longest_context=alone(self._budget),
+        )
 
     def available_pages(self) -> int:
         """Pages that a step may still take: free ones, parked ones of all caches on the pool, and what running requests
@@ -381,9 +403,9 @@ class KVCache:
 
         The tensors must not be touched any more; their address space goes when the last of them does.
         """
-        if self._closed:
-            return
         with self._pool.lock:
+            if self._closed:
+                return
             self._closed = True
             self._finalizer.detach()
             self._views = []
@@ -391,8 +413,8 @@ class KVCache:
                 self._pool.leave(self, self._spaces)
             finally:
                 self._spaces = []
-        if self._owns_pool:
-            self._pool.shut()
+            if self._owns_pool:
+                self._pool.shut()
 
     def __enter__(self) -> Self:
         return self

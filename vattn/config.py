@@ -38,8 +38,11 @@ class KVConfig:
         max_batch_size: slots, so requests at a time.
         max_context_len: tokens that a slot can grow to. Only address space depends on it.
         device: where the tensors live: "cpu", "cuda" (torch's current GPU) or "cuda:1".
-        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB". "auto" is half of what the
-            machine has available, or 0.9 of what is free on the GPU. Never more than all slots at full length need.
+        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB"; never more than all slots at
+            full length need. "auto" is a share of what the device has free when the cache is made: make it after the
+            model is loaded. With a given pool, "auto" is the pool's budget.
+        memory_utilization: that share, over 0 and up to 1; what it leaves is for the model's activations. "auto" is 0.9
+            on CUDA, and 0.5 on the host, whose memory others use as well.
         page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest of at
             least 64 tokens with which the budget cannot exhaust the kernel's table of mappings. On CUDA a multiple of
             the device's granularity (2 MiB), which is what "auto" takes.
@@ -68,6 +71,7 @@ class KVConfig:
     v_head_dim: int | None = None
     device: str | torch.device = "cpu"
     memory_budget: int | str = "auto"
+    memory_utilization: float | Literal["auto"] = "auto"
     page_size: int | Literal["auto"] = "auto"
     layout: LayoutName | Literal["auto"] = "auto"
     kv_order: KVOrder | Literal["auto"] = "auto"
@@ -94,6 +98,16 @@ class KVConfig:
             self._check_choice(name, (True, False))
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
+        share = self.memory_utilization
+        if share != "auto":
+            if not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigError(
+                    f"memory_utilization={share!r} must be a share of the free memory: 0 < memory_utilization <= 1"
+                )
+            if self.memory_budget != "auto":
+                raise ConfigError(
+                    f"memory_utilization={share} is for memory_budget='auto', which is {self.memory_budget!r}; give one"
+                )
         if self.page_size != "auto":
             self._check_int("page_size", at_least=1)
             if drivers.parse(self.device).type == "cpu":
@@ -161,11 +175,30 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     )
 
 
-def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Layout, int]:
+def budget_bytes(
+    memory_budget: int | str, device: str | torch.device, memory_utilization: float | Literal["auto"] = "auto"
+) -> int:
+    """A budget in bytes, as `KVConfig.memory_budget` is given; "auto" is measured now.
+
+    Raises:
+        ConfigError: for text that is no size, or a device without a driver.
+        DriverError: CUDA cannot use the device.
+    """
+    if memory_budget != "auto":
+        return parse_bytes(memory_budget, "memory_budget")
+    found = drivers.find(device)
+    share = found.default_utilization if memory_utilization == "auto" else memory_utilization
+    return int(found.available_memory() * share)
+
+
+def resolve(
+    config: KVConfig, *, pool_page_size: int | None = None, pool_budget: int | None = None
+) -> tuple[Layout, int]:
     """Chooses what the config leaves open.
 
     Args:
         pool_page_size: the page size of a given pool, which then decides.
+        pool_budget: bytes of a given pool, which an automatic budget then is.
 
     Returns:
         The geometry, and the budget in pages (what the config allows; a given pool may allow less).
@@ -175,10 +208,10 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         DriverError: CUDA cannot use the device.
     """
     device = drivers.find(config.device)
-    if config.memory_budget == "auto":
-        budget = int(device.available_memory() * device.budget_share)
+    if pool_budget is not None and config.memory_budget == "auto":
+        budget = pool_budget
     else:
-        budget = parse_bytes(config.memory_budget, "memory_budget")
+        budget = budget_bytes(config.memory_budget, config.device, config.memory_utilization)
     names = LAYOUTS if config.layout == "auto" else (config.layout,)
 
     if pool_page_size is not None:
@@ -226,7 +259,7 @@ def resolve(config: KVConfig, *, pool_page_size: int | None = None) -> tuple[Lay
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
             f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
-            f"({format_bytes(need)}) for a slot's first token; raise the budget, or choose smaller pages or a finer "
-            "layout ('sliced', 'fused')"
+            f"({format_bytes(need)}) for a slot's first token; give or free more memory, or choose smaller pages or a "
+            "finer layout ('sliced', 'fused')"
         )
     return chosen, pages(chosen)

@@ -17,6 +17,7 @@ The longer the row, the fewer tokens a page covers: finer blocks, at the price o
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -107,6 +108,10 @@ class Layout:
     def pages(self, tokens: int) -> int:
         """Pages that back tokens `[0, tokens)` of one slot."""
         return sum(kind.lanes * kind.columns(tokens) for kind in self.kinds)
+
+    def most_tokens(self, pages: int, limit: int) -> int:
+        """Tokens of one slot, up to `limit`, that `pages` pages back."""
+        return bisect.bisect_right(range(limit + 1), pages, key=self.pages) - 1
 
     @property
     def worst_waste(self) -> int:

@@ -108,12 +108,13 @@ class PagePool:
         Raises:
             VattnError: if a cache still holds pages.
         """
-        if tenants := list(self._tenants):
-            raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
-        self.shut()
+        with self.lock:
+            if tenants := list(self._tenants):
+                raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
+            self.shut()
 
     def shut(self) -> None:
-        """`close`, whoever still uses the pool."""
+        """`close`, whoever still uses the pool; with the lock held, or when nobody else has the pool any more."""
         self._finalizer()
         self._refusal = self._refusal or CacheClosed("the pool is closed; make a new one")
 

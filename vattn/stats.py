@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vattn.units import format_bytes
+
 
 @dataclass(frozen=True)
 class CallStats:
@@ -101,6 +103,29 @@ class CacheStats:
     def waste(self) -> float:
         """Share of the running requests' pages that holds no live token, 0 to 1."""
         return 1 - self.live_bytes / self.owned_bytes if self.owned_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits a cache's budget; as text, for people.
+
+    Attributes:
+        budget_bytes: the budget.
+        requests: most requests at a time: slots that can have their first token block together.
+        tokens: most tokens at a time, in the fewest requests.
+        longest_context: most tokens of a request that is alone.
+    """
+
+    budget_bytes: int
+    requests: int
+    tokens: int
+    longest_context: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.budget_bytes)} hold {self.tokens:,} tokens: of up to {self.requests:,} requests at a "
+            f"time, of up to {self.longest_context:,} tokens"
+        )
 
 
 @dataclass(frozen=True)

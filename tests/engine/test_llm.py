@@ -218,6 +218,12 @@ def test_a_request_that_could_never_fit_is_refused(kv: str) -> None:
         assert llm.generate(good, GREEDY, use_tqdm=False)[0].finished
 
 
+def test_the_budget_may_be_automatic(kv: str) -> None:
+    with make_llm(kv, memory_budget="auto", max_num_seqs=2) as llm:
+        assert llm.kv.total() >= llm.kv.needed(128)  # no more than every request can use, of half of the machine
+        assert llm.generate(make_prompts([9])[0], GREEDY, use_tqdm=False)[0].finished
+
+
 def test_names_of_unfinished_requests_are_taken() -> None:
     with make_llm() as llm:
         llm.add_request("a", [2, 3], GREEDY)

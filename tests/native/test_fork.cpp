@@ -98,6 +98,27 @@ FORK_TEST(a_child_knows_that_it_is_one) {
   CHECK(!guard.forked());
 }
 
+FORK_TEST(the_threads_of_a_child_start_anew_together) {
+  World world(kShape, 24);
+  CHECK(world.grow(0, 4) == Status::kDone);
+  for (int round = 0; round < 20; ++round)
+    CHECK(in_child([] {
+      constexpr std::size_t kThreads = 4;
+      std::atomic<std::size_t> ready{0}, failures{0};
+      std::vector<std::thread> threads;
+      for (std::size_t i = 0; i < kThreads; ++i)
+        threads.emplace_back([&] {
+          Address address = 0;
+          ready += 1;
+          while (ready < kThreads) continue;
+          failures += host_vmm().address_reserve(&address, kPage, 0, 0, 0) != kSuccess;
+        });
+      for (std::thread& thread : threads) thread.join();
+      CHECK_EQ(failures, 0u);
+      CHECK_EQ(host_usage().reservations, kThreads);
+    }));
+}
+
 FORK_TEST(a_child_inherits_no_memory_and_harms_none) {
   const HostUsage before = host_usage();
   int calls = 0;

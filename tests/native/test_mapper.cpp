@@ -1,7 +1,11 @@
 // The worker and its log: order, waiting, stopping, and what crosses between threads.
+#include <pthread.h>
+#include <signal.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "check.h"
@@ -96,14 +100,18 @@ TEST(several_threads_wait_while_the_caller_submits) {
   World world(kShape, 32);
   constexpr Ticket kTickets = 400;
   std::atomic<int> wrong{0};
+  const auto wait_for = [&](Ticket ticket) {
+    while (world.mapper->last() < ticket) std::this_thread::yield();
+    world.mapper->wait(ticket);
+  };
   std::vector<std::thread> waiters;
   for (int i = 0; i < 4; ++i)
     waiters.emplace_back([&, i] {
       for (Ticket ticket = 1; ticket <= kTickets; ticket += static_cast<Ticket>(1 + i)) {
-        world.mapper->wait(ticket);
+        wait_for(ticket);
         wrong += !world.mapper->passed(ticket);
       }
-      world.mapper->wait(kTickets);
+      wait_for(kTickets);
       // What the worker did is visible to whoever waited: the last transaction mapped these.
       for (std::size_t column = 0; column < 8; ++column) wrong += word(world.at(0, 3, 0, column)) != 0;
     });
@@ -199,6 +207,56 @@ TEST(stop_with_failures_left_hands_them_over_still) {
   CHECK(failures == (std::vector{failed, cancelled}));
   for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
   CHECK_EQ(world.pool->counts().taken, 0u);
+}
+
+TEST(a_ticket_that_was_never_submitted_is_refused) {
+  World world(kShape, 32);
+  CHECK_THROWS(std::logic_error, world.mapper->wait(1));
+  CHECK(world.run([](Transaction&) {}) == Status::kDone);
+  world.mapper->wait(world.mapper->last());
+  CHECK_THROWS(std::logic_error, world.mapper->wait(world.mapper->last() + 1));
+}
+
+TEST(several_threads_stop_and_each_returns_when_the_worker_has_ended) {
+  for (int round = 0; round < 20; ++round) {
+    World world(kShape, 32);
+    const auto last = world.submit([&](Transaction& t) { world.space->grow(t, 0, 8); });
+    std::atomic<int> early{0};
+    std::vector<std::thread> stoppers;
+    for (int i = 0; i < 4; ++i)
+      stoppers.emplace_back([&] {
+        world.mapper->stop();
+        early += last->status() != Status::kDone;
+      });
+    for (std::thread& stopper : stoppers) stopper.join();
+    CHECK_EQ(early, 0);
+    CHECK_THROWS(std::logic_error, world.mapper->submit(std::make_shared<Transaction>()));
+  }
+}
+
+TEST(signals_are_free_again_where_no_thread_can_be_started) {
+#if VATTN_TSAN
+  SKIP("TSan ends the process where no thread can be started");
+#else
+  pthread_attr_t usual, huge;
+  CHECK_EQ(pthread_getattr_default_np(&usual), 0);
+  CHECK_EQ(pthread_getattr_default_np(&huge), 0);
+  CHECK_EQ(pthread_attr_setstacksize(&huge, std::size_t{1} << 50), 0);  // more than there are addresses
+  sigset_t before, after;
+  pthread_sigmask(SIG_SETMASK, nullptr, &before);
+  const auto driver = std::make_shared<Driver>(host_vmm(), host_prop(12), nullptr, 0, 0);
+  CHECK_EQ(pthread_setattr_default_np(&huge), 0);
+  bool thrown = false;
+  try {
+    Mapper(driver, std::make_shared<PagePool>(4096, 1));
+  } catch (const std::system_error&) {
+    thrown = true;
+  }
+  CHECK_EQ(pthread_setattr_default_np(&usual), 0);
+  CHECK(thrown);
+  pthread_sigmask(SIG_SETMASK, nullptr, &after);
+  for (int signal = 1; signal < 32; ++signal) CHECK_EQ(sigismember(&before, signal), sigismember(&after, signal));
+#endif
 }
 
 TEST(the_destructor_stops) {

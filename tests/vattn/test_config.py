@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,9 @@ BASE: dict[str, Any] = {
         ({"max_context_len": -1}, "max_context_len=-1"),
         ({"dtype": "float64"}, "float64"),
         ({"dtype": torch.int64}, "torch.int64"),
+        ({"memory_budget": "auto", "memory_utilization": 0}, "0 < memory_utilization <= 1"),
+        ({"memory_budget": "auto", "memory_utilization": 1.1}, "memory_utilization=1.1"),
+        ({"memory_utilization": 0.5}, "'4MiB'; give one"),
         ({"page_size": 5000}, "powers of two"),
         ({"page_size": 2048}, "4096"),
         ({"page_size": 2**22}, "2097152"),
@@ -118,3 +123,68 @@ def test_sizes(text: int | str, size: int) -> None:
 
 def test_format_bytes() -> None:
     assert [format_bytes(n) for n in (1, 2048, 3 * 2**20, 2**41)] == ["1 B", "2.0 KiB", "3.0 MiB", "2.0 TiB"]
+
+
+def test_an_automatic_budget_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers.host, "available_memory", lambda: 2**24)
+    for share, expected in (("auto", 2**23), (0.25, 2**22), (1, 2**24)):
+        config = vattn.KVConfig(
+            **BASE | {"memory_budget": "auto", "memory_utilization": share, "max_context_len": 2**20, "page_size": 4096}
+        )
+        with vattn.KVCache(config) as cache:
+            assert cache.capacity().budget_bytes == expected
+    pool = vattn.PagePool("1MiB", page_size=4096)
+    with vattn.KVCache(vattn.KVConfig(**BASE | {"memory_budget": "auto"}), pool=pool) as cache:
+        assert cache.total_pages == 256  # a pool's caches share what it has
+    pool.close()
+
+
+@pytest.mark.parametrize("layout", ["layer", "sliced", "fused"])
+@pytest.mark.parametrize("budget", ["64KiB", "100KiB", "1MiB", "64MiB"])
+@pytest.mark.parametrize("guard_rows", [0, 100])
+def test_the_capacity_is_what_a_step_can_back_and_no_more(
+    layout: str, budget: str, guard_rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"layout": layout, "memory_budget": budget, "guard_rows": guard_rows, "page_size": 4096}
+    with (
+        caplog.at_level("INFO", "vattn"),
+        vattn.KVCache(vattn.KVConfig(**BASE | options, eager_pages=0, overlap=False)) as cache,
+    ):
+        fits = cache.capacity()
+        assert caplog.messages == [f"cache on cpu: {fits}"]
+        slots = [cache.alloc_reqid() for _ in range(4)]
+
+        def attempt(lengths: list[int]) -> bool:
+            try:
+                cache.step(dict(zip(slots, lengths, strict=False)))
+            except vattn.OutOfPages:
+                return False
+            cache.step(dict.fromkeys(slots, 0))
+            return True
+
+        assert attempt([fits.longest_context])
+        assert fits.longest_context == 1000 or not attempt([fits.longest_context + 1])
+        assert attempt([1] * fits.requests)
+        assert fits.requests == 4 or not attempt([1] * (fits.requests + 1))
+        full, rest = divmod(fits.tokens, 1000)
+        assert attempt([1000] * full + [rest] * (rest > 0))
+        assert fits.tokens == 4000 or not attempt([1000] * full + [rest + 1])
+        assert f"{fits.tokens:,} tokens" in str(fits)
+
+
+def test_cuda_without_its_driver_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers.cuda, "torch_lacks", lambda: None)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("NVIDIA's driver is there")
+    pytest.importorskip("cuda.bindings")
+    with pytest.raises(
+        vattn.ConfigError, match=r"device='cuda' .*\(libcuda\.so\.1\) is not there.*: install it, or start"
+    ):
+        vattn.KVCache(vattn.KVConfig(**BASE, device="cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(vattn.ConfigError, match=r"cuda-python is not installed.*pip install 'vattn\[cuda\]'"):
+        vattn.PagePool("1GiB", device="cuda:1")

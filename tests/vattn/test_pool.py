@@ -212,3 +212,30 @@ def test_the_kernels_table_of_mappings_is_never_filled() -> None:
     threading.Thread(target=lambda: None).start()
     cache.close()
     pool.close()
+
+
+def test_a_cache_and_a_pool_may_be_closed_by_several_threads() -> None:
+    """Each call returns when everything is given back, whichever thread did it."""
+    for _ in range(20):
+        pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE)
+        cache = make(pool)
+        cache.step({cache.alloc_reqid(): 64})
+        problems: list[BaseException | int] = []
+
+        def close(
+            it: vattn.KVCache | vattn.PagePool, pool: vattn.PagePool, problems: list[BaseException | int]
+        ) -> None:
+            try:
+                it.close()
+                if it is pool and pool.native.counts().absent != 64:
+                    problems.append(pool.native.counts().absent)
+            except BaseException as error:
+                problems.append(error)
+
+        for it in (cache, pool):
+            threads = [threading.Thread(target=close, args=(it, pool, problems)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not problems

@@ -23,13 +23,13 @@ class Device(ABC):
         torch_device: as torch names it, with its index.
         page_sizes: bytes of a page that "auto" chooses from, ascending.
         default_page_size: bytes of a page for a pool that nobody chose one for.
-        budget_share: share of the available memory that a cache takes where its budget is "auto".
+        default_utilization: share of the available memory that an automatic budget takes, unless told otherwise.
     """
 
     torch_device: torch.device
     page_sizes: tuple[int, ...]
     default_page_size: int
-    budget_share: float
+    default_utilization: float
 
     @abstractmethod
     def check_page_size(self, page_size: int) -> int:

@@ -38,7 +38,7 @@ class CudaDevice(Device):
         DriverError: CUDA cannot use it.
     """
 
-    budget_share = 0.9
+    default_utilization = 0.9
 
     def __init__(self, bindings: Any, ordinal: int) -> None:
         self._cuda = bindings

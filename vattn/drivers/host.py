@@ -24,7 +24,7 @@ class HostDevice(Device):
     torch_device = torch.device("cpu")
     page_sizes = tuple(1 << power for power in range(MIN_PAGE_SIZE.bit_length() - 1, MAX_PAGE_SIZE.bit_length()))
     default_page_size = 2**16
-    budget_share = 0.5
+    default_utilization = 0.5
 
     def check_page_size(self, page_size: int) -> int:
         return check_page_size(page_size)

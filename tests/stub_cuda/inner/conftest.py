@@ -13,6 +13,7 @@ from vattn import drivers
 from vattn.drivers.cuda import CudaDevice
 
 stub_module.stand_in()
+gc.freeze()  # torch's objects are nearly all that a collection looks at
 
 
 @pytest.fixture

@@ -74,12 +74,16 @@ def test_a_cache_on_cuda(stub: Stub) -> None:
         cache.check()
 
 
-def test_access_is_set_once_per_contiguous_range(stub: Stub) -> None:
+def test_calls_are_batched_and_access_is_set_once_per_contiguous_range(stub: Stub) -> None:
     with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, overlap=False)) as cache:
-        before = stub.calls("cuMemSetAccess")
+        stub.logging(True)
         cache.step({cache.alloc_reqid(): 20_000})
-        assert cache.stats().calls["cuMemMap"].count == 4 * 3
-        assert stub.calls("cuMemSetAccess") - before == 4
+        log = stub.log("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+        stub.logging(False)
+    assert [line.split()[0] for line in log] == 12 * ["cuMemCreate"] + 4 * [*(3 * ["cuMemMap"]), "cuMemSetAccess"]
+    for at in range(12, len(log), 4):
+        (_, first, *_), (_, address, size) = log[at].split(), log[at + 3].split()
+        assert (address, size) == (first, str(3 * 2**21))
 
 
 def test_pages_are_unmapped_one_by_one(stub: Stub) -> None:
@@ -124,9 +128,18 @@ def test_a_pool_takes_cudas_pages_by_itself(stub: Stub) -> None:
 
 def test_an_automatic_budget_is_a_share_of_the_free_memory(stub: Stub) -> None:
     stub.memory(2**26)
-    config = vattn.KVConfig(**BASE | {"memory_budget": "auto", "max_context_len": 200_000})
-    with vattn.KVCache(config) as cache:
+    auto = BASE | {"memory_budget": "auto", "max_context_len": 200_000}
+    with vattn.KVCache(vattn.KVConfig(**auto)) as cache:
         assert cache.total_pages == int(0.9 * 2**26) // 2**21
+        assert (
+            str(cache.capacity())
+            == "56.0 MiB hold 57,344 tokens: of up to 2 requests at a time, of up to 57,344 tokens"
+        )
+        cache.step({cache.alloc_reqid(): 40_000})
+        # What another cache holds, or a model's weights, is not free any more.
+        free = 2**26 - cache.stats().created_pages * 2**21
+        with vattn.KVCache(vattn.KVConfig(**auto, memory_utilization=0.75)) as second:
+            assert second.total_pages == int(0.75 * free) // 2**21
 
 
 def test_the_doctor_says_what_it_finds(stub: Stub) -> None:
