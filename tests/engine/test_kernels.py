@@ -16,7 +16,7 @@ from engine import LLM, SamplingParams
 from engine.kv import KVBackend
 from engine.kv.paged import PagedKV
 from engine.kv.virtual import VirtualKV
-from vattn import KVConfig, attention, hf
+from vattn import KVConfig, attention
 from vattn.attention import AttentionParams, Case, PackedBatch, Slots, Span
 from vattn.errors import ConfigError
 
@@ -256,17 +256,6 @@ class TestChoice:
         assert [line.split(":")[0] for line in lines] == list(attention.names())
         assert "Not here" not in lines[0]
         assert "Not here: flash-attn is not installed" in lines[1]
-
-
-def test_what_models_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    hf.register()
-    for family, softcap, sinks in (("llama", False, False), ("gemma2", True, False), ("gpt-oss", False, True)):
-        model = make_model(family)
-        previous = model.config._attn_implementation
-        model.set_attn_implementation(hf.NAME)
-        shape = hf.kv_shape(model)
-        model.set_attn_implementation(previous)
-        assert (shape.softcap, shape.sinks) == (softcap, sinks), family
 
 
 def test_slots_that_are_too_many_rows() -> None:
