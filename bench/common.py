@@ -188,7 +188,10 @@ def _nvidia_driver() -> str:
 
 def _commit() -> dict[str, str | bool | None]:
     def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     return {"commit": git("rev-parse", "--verify", "HEAD"), "dirty": git("status", "--porcelain") != ""}

@@ -1,6 +1,6 @@
 """python -m bench.gpu [--quick] [--out DIR] [PART ...]: run the parts, each in a process of its own, and print a table.
 
-Each part's record is written as soon as the part has ended: DIR/gpu-PART.json, DIR being bench/results/<device> unless
+Each part's record is written as soon as the part has ended: DIR/PART.json, DIR being bench/results/<device>/gpu unless
 it is given.
 """
 
@@ -41,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     environment, where = _place()
     print(f"device: {where}", flush=True)
-    out = args.out or _ROOT / "bench" / "results" / re.sub(r"[^a-z0-9]+", "-", where.lower()).strip("-")
+    folder = re.sub(r"[^a-z0-9]+", "-", where.lower()).strip("-")
+    out = (args.out or _ROOT / "bench" / "results" / folder / "gpu").absolute()
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     rows, failed = [], False
     for name in args.parts or PARTS:
-        file = out / f"gpu-{name}.json"
+        file = out / f"{name}.json"
         limit = min(PARTS[name][1], deadline - time.monotonic())
         start = time.monotonic()
         record = _run_apart(name, args.quick, file, limit, environment)
@@ -80,7 +81,7 @@ def _run_apart(name: str, quick: bool, file: Path, limit: float, environment: Ma
             failure = f"stopped after {limit:.0f} s"
     if not file.exists():
         print(f"{name} failed: {failure}")
-        file.write_text(json.dumps({"name": f"gpu-{name}", "failed": failure}) + "\n")
+        file.write_text(json.dumps({"name": name, "failed": failure}) + "\n")
     record: dict[str, Any] = json.loads(file.read_text())
     return record
 
@@ -89,12 +90,12 @@ def _run_here(name: str, quick: bool, file: Path) -> int:
     module = importlib.import_module(f"bench.gpu.{name}")
     load = LoadMeter()
     if device.over_stub() and getattr(module, "COMPUTES", False):
-        record: dict[str, Any] = {"name": f"gpu-{name}", "skipped": "it computes, and there is no GPU"}
+        record: dict[str, Any] = {"name": name, "skipped": "it computes, and there is no GPU"}
         print(f"skipped: {record['skipped']}")
     else:
         report: Report = module.run(quick)
         print(report.text(), flush=True)
-        record = report.record(f"gpu-{name}", quick=quick, foreign_cores=load.foreign_cores())
+        record = report.record(name, quick=quick, foreign_cores=load.foreign_cores())
         record["stub"] = device.over_stub()
     file.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -27,6 +27,8 @@ def run(quick: bool) -> Report:
             "-rs",
             "-p",
             "no:cacheprovider",
+            "-W",  # what other versions of torch warn of is no reason to measure nothing
+            "default",
             f"--junitxml={file}",
         ]
         # The tests decide for themselves what they run on; the stub is not it.

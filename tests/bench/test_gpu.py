@@ -25,9 +25,9 @@ def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "means nothing" in done.stdout.splitlines()[-2]
-    strides, attention = (json.loads((tmp_path / f"gpu-{name}.json").read_text()) for name in ("strides", "attention"))
+    strides, attention = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("strides", "attention"))
     assert (strides["stub"], strides["goals"][0]["met"]) == (True, True)
-    assert attention == {"name": "gpu-attention", "skipped": "it computes, and there is no GPU"}
+    assert attention == {"name": "attention", "skipped": "it computes, and there is no GPU"}
 
 
 def test_every_part_is_there() -> None:
@@ -40,8 +40,8 @@ def test_a_part_that_fails_leaves_a_record(
     tmp_path: Path, limit: float, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PARTS, "nothing", ("a part that does not exist", 60))
-    file = tmp_path / "gpu-nothing.json"
+    file = tmp_path / "nothing.json"
     record = gpu._run_apart("nothing", True, file, limit, {"PATH": ""})
-    assert record == json.loads(file.read_text()) == {"name": "gpu-nothing", "failed": failure}
+    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": failure}
     row = gpu._summary("nothing", record, 1.0)[0]
     assert row["goal"] == f"failed: {failure}"
