@@ -258,6 +258,19 @@ class TestChoice:
         assert "Not here: flash-attn is not installed" in lines[1]
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
+    """Also where it was chosen without knowing the model."""
+    kernel, backend, query = attention._ADAPTERS[name](), make_backend("virtual"), torch.zeros(1, HEADS, DIM)
+    batch = PackedBatch.pack([Span(0, 0, 1)])
+    with pytest.raises(ConfigError, match="has no sinks, which this layer asks for"):
+        kernel(query, backend, 0, batch, AttentionParams(sinks=torch.zeros(HEADS)))
+    if name == "torch_flash":
+        with pytest.raises(ConfigError, match="has no softcap"):
+            kernel(query, backend, 0, batch, AttentionParams(softcap=3.0))
+    backend.close()
+
+
 def test_slots_that_are_too_many_rows() -> None:
     slots = Slots(*(torch.empty(1, 8, 1, 8).expand(2, 8, 1, 8).as_strided((2**20, 8, 1, 8), (0, 8, 8, 1)),) * 2)
     object.__setattr__(slots, "slot_rows", 2**12)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.storage import Blocks, Slots
+from vattn.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,16 @@ class AttentionParams:
     def first_key(self, span: Span) -> int:
         """The first key that any query of `span` can see."""
         return 0 if self.window is None else max(0, span.start - self.window + 1)
+
+    def expect(self, kernel: str, *, softcap: bool = True, sinks: bool = False) -> None:
+        """For a kernel that has no argument for one of these, and would leave it out in silence.
+
+        Raises:
+            ConfigError: the layer has what the kernel lacks.
+        """
+        for what, has, asked in (("softcap", softcap, self.softcap), ("sinks", sinks, self.sinks)):
+            if asked is not None and not has:
+                raise ConfigError(f"the attention kernel {kernel!r} has no {what}, which this layer asks for")
 
     def window_size(self, group: Group) -> tuple[int, int]:
         """The window as flash kernels take it: keys left and right of a query's own, -1 for all.

@@ -38,6 +38,7 @@ class FlashAttn2:
         return flash_refusal(case, block_multiple=256)
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = kv.stored(layer)

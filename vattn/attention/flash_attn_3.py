@@ -40,6 +40,7 @@ class FlashAttn3:
         return refusal
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = kv.stored(layer)

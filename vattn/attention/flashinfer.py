@@ -30,7 +30,6 @@ class FlashInfer:
     capturable = False
 
     def __init__(self) -> None:
-        self._workspace: Tensor | None = None
         self._wrappers: dict[AttentionParams, Any] = {}  # a wrapper has one plan, and layers of a kind share it
 
     def refusal(self, case: Case) -> str | None:
@@ -39,6 +38,7 @@ class FlashInfer:
         return flash_refusal(case, head_dims=(64, 128, 256))
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
         stored = kv.stored(layer)
         blocks = stored.blocks if isinstance(stored, Slots) else stored
         wrapper = batch.once((self.name, params), lambda: self._plan(query, blocks, batch, params))
@@ -54,9 +54,10 @@ class FlashInfer:
         slots = torch.tensor([span.slot for span in batch.spans])
         columns = torch.cat([torch.arange(count) for count in pages[1:].tolist()])
         index = slots.repeat_interleave(pages[1:]).to(batch.device), columns.to(batch.device)
-        if self._workspace is None:
-            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
-        wrapper = self._wrappers.setdefault(params, BatchPrefillWithPagedKVCacheWrapper(self._workspace))
+        if params not in self._wrappers:
+            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
+            self._wrappers[params] = BatchPrefillWithPagedKVCacheWrapper(workspace)
+        wrapper = self._wrappers[params]
         wrapper.plan(
             rows, pages.cumsum(0, dtype=torch.int32), blocks.table[index], (ends[1:] - 1) % blocks.block_size + 1,
             query.shape[1], blocks.key.shape[2], query.shape[2], blocks.block_size, causal=True, sm_scale=params.scale,

@@ -42,6 +42,7 @@ class TorchFlash:
         return flash_refusal(case, block_multiple=256, softcap=False)
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name, softcap=False)
         outputs = [self._attend(query[group.rows], kv, layer, batch, group, params) for group in batch.groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
