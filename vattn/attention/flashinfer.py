@@ -51,17 +51,16 @@ class FlashInfer:
         ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32)
         rows = torch.tensor([0, *map(len, batch.spans)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         pages = (ends + blocks.block_size - 1) // blocks.block_size
-        slots = torch.tensor([span.slot for span in batch.spans])
+        slots = torch.tensor([span.slot for span in batch.spans]).repeat_interleave(pages[1:])
         columns = torch.cat([torch.arange(count) for count in pages[1:].tolist()])
-        index = slots.repeat_interleave(pages[1:]).to(batch.device), columns.to(batch.device)
         if params not in self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
             self._wrappers[params] = BatchPrefillWithPagedKVCacheWrapper(workspace)
-        wrapper = self._wrappers[params]
-        wrapper.plan(
-            rows, pages.cumsum(0, dtype=torch.int32), blocks.table[index], (ends[1:] - 1) % blocks.block_size + 1,
+        self._wrappers[params].plan(
+            rows, pages.cumsum(0, dtype=torch.int32), blocks.table[slots.to(batch.device), columns.to(batch.device)],
+            (ends[1:] - 1) % blocks.block_size + 1,
             query.shape[1], blocks.key.shape[2], query.shape[2], blocks.block_size, causal=True, sm_scale=params.scale,
             window_left=-1 if params.window is None else params.window - 1, logits_soft_cap=params.softcap,
             q_data_type=query.dtype, kv_data_type=blocks.key.dtype,
         )  # fmt: skip
-        return wrapper
+        return self._wrappers[params]
