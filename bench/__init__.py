@@ -12,5 +12,6 @@ BENCHMARKS = {
     "overlap": "latency of decode iterations that need new memory, mapped ahead and mapped on the spot",
     "fragmentation": "physical over live bytes: static, paged, and virtual by layout and page size",
     "decode": "attention and whole decode steps, virtual against paged",
+    "profile": "where the time of an engine's step goes",
     "throughput": "offline throughput of every backend, of transformers and of vLLM",
 }

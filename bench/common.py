@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 Row = dict[str, str | int | float]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -159,19 +161,38 @@ def format_cell(value: str | int | float) -> str:
 
 
 def hardware() -> dict[str, str | int]:
-    """Model, cores that this process may use, and bytes of memory."""
+    """Model, cores that this process may use, and bytes of memory; the GPU and its driver where there is one."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
-    return {
+    found: dict[str, str | int] = {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": str(torch.version.cuda),
+            "nvidia_driver": _nvidia_driver(),
+        }
+    return found
+
+
+def _nvidia_driver() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return "unknown"
 
 
 def _commit() -> dict[str, str | bool | None]:
     def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     return {"commit": git("rev-parse", "--verify", "HEAD"), "dirty": git("status", "--porcelain") != ""}

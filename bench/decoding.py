@@ -15,7 +15,7 @@ from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.scheduler import Entry
 from vattn import hf
-from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.attention import Attention, AttentionParams, PackedBatch, Span
 from vattn.attention import get as get_attention
 
 
@@ -34,34 +34,59 @@ class DecodeLoop:
     """`batch` requests with `length` tokens in the cache each, filled with random rows; every `step` adds one token.
 
     All requests have the same length, so that all of them reach the end of a block in the same step.
+
+    Args:
+        attention: the kernel; the CPU's by default.
+        logits: compute the logits of every step, as if it were sampled from.
+        graphs: run decode steps as CUDA graphs, where that is possible; only steps with logits are.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: KVBackend, *, batch: int, length: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: KVBackend,
+        *,
+        batch: int,
+        length: int,
+        max_length: int,
+        attention: Attention | None = None,
+        logits: bool = False,
+        graphs: bool = False,
+    ) -> None:
         self.length = length
         self._kv = kv
-        self._attention = get_attention()
-        self._runner = ModelRunner(model, kv, self._attention)
+        self._attention = attention or get_attention()
+        self._runner = ModelRunner(model, kv, self._attention, graphs_up_to=batch if graphs else None)
         self._shape = hf.kv_shape(model)
         self._dtype = model.dtype
+        self._device = model.device
         self._query_heads: int = model.config.num_attention_heads
         self._slots = [kv.allocate(length) for _ in range(batch)]
         kv.prepare(dict.fromkeys(self._slots, length))
         for slot in self._slots:
-            rows = PackedBatch.pack([Span(slot, 0, length)])
+            rows = PackedBatch.pack([Span(slot, 0, length)], self._device)
             for layer in range(self._shape.num_layers):
                 kv.write(layer, rows, *self._random_rows(length))
         self._requests = []
         for number, slot in enumerate(self._slots):
             params = SamplingParams(max_tokens=max_length)
-            request = Request(str(number), [1] * max_length, params, max_total_tokens=max_length + 1, seed=0)
+            tokens = [1] * (length if logits else max_length)
+            request = Request(str(number), tokens, params, max_total_tokens=max_length + 1, seed=0)
             request.admit(slot)
             self._requests.append(request)
 
-    def step(self) -> None:
-        """One decode step: memory, then the model. Sampling is left out: it does not depend on the backend."""
+    @property
+    def captured(self) -> bool:
+        """Whether its steps are replayed."""
+        return self._runner.graphs is not None and self._runner.graphs.captured
+
+    def step(self) -> Tensor:
+        """One decode step, memory and model; its logits. Without sampling, which does not depend on the backend."""
         self.length += 1
+        for request in self._requests:  # logits are those of a request's newest token
+            request.prompt_token_ids += [1] * (self.length - request.num_tokens)
         self._kv.prepare(dict.fromkeys(self._slots, self.length))
-        self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests])
+        return self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests]).logits
 
     def attention_steps(self, count: int) -> Callable[[], None]:
         """What attention does in each of the next `count` steps: in every layer, store the new rows, read, attend.
@@ -71,13 +96,15 @@ class DecodeLoop:
         """
         batches = []
         for length in range(self.length + 1, self.length + count + 1):
-            batch = PackedBatch.pack([Span(slot, length - 1, length) for slot in self._slots])
+            batch = PackedBatch.pack([Span(slot, length - 1, length) for slot in self._slots], self._device)
             assert len(batch.slots) == len(batch.positions)  # builds both
             batches.append(batch)
         self.length += count
         self._kv.prepare(dict.fromkeys(self._slots, self.length))
         upcoming = iter(batches)
-        query = torch.randn(len(self._slots), self._query_heads, self._shape.head_dim, dtype=self._dtype)
+        query = torch.randn(
+            len(self._slots), self._query_heads, self._shape.head_dim, dtype=self._dtype, device=self._device
+        )
         key, value = self._random_rows(len(self._slots))
         params = AttentionParams()
 
@@ -93,6 +120,7 @@ class DecodeLoop:
     def _random_rows(self, count: int) -> tuple[Tensor, Tensor]:
         shape = self._shape
         key, value = (
-            torch.randn(count, shape.num_kv_heads, dim, dtype=self._dtype) for dim in (shape.head_dim, shape.v_head_dim)
+            torch.randn(count, shape.num_kv_heads, dim, dtype=self._dtype, device=self._device)
+            for dim in (shape.head_dim, shape.v_head_dim)
         )
         return key, value

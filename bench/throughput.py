@@ -26,7 +26,7 @@ from bench.common import Goal, Report, Row
 from bench.decoding import qwen2
 from bench.peers import Peer, Workload
 
-_MODEL = {
+MODEL = {
     "vocab_size": 32_000,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -45,7 +45,7 @@ _ONCE = ("generate_batch", "generate")
 
 
 def run(quick: bool) -> Report:
-    sizes = _MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
+    sizes = MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
     rounds, count = (1, 2) if quick else (5, _REQUESTS)
     figures: list[Row] = []
     goals: list[Goal] = []
@@ -55,7 +55,7 @@ def run(quick: bool) -> Report:
         model.save_pretrained(directory)
         del model
         for name, lengths in _SETS.items():
-            requests = _requests(count, lengths, sizes["vocab_size"])
+            requests = make_requests(count, lengths, sizes["vocab_size"])
             seconds: dict[str, list[float]] = {}
             with ExitStack() as stack:
                 peers = {}
@@ -120,7 +120,8 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
         yield "generate", (sys.executable, "transformers_generate", {"batch": False}, {})
 
 
-def _requests(count: int, lengths: tuple[int, int], vocabulary: int) -> Workload:
+def make_requests(count: int, lengths: tuple[int, int], vocabulary: int) -> Workload:
+    """Random prompts, the shortest and longest as `lengths` say, with outputs of 16 to 128 tokens; always the same."""
     rng = random.Random(0)
     return [
         {

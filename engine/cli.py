@@ -94,6 +94,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
         "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
+    parser.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
+    parser.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="the model as transformers wrote it: no CUDA graphs, no packed weights",
+    )
 
 
 def _sampling_params(args: argparse.Namespace, output_kind: RequestOutputKind | None = None) -> SamplingParams:
@@ -130,6 +136,8 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         max_num_batched_tokens=args.max_num_batched_tokens,
         memory_budget=args.kv_cache_memory_bytes,
         block_size=args.block_size,
+        attention=args.attention,
+        enforce_eager=args.enforce_eager,
         seed=args.seed,
     )
 

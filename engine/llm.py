@@ -37,6 +37,7 @@ from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import Plan, Policy, Scheduler, check_limits
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
+from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
 from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
@@ -100,8 +101,9 @@ class LLM:
         preemption_mode: what becomes of the cache of a preempted request: "recompute", "swap" (copied to the machine's
             memory, and back), or "auto": what is estimated cheaper.
         swap_space: most memory for such copies: bytes or text; taken only when it is used.
-        attention: kernel, see `vattn.attention.names()`.
-        enforce_eager: run the model's modules as transformers wrote them, never as `engine.optimize` does.
+        attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
+        enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, and without the
+            packed weights and fused products of `engine.optimize`.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -129,7 +131,7 @@ class LLM:
         scheduling_policy: Policy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_space: int | str = "1GiB",
-        attention: str = "auto",
+        attention: str | Attention = "auto",
         enforce_eager: bool = False,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
@@ -156,8 +158,17 @@ class LLM:
         self._previous_attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(hf.NAME)
         try:
-            kernel = get_attention(attention, device=self.model.device, dtype=self.model.dtype)
             shape = hf.kv_shape(self.model)
+            case = Case(
+                self.model.device,
+                self.model.dtype,
+                shape.head_dim,
+                shape.v_head_dim,
+                block_size if kv == "paged" else None,
+                shape.softcap,
+                shape.sinks,
+            )
+            kernel = get_attention(attention, case)
             self.kv = _make_backend(
                 kv,
                 shape,
@@ -193,7 +204,8 @@ class LLM:
         except BaseException:
             self.model.set_attn_implementation(self._previous_attention)
             raise
-        self.runner = ModelRunner(self.model, self.kv, kernel)
+        graphs_up_to = None if enforce_eager else max_num_seqs
+        self.runner = ModelRunner(self.model, self.kv, kernel, graphs_up_to=graphs_up_to)
 
     def __enter__(self) -> LLM:
         return self

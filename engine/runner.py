@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.graphs import DecodeGraphs
 from engine.kv import KVBackend
 from engine.request import Request
 from engine.scheduler import Entry
@@ -51,12 +52,19 @@ class ModelRunner:
 
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
+        graphs_up_to: run decode steps of at most so many requests as CUDA graphs, where there is CUDA and the kernel
+            can be captured; None for none.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: KVBackend, attention: Attention) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kv: KVBackend, attention: Attention, *, graphs_up_to: int | None = None
+    ) -> None:
         self.model = model
         self.kv = kv
         self.attention = attention
+        self.graphs = None
+        if graphs_up_to is not None and DecodeGraphs.possible(model.device, attention):
+            self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
@@ -82,12 +90,17 @@ class ModelRunner:
                 sampled.append(entry.request)
                 last_rows.append(len(tokens) - 1)
 
+        if self.graphs is not None and not scored and len(sampled) == batch.num_singles == len(tokens):
+            logits = self.graphs.run(batch.spans, tokens)
+            if logits is not None:
+                return Forward(sampled, logits, scored, logits[len(sampled) :])
         device = self.model.device
-        logits = run_packed(
-            self.model,
-            _Step(self.kv, self.attention, batch),
+        logits = self._forward(
+            batch,
             torch.tensor(tokens, device=device),
-            batch.positions,
             torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
         )
         return Forward(sampled, logits[: len(sampled)], scored, logits[len(sampled) :])
+
+    def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
+        return run_packed(self.model, _Step(self.kv, self.attention, batch), tokens, batch.positions, rows)

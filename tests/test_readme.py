@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands."""
+"""The Python of README and docs/kernels.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+DOCUMENTS = ("README.md", "docs/kernels.md")
+BLOCKS = [
+    block for name in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -23,4 +26,4 @@ def test_block_runs(block: str) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4

@@ -266,12 +266,14 @@ def max_context(config: PretrainedConfig) -> int | None:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model stores per token: the shape of every layer's keys and values."""
+    """What a model stores per token: the shape of every layer's keys and values; and what its attention asks for."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    softcap: bool = False  # any layer caps its scores
+    sinks: bool = False  # any layer has sinks
 
     @property
     def token_elements(self) -> int:
@@ -284,12 +286,14 @@ class _Probe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.params: list[AttentionParams] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         if layer in self.shapes:
             raise UnsupportedModel(
                 f"two attention modules of the model share the layer index {layer}; each needs its own cache"
             )
+        self.params.append(params)
         self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
@@ -319,4 +323,6 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
             "the engine serves models whose layers are alike. Use model.generate() for this model."
         )
     num_kv_heads, head_dim, v_head_dim = shapes.pop()
-    return KVShape(num_layers, num_kv_heads, head_dim, v_head_dim)
+    softcap = any(params.softcap is not None for params in probe.params)
+    sinks = any(params.sinks is not None for params in probe.params)
+    return KVShape(num_layers, num_kv_heads, head_dim, v_head_dim, softcap, sinks)

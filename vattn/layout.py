@@ -1,7 +1,8 @@
 """How a slot's tokens lie in memory: pure arithmetic, no memory is touched here.
 
 One formula serves every layout. A slot of a virtual tensor is a number of *runs*; a run is one row per token, the rows
-adjacent, padded to whole pages. What a row holds is what the layouts differ in (N layers, H heads, D head size):
+adjacent, padded to whole pages and rows. What a row holds is what the layouts differ in (N layers, H heads, D the size
+of a head):
 
     layout   kv_order  virtual tensors  runs per slot  a row holds
     layer    NHD       2 N              1              H x D
@@ -17,6 +18,7 @@ The longer the row, the fewer tokens a page covers: finer blocks, at the price o
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +35,7 @@ class TensorKind:
         tensors: how many there are.
         runs: runs per slot.
         row_bytes: bytes of one token in a run.
-        run_pages: pages of a run, whole ones.
+        run_pages: pages of a run, a whole number of rows.
         page_size: bytes of a page.
     """
 
@@ -148,7 +150,9 @@ def build(
     kinds = []
     for row in rows[:1] if merged else rows:
         row_bytes = row * itemsize
-        run_pages = -(-tokens * row_bytes // page_size)
+        # Whole rows too, so that flash kernels can take all slots for one long sequence; it costs address space only.
+        whole = row_bytes // math.gcd(row_bytes, page_size)
+        run_pages = -(-tokens * row_bytes // (page_size * whole)) * whole
         kinds.append(TensorKind(tensors_per_side * (2 if merged else 1), runs, row_bytes, run_pages, page_size))
 
     def view(layer: int, side: int) -> TensorView:

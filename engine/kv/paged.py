@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from engine.kv import KVStats
-from vattn.attention import PackedBatch
+from vattn.attention import Blocks, PackedBatch
 from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot, OutOfPages
 
 
@@ -113,6 +113,10 @@ class PagedKV:
             self._buffers = buffers
             self._head_rows = torch.arange(num_kv_heads, device=device)[:, None] * num_blocks
             self.block_table = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+            self._stored = [
+                Blocks(self._blocked(key), self._blocked(value), self.block_table)
+                for key, value in zip(*self._scatter_pools, strict=True)
+            ]
 
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slots: dict[int, _Slot] = {}
@@ -193,6 +197,10 @@ class PagedKV:
             gathered.append(out.view(1, self._heads, tokens, dim).narrow(2, skip, count))
         return gathered[0], gathered[1]
 
+    def stored(self, layer: int) -> Blocks:
+        """As the protocol says: the pool, with every slot's block table."""
+        return self._stored[layer]
+
     def fill_block_tables(self, slots: list[int], out: Tensor) -> Tensor:
         """The block tables of a step in one padded tensor, as a paged kernel takes them; padding means nothing.
 
@@ -230,10 +238,14 @@ class PagedKV:
     def close(self) -> None:
         self._slots.clear()
         self._free = list(range(self.num_blocks - 1, -1, -1))
-        self._gather_pools, self._scatter_pools, self._buffers = [], [], []
+        self._gather_pools, self._scatter_pools, self._stored, self._buffers = [], [], [], []
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _blocked(self, pool: Tensor) -> Tensor:
+        """`[heads, tokens, dim]` as `[blocks, block_size, heads, dim]`."""
+        return pool.view(self._heads, self.num_blocks, self.block_size, -1).permute(1, 2, 0, 3)
 
     def _slot(self, slot: int) -> _Slot:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from engine.kv import KVStats
-from vattn.attention import PackedBatch
+from vattn.attention import PackedBatch, Slots
 from vattn.cache import KVCache
 from vattn.config import KVConfig
 
@@ -31,6 +31,7 @@ class VirtualKV:
         # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and
         # as kernels take them. Made once, since making a view costs a tenth of a short decode.
         self._layers = layers
+        self._stored = [Slots(key, value) for key, value in layers]
         self._slots = [(key.unbind(), value.unbind()) for key, value in layers]
         self._heads_first = [
             (key.transpose(1, 2).unsqueeze(1).unbind(), value.transpose(1, 2).unsqueeze(1).unbind())
@@ -73,9 +74,9 @@ class VirtualKV:
             values[slot].narrow(2, start, length - start),
         )
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """The whole tensors of a layer, `[slots, tokens, heads, dim]`, for kernels that take them so."""
-        return self._layers[index]
+    def stored(self, layer: int) -> Slots:
+        """As the protocol says: contiguous slots."""
+        return self._stored[layer]
 
     def stats(self) -> KVStats:
         stats = self.cache.stats()
@@ -94,5 +95,5 @@ class VirtualKV:
         self.cache.check()
 
     def close(self) -> None:
-        self._layers, self._slots, self._heads_first = [], [], []
+        self._layers, self._stored, self._slots, self._heads_first = [], [], [], []
         self.cache.close()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vattn import attention
 from vattn.attention import AttentionParams, PackedBatch, Span, torch_matmul
-from vattn.errors import ConfigError
 
 HEADS, LONGEST = 2, 64
 
@@ -20,7 +19,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> a
     """Each adapter; the one that works in blocks with such small ones that every chunk here is cut."""
     monkeypatch.setattr(torch_matmul, "_LEAST", 2)
     monkeypatch.setattr(torch_matmul, "_BLOCK", 8)
-    return attention.get(request.param)
+    return {"torch_sdpa": attention.TorchSDPA, "torch_matmul": attention.TorchMatmul}[request.param]()
 
 
 class Store:
@@ -123,10 +122,3 @@ def test_masks_are_built_once_per_step() -> None:
         [0, 0, 1, 1, 1, 0],
         [0, 0, 0, 1, 1, 1],
     ]
-
-
-def test_names() -> None:
-    assert attention.get("auto").name in attention.names()
-    assert all(attention.get(name).guard_rows >= 0 for name in attention.names())
-    with pytest.raises(ConfigError, match="unknown attention kernel 'flash_attention_9'"):
-        attention.get("flash_attention_9")

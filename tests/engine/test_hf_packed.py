@@ -65,7 +65,8 @@ def test_the_library_does_not_load_transformers_unasked() -> None:
     ("family", "shape"),
     [
         ("llama", hf.KVShape(3, 2, 8, 8)),
-        ("gpt-oss", hf.KVShape(3, 2, 8, 8)),
+        ("gpt-oss", hf.KVShape(3, 2, 8, 8, sinks=True)),
+        ("gemma2", hf.KVShape(3, 2, 8, 8, softcap=True)),
         ("deepseek-v3", hf.KVShape(3, 4, 16, 12)),
     ],
 )

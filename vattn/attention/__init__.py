@@ -1,7 +1,8 @@
 """Attention kernels, unmodified, behind one call; and their place in transformers.
 
 `get(name)` returns an adapter; `register()` makes the packed attention function known to transformers as `"vattn"`.
-A new kernel is one file with a class that fulfils `Attention`, and one line in `_ADAPTERS`.
+A new kernel is one file with a class that fulfils `Attention`; an instance of it is accepted wherever a name is, and
+one line in `_ADAPTERS` gives it a name. docs/kernels.md shows one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from vattn.attention.base import Attention, AttentionParams, KVSource, PackedBatch, Span
+from vattn.attention.base import Attention, AttentionParams, Case, KVSource
+from vattn.attention.batch import Group, PackedBatch, Span
+from vattn.attention.flash_attn_2 import FlashAttn2
+from vattn.attention.flash_attn_3 import FlashAttn3
+from vattn.attention.flashinfer import FlashInfer
+from vattn.attention.storage import Blocks, Slots
+from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_matmul import TorchMatmul
 from vattn.attention.torch_sdpa import TorchSDPA
 from vattn.errors import ConfigError
@@ -18,18 +25,31 @@ from vattn.errors import ConfigError
 __all__ = [
     "Attention",
     "AttentionParams",
+    "Blocks",
+    "Case",
+    "Group",
     "KVSource",
     "PackedBatch",
+    "Slots",
     "Span",
     "TorchMatmul",
     "TorchSDPA",
+    "adapters",
     "describe",
     "get",
     "names",
     "register",
 ]
 
-_ADAPTERS: dict[str, Callable[[], Attention]] = {TorchSDPA.name: TorchSDPA, TorchMatmul.name: TorchMatmul}
+# In the order in which "auto" tries them: what needs no installation first, what takes everything last.
+_ADAPTERS: dict[str, Callable[[], Attention]] = {
+    adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, TorchMatmul, TorchSDPA)
+}
+
+
+def adapters() -> list[Attention]:
+    """All adapters, whether they can be used here or not, in the order in which "auto" tries them."""
+    return [make() for make in _ADAPTERS.values()]
 
 
 def names() -> tuple[str, ...]:
@@ -37,29 +57,47 @@ def names() -> tuple[str, ...]:
     return tuple(_ADAPTERS)
 
 
-def get(name: str = "auto", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Attention:
-    """The adapter called `name`; `"auto"` takes the best one here for `device` and `dtype`.
+def get(name: str | Attention = "auto", case: Case | None = None, *, device: torch.device | str = "cpu") -> Attention:
+    """The adapter called `name`, or an adapter itself; `"auto"` takes the first that can be used.
+
+    Args:
+        case: what it is wanted for; by default float32 on `device`.
 
     Raises:
-        ConfigError: no adapter has that name.
+        ConfigError: no adapter has that name, or it cannot be used for `case`: why not, and which can.
     """
-    kind = torch.device(device).type
+    case = case or Case(torch.device(device))
     if name == "auto":
-        name = TorchMatmul.name if kind == "cpu" and dtype == torch.bfloat16 else TorchSDPA.name
-    try:
-        return _ADAPTERS[name]()
-    except KeyError:
+        return next(adapter for adapter in adapters() if adapter.refusal(case) is None)
+    if isinstance(name, str) and name not in _ADAPTERS:
+        raise ConfigError(f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}")
+    adapter = _ADAPTERS[name]() if isinstance(name, str) else name
+    refusal = adapter.refusal(case)
+    if refusal is not None:
+        usable = [other.name for other in adapters() if other.refusal(case) is None]
         raise ConfigError(
-            f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}"
-        ) from None
+            f"the attention kernel {adapter.name!r} cannot be used here: {refusal}; possible: "
+            f"{', '.join(('auto', *usable))}"
+        )
+    return adapter
 
 
-def describe() -> list[str]:
-    """One line per kernel: its name, the rows that it may read past a length, and what it is."""
-    return [
-        f"{name}: guard rows {adapter.guard_rows}; {(adapter.__doc__ or '').splitlines()[0]}"
-        for name, adapter in ((name, make()) for name, make in _ADAPTERS.items())
-    ]
+def describe(case: Case | None = None) -> list[str]:
+    """One line per kernel: its name, the rows that it may read past a length, what it is, and why it cannot be used.
+
+    Args:
+        case: what it is wanted for; by default bfloat16 on the GPU, or float32 where there is none.
+    """
+    if case is None:
+        case = Case(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else Case()
+    lines = []
+    for adapter in adapters():
+        refusal = adapter.refusal(case)
+        lines.append(
+            f"{adapter.name}: guard rows {adapter.guard_rows}; {(adapter.__doc__ or '').splitlines()[0]}"
+            + (f" Not here: {refusal}." if refusal else "")
+        )
+    return lines
 
 
 def register() -> None:

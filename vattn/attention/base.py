@@ -8,101 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens `[start, end)` of the request in `slot`: the ones that a step computes.
-
-    Tokens `[0, start)` are in the cache already; after the step `[0, end)` are.
-    """
-
-    slot: int
-    start: int
-    end: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.start < self.end, f"empty or negative span {self}"
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """The spans of one step in the order of their rows: spans of one token first.
-
-    The order lets a kernel treat the single tokens (decodes, above all) as one block of rows, and every
-    longer chunk as a slice of them. Index tensors and masks are built once here and shared by all layers.
-    """
-
-    spans: tuple[Span, ...]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def __post_init__(self) -> None:
-        lengths = [len(span) for span in self.spans]
-        singles = self.num_singles
-        assert all(n > 1 for n in lengths[singles:]), "spans of one token come first"
-
-    @classmethod
-    def pack(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> PackedBatch:
-        """A batch of `spans` in the required order: a stable sort, spans of one token first."""
-        return cls(tuple(sorted(spans, key=lambda s: len(s) > 1)), torch.device(device))
-
-    @cached_property
-    def num_singles(self) -> int:
-        """How many spans have one token; they are rows `[0, num_singles)`."""
-        return sum(len(span) == 1 for span in self.spans)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(len(span) for span in self.spans)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """`[num_tokens]` int64: the slot of each row."""
-        return torch.tensor([s.slot for s in self.spans for _ in range(len(s))], device=self.device)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """`[num_tokens]` int64: the position of each row in its request."""
-        return torch.tensor([p for s in self.spans for p in range(s.start, s.end)], device=self.device)
-
-    def chunks(self) -> list[tuple[Span, int]]:
-        """The spans of more than one token, each with the number of its first row."""
-        row = self.num_singles
-        rows = []
-        for span in self.spans[row:]:
-            rows.append((span, row))
-            row += len(span)
-        return rows
-
-    @cached_property
-    def _masks(self) -> dict[tuple[Span, int, int | None, torch.dtype], Tensor]:
-        return {}
-
-    def mask(self, span: Span, first_key: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """`[len(span), span.end - first_key]`: 0 where a query may look, -inf elsewhere.
-
-        A query at position p sees the keys `(p - window, p]`. Built once per step and span, not per layer.
-        """
-        key = (span, first_key, window, dtype)
-        if key not in self._masks:
-            distance = (
-                torch.arange(span.start, span.end, device=self.device)[:, None]
-                - torch.arange(first_key, span.end, device=self.device)[None, :]
-            )
-            hidden = distance < 0
-            if window is not None:
-                hidden |= distance >= window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[key]
+from vattn.attention.batch import Group, PackedBatch, Span
+from vattn.attention.storage import Blocks, Slots
+from vattn.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +38,30 @@ class AttentionParams:
         """The first key that any query of `span` can see."""
         return 0 if self.window is None else max(0, span.start - self.window + 1)
 
+    def expect(self, kernel: str, *, softcap: bool = True, sinks: bool = False) -> None:
+        """For a kernel that has no argument for one of these, and would leave it out in silence.
+
+        Raises:
+            ConfigError: the layer has what the kernel lacks.
+        """
+        for what, has, asked in (("softcap", softcap, self.softcap), ("sinks", sinks, self.sinks)):
+            if asked is not None and not has:
+                raise ConfigError(f"the attention kernel {kernel!r} has no {what}, which this layer asks for")
+
+    def window_size(self, group: Group) -> tuple[int, int]:
+        """The window as flash kernels take it: keys left and right of a query's own, -1 for all.
+
+        A window that hides nothing is none: with one, the kernels do not split the keys of a single query.
+        """
+        return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
+
 
 class KVSource(Protocol):
-    """A cache that kernels read from."""
+    """A cache that kernels read from: request by request, or a whole layer at a time."""
+
+    def stored(self, layer: int) -> Slots | Blocks:
+        """The whole of a layer: contiguous slots, or a pool with block tables. The tensors never move."""
+        ...
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys `[1, num_kv_heads, length - start, head_dim]` and values of tokens `[start, length)` of a slot.
@@ -137,16 +71,46 @@ class KVSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is wanted for; the defaults ask for nothing that any kernel lacks.
+
+    Attributes:
+        dtype: of queries, keys and values.
+        head_dim, v_head_dim: of queries and keys, and of values where it differs.
+        block_size: tokens per block, over a backend that stores blocks; None over contiguous slots.
+        softcap, sinks: whether any layer has them.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    block_size: int | None = None
+    softcap: bool = False
+    sinks: bool = False
+
+
 class Attention(Protocol):
     """One unmodified kernel behind a common call.
 
     Attributes:
         name: what `vattn.attention.get` knows it by.
         guard_rows: rows past a length that the kernel may read, and which must therefore be mapped and finite.
+        appends: the kernel could store the new keys and values itself. Adapters do not use it: on CUDA, memory that is
+            mapped twice (a shared prefix) must not be written and read in one launch.
+        capturable: steps of single tokens can be captured in a CUDA graph: what is launched depends on the number of
+            spans and on `Group.max_length` only.
     """
 
     name: str
     guard_rows: int
+    appends: bool
+    capturable: bool
+
+    def refusal(self, case: Case) -> str | None:
+        """Why the kernel cannot be used here for `case`, as the end of a sentence; None if it can."""
+        ...
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
         """Causal attention of the packed queries.
@@ -160,3 +124,32 @@ class Attention(Protocol):
             `[num_tokens, num_query_heads, v_head_dim]`, contiguous.
         """
         ...
+
+
+def flash_refusal(
+    case: Case, *, head_dims: Sequence[int] = range(8, 257, 8), block_multiple: int = 1, softcap: bool = True
+) -> str | None:
+    """What the flash kernels have in common: none knows float32, sinks, or values of another size than keys.
+
+    Args:
+        head_dims: the head sizes that there are kernels for.
+        block_multiple: tokens per block of a paged cache must be a multiple of it.
+        softcap: whether the kernel has it.
+    """
+    if case.device.type != "cuda":
+        return f"it runs on CUDA, not on {case.device.type}"
+    if torch.cuda.get_device_capability(case.device)[0] < 8:
+        return "it needs a GPU of compute capability 8 or more"
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not in {str(case.dtype).removeprefix('torch.')}"
+    if case.v_head_dim not in (None, case.head_dim):
+        return f"it needs keys and values of one size, not {case.head_dim} and {case.v_head_dim}"
+    if case.head_dim not in head_dims:
+        return f"it has no kernel for heads of {case.head_dim}"
+    if case.block_size is not None and case.block_size % block_multiple:
+        return f"it needs blocks of a multiple of {block_multiple} tokens, not {case.block_size} (block_size=...)"
+    if case.softcap and not softcap:
+        return "it has no softcap"
+    if case.sinks:
+        return "it has no sinks"
+    return None

@@ -11,6 +11,7 @@ Measured (us, two cores, 14 query heads on 2 KV heads of 64, bfloat16; new token
     this one                 248       776      2293         9513        21359
 
 In float32 there is nothing to gain. Decodes go to the fused kernel: with one query the calls cost more than they win.
+It needs no guard rows, and appends nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, KVSource, PackedBatch, Span
+from vattn.attention.base import AttentionParams, Case, KVSource
+from vattn.attention.batch import PackedBatch, Span
 from vattn.attention.torch_sdpa import TorchSDPA
 
 # Rows of queries per product. Fewer would leave the products small, more would compute scores that causality hides.
@@ -28,9 +30,14 @@ _LEAST = 96
 
 
 class TorchMatmul(TorchSDPA):
-    """Matrix products for chunks of a prefill, torch_sdpa for all else; any device, dtype and head size."""
+    """Matrix products for chunks of a prefill, torch_sdpa for all else; bfloat16 on a CPU, any head size."""
 
     name = "torch_matmul"
+
+    def refusal(self, case: Case) -> str | None:
+        if case.device.type != "cpu" or case.dtype != torch.bfloat16:
+            return f"it is for bfloat16 on a CPU; torch_sdpa takes {case.dtype} on {case.device.type}"
+        return None
 
     def _prefill(
         self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, span: Span, params: AttentionParams

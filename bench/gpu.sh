@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds vattn beside the packages of the Python that is there (torch with CUDA, transformers, cuda-python, pytest,
+# scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. Under ten
+# minutes on one GPU. Without a GPU it runs over the stub driver.
+#
+#     bench/gpu.sh [--quick] [--out DIR] [PART ...]          PYTHON=... for another Python
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+venv=build/gpu-venv
+
+started=$SECONDS
+if ! "$venv/bin/python" -c 'import vattn._native' 2>/dev/null; then
+  rm -rf "$venv"
+  "$python" -m venv --system-site-packages "$venv"
+  # Where that Python is a venv itself, --system-site-packages means the one below it: name its packages too.
+  "$python" -c 'import site; print("\n".join(site.getsitepackages()))' \
+    > "$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/parent.pth"
+fi
+# Again where it is installed already: the sources may have changed, and the build directory makes it quick.
+PATH="$(cd "$(dirname "$(command -v "$python")")" && pwd):$PATH" \
+  "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
+echo "built in $((SECONDS - started)) s"
+
+PYTHONUNBUFFERED=1 exec "$venv/bin/python" -m bench.gpu --seconds $((570 - (SECONDS - started))) "$@"

@@ -1,0 +1,82 @@
+"""The caches that are compared, filled with random tokens: virtual, pre-allocated, and paged with scattered blocks."""
+
+from __future__ import annotations
+
+import random as host_random
+from collections.abc import Sequence
+
+from bench.gpu import PAGE
+from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, random
+from bench.gpu.static import StaticKV
+from engine.kv import KVBackend
+from engine.kv.paged import PagedKV
+from engine.kv.virtual import VirtualKV
+from vattn import KVConfig
+from vattn.attention import Blocks, Slots
+
+BLOCK_SIZE = 256  # the smallest that FlashAttention 2 takes
+
+
+def virtual(
+    slots: int, tokens: int, *, layers: int = 1, layout: str = "auto", kv_order: str = "NHD", overlap: bool = True
+) -> VirtualKV:
+    """Address space for `tokens` tokens in each slot, and a budget that backs them all."""
+    row = 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    config = KVConfig.from_options(
+        num_layers=layers,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=DTYPE,
+        max_batch_size=slots,
+        max_context_len=tokens,
+        device="cuda",
+        memory_budget=slots * (tokens * row + 2 * layers * KV_HEADS * PAGE),
+        layout=layout,
+        kv_order=kv_order,
+        overlap=overlap,
+        eager_pages=0,
+    )
+    return VirtualKV(config)
+
+
+def static(slots: int, tokens: int, *, layers: int = 1) -> StaticKV:
+    return StaticKV(
+        num_layers=layers, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, slots=slots, tokens=tokens, dtype=DTYPE
+    )
+
+
+def paged(slots: int, tokens: int, *, layers: int = 1, block_size: int = BLOCK_SIZE) -> PagedKV:
+    """Its free blocks are in random order, as they are in a server after a while."""
+    kv = PagedKV(
+        num_layers=layers,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        num_blocks=slots * -(-tokens // block_size),
+        max_num_seqs=slots,
+        max_model_len=tokens,
+        block_size=block_size,
+        dtype=DTYPE,
+        device="cuda",
+    )
+    host_random.Random(0).shuffle(kv._free)
+    return kv
+
+
+def fill(kv: KVBackend, lengths: Sequence[int], layers: int) -> list[int]:
+    """Takes a slot for each length and stores random tokens in all layers; returns the slots."""
+    slots = [kv.allocate(length) for length in lengths]
+    kv.prepare(dict(zip(slots, lengths, strict=True)))
+    # One block of random rows, repeated: what they are does not matter, only that they are no constant.
+    rows = random(8192, KV_HEADS, HEAD_DIM)
+    for layer in range(layers):
+        stored = kv.stored(layer)
+        for side in (stored.key, stored.value):
+            if isinstance(stored, Blocks):
+                side.copy_(rows[: side.shape[1]].expand_as(side))
+                continue
+            assert isinstance(stored, Slots)
+            for slot, length in zip(slots, lengths, strict=True):
+                for start in range(0, length, len(rows)):
+                    part = min(len(rows), length - start)
+                    side[slot, start : start + part] = rows[:part]
+    return slots

@@ -1,0 +1,83 @@
+"""The GPU, or the stub driver in its place; timing on the device; Llama-3-8B's shapes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.common import Key
+from vattn.attention import Attention, Case, adapters, get
+
+_STUB = Path(__file__).parents[2] / "tests" / "stub_cuda"
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+DTYPE = torch.bfloat16
+_HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms
+
+
+def over_stub() -> bool:
+    """Whether this process runs over the stub; makes torch pass for one that has CUDA, if so."""
+    if "VATTN_STUB_CUDA" not in os.environ:
+        return False
+    _stub().stand_in()
+    return True
+
+
+def stub_environment() -> dict[str, str]:
+    """The environment of a process over the stub, which is built first."""
+    stub = _stub()
+    environment: dict[str, str] = stub.environment()
+    return environment
+
+
+def _stub() -> Any:
+    if str(_STUB) not in sys.path:
+        sys.path.insert(0, str(_STUB))
+    return importlib.import_module("stub")
+
+
+def usable_kernels(block_size: int | None = None) -> list[Attention]:
+    """The kernels that take Llama-3-8B's shapes here: over contiguous slots, or over blocks of `block_size`."""
+    case = Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size)
+    return [kernel for kernel in adapters() if kernel.refusal(case) is None]
+
+
+def best(block_size: int | None = None) -> Attention:
+    """The kernel that "auto" takes for Llama-3-8B's shapes."""
+    return get("auto", Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size))
+
+
+def times(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 3) -> dict[Key, float]:
+    """Median seconds of each action on the device, by events; interleaved, so that clocks and heat hit all alike.
+
+    The device begins each round with a pause in which the host launches all of it: what is timed is not Python.
+    """
+    events: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in actions}
+    order = list(actions)
+    for number in range(-warmup, rounds):
+        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+        for key in order:
+            begin, end = _event(), _event()
+            begin.record()
+            actions[key]()
+            end.record()
+            if number >= 0:
+                events[key].append((begin, end))
+        order = order[1:] + order[:1]
+    torch.cuda.synchronize()
+    return {key: median(a.elapsed_time(b) for a, b in pairs) * 1e-3 for key, pairs in events.items()}
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=DTYPE, device="cuda")

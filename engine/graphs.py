@@ -1,0 +1,133 @@
+"""Decode steps as CUDA graphs: one graph per batch size, captured when first needed, replayed as the cache grows.
+
+A step of single tokens launches the same kernels every time; what changes is which slots, positions and lengths they
+work on, and those are read from one tensor that is filled before a replay. Memory that is mapped meanwhile needs no new
+capture, as no address changes. A batch is padded to the next size that there is a graph for, with its shortest request
+again: the same computation, whose keys and values are stored twice in one place. (A row of less work would be another
+computation, and would store something else there.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.attention import Attention, Group, PackedBatch, Slots, Span
+from vattn.attention.base import KVSource
+
+logger = logging.getLogger(__name__)
+
+# Runs a decode step: the batch, token ids `[n]`, and the rows whose logits are wanted, which are all.
+Forward = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+
+
+class _Recorded(PackedBatch):
+    """Single tokens whose index tensors are derived, on the device, from `inputs`: slots, positions and lengths.
+
+    Its spans say only how many there are: no host value that depends on a step can be part of a graph.
+    """
+
+    def __init__(self, inputs: Tensor, max_length: int) -> None:
+        slots, positions, lengths = inputs
+        size = len(slots)
+        super().__init__((Span(0, max_length - 1, max_length),) * size, inputs.device)
+        starts = torch.arange(size + 1, dtype=torch.int32, device=inputs.device)
+        group = Group(slice(0, size), slots.int(), lengths.int(), starts, 1, max_length)
+        vars(self).update(slots=slots, positions=positions, groups=(group,))
+
+
+class DecodeGraphs:
+    """Captures and replays steps in which every request computes one token and samples.
+
+    Args:
+        forward: runs a step; captured.
+        kv: whose layers tell the longest length; kernels size their grids by it, as lengths are not known.
+        max_batch_size: most requests of a step.
+    """
+
+    def __init__(self, forward: Forward, kv: KVSource, device: torch.device, max_batch_size: int) -> None:
+        stored = kv.stored(0)
+        self._max_length = (
+            stored.key.shape[1] if isinstance(stored, Slots) else stored.table.shape[1] * stored.block_size
+        )
+        self._forward = forward
+        self._device = device
+        self._sizes = [size for size in (1, 2, 4, 8, *range(16, max_batch_size, 16)) if size < max_batch_size]
+        self._sizes.append(max_batch_size)
+        self._graphs: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
+        self._pool: Any = None
+        self._failed = False
+
+    @staticmethod
+    def possible(device: torch.device, attention: Attention) -> bool:
+        """Whether there is a device to capture on, and the kernel can be captured."""
+        return device.type == "cuda" and attention.capturable
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph, so that steps are replayed."""
+        return bool(self._graphs) and not self._failed
+
+    def run(self, spans: Sequence[Span], tokens: Sequence[int]) -> Tensor | None:
+        """Logits `[n, vocab_size]` of one token per span, valid until the next call; None if it cannot be captured."""
+        if self._failed:
+            return None
+        count = len(spans)
+        size = next(size for size in self._sizes if size >= count)
+        if size not in self._graphs:
+            self._graphs[size] = self._new(size, self._filled(spans, tokens, size))
+            if self._failed:
+                return None
+        inputs, logits, replay = self._graphs[size]
+        inputs.copy_(self._filled(spans, tokens, size), non_blocking=True)
+        replay()
+        return logits[:count]
+
+    def _filled(self, spans: Sequence[Span], tokens: Sequence[int], size: int) -> Tensor:
+        """`[4, size]` on the host: slots, positions, lengths, tokens."""
+        shortest = min(range(len(spans)), key=lambda row: spans[row].end)
+        order = [*range(len(spans)), *[shortest] * (size - len(spans))]
+        padded = [spans[row] for row in order]
+        rows = [
+            [s.slot for s in padded],
+            [s.start for s in padded],
+            [s.end for s in padded],
+            [tokens[r] for r in order],
+        ]
+        return torch.tensor(rows, pin_memory=self._device.type == "cuda")
+
+    def _new(self, size: int, first: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        inputs = first.to(self._device)
+
+        def step() -> Tensor:
+            batch = _Recorded(inputs[:3], self._max_length)
+            return self._forward(batch, inputs[3], torch.arange(size, device=self._device))
+
+        try:
+            return (inputs, *self._capture(step))
+        except RuntimeError as error:
+            # The model looks at values on the host (routing of some mixtures of experts), say.
+            logger.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", error)
+            self._failed = True
+            return inputs, inputs, lambda: None
+
+    def _capture(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """What `step` returns, and what computes it anew in the same place.
+
+        The first run, outside the capture, is what libraries need to set themselves up.
+        """
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are watched: the worker maps memory meanwhile, which no graph is to repeat.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = step()
+        self._pool = graph.pool()
+        return output, graph.replay

@@ -1,0 +1,47 @@
+"""The GPU's measurements without a GPU: over the stub driver, to their end; a part that fails costs no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import PARTS
+from bench.gpu import __main__ as gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
+@pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
+def test_parts_run_over_the_stub(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
+    command = [sys.executable, "-m", "bench.gpu", "--quick", "--out", str(tmp_path), "strides", "attention"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "means nothing" in done.stdout.splitlines()[-2]
+    strides, attention = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    assert (strides["stub"], strides["goals"][0]["met"]) == (True, True)
+    assert attention == {"name": "attention", "skipped": "it computes, and there is no GPU"}
+
+
+def test_every_part_is_there() -> None:
+    for name in PARTS:
+        assert (ROOT / "bench" / "gpu" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(("limit", "failure"), [(0, "no time was left"), (30, "the process ended with 2")])
+def test_a_part_that_fails_leaves_a_record(
+    tmp_path: Path, limit: float, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PARTS, "nothing", ("a part that does not exist", 60))
+    file = tmp_path / "nothing.json"
+    record = gpu._run_apart("nothing", True, file, limit, {"PATH": ""})
+    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": failure}
+    row = gpu._summary("nothing", record, 1.0)[0]
+    assert row["goal"] == f"failed: {failure}"

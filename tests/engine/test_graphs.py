@@ -1,0 +1,98 @@
+"""Decode steps that are recorded: what a graph would replay is run anew from the same tensors, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import kernel_fakes
+import pytest
+import torch
+from tiny_models import make_model, make_prompts
+from torch import Tensor
+
+from engine import LLM, SamplingParams
+from engine.graphs import DecodeGraphs
+from vattn import attention
+
+SIZES: list[int] = []
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A recorder that keeps the step and the place of its result, and knows nothing else: as a graph does."""
+
+    def capture(self: DecodeGraphs, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        with torch.inference_mode(False):
+            output = step().clone()
+        SIZES.append(len(output))
+
+        def replay() -> None:
+            with torch.inference_mode():
+                output.copy_(step())
+
+        return output, replay
+
+    SIZES.clear()
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(DecodeGraphs, "possible", staticmethod(lambda device, kernel: kernel.capturable))
+    for kernel in attention._ADAPTERS.values():
+        monkeypatch.setattr(kernel, "refusal", lambda self, case: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", kernel_fakes.flash_attn_2())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", kernel_fakes.aten_flash, "CPU")
+        yield
+
+
+def generate(kv: str, kernel: str, *, enforce_eager: bool) -> list[list[int]]:
+    prompts = make_prompts([3, 40, 7, 1, 25], seed=3)
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (30, 5, 17, 12, 9)]
+    options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 256}
+    model = make_model("qwen2-window")
+    with LLM(
+        model,
+        kv=kv,
+        attention=kernel,
+        enforce_eager=enforce_eager,
+        skip_tokenizer_init=True,
+        memory_budget="64MiB",
+        **options,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.check()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("kernel", ["torch_flash", "flash_attn_2"])
+def test_recorded_steps_give_the_same_tokens(kv: str, kernel: str) -> None:
+    """Requests come, grow and go; batches of three are padded; each size is captured once."""
+    eager = generate(kv, kernel, enforce_eager=True)
+    assert SIZES == []
+    assert generate(kv, kernel, enforce_eager=False) == eager
+    assert sorted(SIZES) == [1, 2, 4]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_model_that_cannot_be_captured_runs_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: DecodeGraphs, step: Callable[[], Tensor]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", refuse)
+    assert generate("virtual", "torch_flash", enforce_eager=False) == generate(
+        "virtual", "torch_flash", enforce_eager=True
+    )
+    assert [r.message for r in caplog.records if "cannot be captured" in r.message] == [
+        "decode steps cannot be captured in a CUDA graph and run without one: operation not permitted when stream is "
+        "capturing"
+    ]
+
+
+def test_none_on_the_cpu_and_none_for_kernels_that_cannot() -> None:
+    cuda = torch.device("cuda")
+    possible = {name: DecodeGraphs.possible(cuda, make()) for name, make in attention._ADAPTERS.items()}
+    assert [name for name, can in possible.items() if not can] == ["flashinfer", "torch_matmul", "torch_sdpa"]
+    with LLM(make_model("llama"), skip_tokenizer_init=True, memory_budget="64MiB") as llm:
+        assert llm.runner.graphs is None

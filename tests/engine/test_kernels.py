@@ -1,0 +1,288 @@
+"""The adapters of GPU kernels: which is chosen, and what they give to fakes with the kernels' own semantics."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kernel_fakes
+import pytest
+import torch
+from tiny_models import make_model
+
+from engine import LLM, SamplingParams
+from engine.kv import KVBackend
+from engine.kv.paged import PagedKV
+from engine.kv.virtual import VirtualKV
+from vattn import KVConfig, attention
+from vattn.attention import AttentionParams, Case, PackedBatch, Slots, Span
+from vattn.errors import ConfigError
+
+SLOTS, LENGTH, LAYERS, HEADS, GROUP, DIM = 5, 600, 2, 2, 3, 8
+CUDA = torch.device("cuda")
+KERNELS = ["torch_flash", "flash_attn_2", "flash_attn_3", "flashinfer"]
+FAKES = {
+    "flash_attn": kernel_fakes.flash_attn_2,
+    "flash_attn_interface": kernel_fakes.flash_attn_3,
+    "flashinfer": kernel_fakes.flashinfer,
+}
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, make in FAKES.items():
+        monkeypatch.setitem(sys.modules, name, make())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", kernel_fakes.aten_flash, "CPU")
+        yield
+
+
+def make_backend(kv: str, block_size: int = 256, kv_heads: int = HEADS, **options: object) -> KVBackend:
+    if kv == "paged":
+        return PagedKV(
+            num_layers=LAYERS,
+            num_kv_heads=kv_heads,
+            head_dim=DIM,
+            num_blocks=SLOTS * -(-LENGTH // block_size),
+            max_num_seqs=SLOTS,
+            max_model_len=LENGTH,
+            block_size=block_size,
+        )
+    config = KVConfig.from_options(
+        num_layers=LAYERS,
+        num_kv_heads=kv_heads,
+        head_dim=DIM,
+        dtype=torch.float32,
+        max_batch_size=SLOTS,
+        max_context_len=LENGTH,
+        memory_budget="16MiB",
+        page_size=4096,
+        guard="strict",  # a read past the mapped pages faults
+        **options,
+    )
+    return VirtualKV(config)
+
+
+def poison(kv: KVBackend) -> None:
+    """NaN in all memory that a batch has not written."""
+    for layer in range(LAYERS):
+        stored = kv.stored(layer)
+        for side in (stored.key, stored.value):
+            if isinstance(stored, Slots):
+                for slot in range(SLOTS):
+                    kv.prepare({slot: LENGTH})
+                    side[slot, :LENGTH] = float("nan")
+            else:
+                side.fill_(float("nan"))
+
+
+def batches() -> Iterator[PackedBatch]:
+    """Prefill in chunks, then mixed steps, then decodes: slots in changing order, one of them across blocks of 256."""
+    steps: list[dict[int, int]] = [
+        {3: 70, 0: 17},
+        {3: 140, 0: 18, 4: 1},
+        {3: 280, 0: 19, 4: 2, 1: 33},
+        {4: 3, 3: 530, 1: 34},
+        {0: 20, 1: 35, 3: 531, 4: 4},
+        {4: 5, 0: 21},
+    ]
+    lengths = dict.fromkeys(range(SLOTS), 0)
+    for step in steps:
+        yield PackedBatch.pack([Span(slot, lengths[slot], end) for slot, end in step.items()])
+        lengths |= step
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 20, 1000])
+@pytest.mark.parametrize("name", KERNELS)
+def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | None) -> None:
+    if name == "torch_flash" and softcap is not None:
+        pytest.skip("it has none")
+    kernel, reference = attention._ADAPTERS[name](), attention.get("torch_sdpa")
+    backend = make_backend(kv)
+    for slot in range(SLOTS):
+        assert backend.allocate(LENGTH) == slot
+    poison(backend)
+    generator = torch.Generator().manual_seed(0)
+    params = AttentionParams(scale=0.3, window=window, softcap=softcap)
+    for batch in batches():
+        backend.prepare({span.slot: span.end for span in batch.spans})
+        for layer in range(LAYERS):
+            key, value = (torch.randn(batch.num_tokens, HEADS, DIM, generator=generator) for _ in range(2))
+            backend.write(layer, batch, key, value)
+            # As models give it: the heads first in memory.
+            query = torch.randn(HEADS * GROUP, batch.num_tokens, DIM, generator=generator).transpose(0, 1)
+            got = kernel(query, backend, layer, batch, params)
+            want = reference(query, backend, layer, batch, params)
+            assert got.shape == want.shape
+            torch.testing.assert_close(got, want)
+    backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("kv_order", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["layer", "sliced", "fused"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_layout(name: str, layout: str, kv_order: str) -> None:
+    """With rows that do not divide a page: three heads of 8 floats."""
+    backend = make_backend("virtual", kv_heads=3, layout=layout, kv_order=kv_order)
+    slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
+    batch = PackedBatch.pack([Span(slot, 0, 200 + slot) for slot in slots])
+    backend.prepare({span.slot: span.end for span in batch.spans})
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        key, value, query = (torch.randn(batch.num_tokens, 3, DIM, generator=generator) for _ in range(3))
+        backend.write(layer, batch, key, value)
+        got = attention._ADAPTERS[name]()(query, backend, layer, batch, AttentionParams())
+        want = attention.get("torch_sdpa")(query, backend, layer, batch, AttentionParams())
+        torch.testing.assert_close(got, want)
+    backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ["flash_attn_3", "flashinfer"])
+def test_blocks_of_any_size(name: str) -> None:
+    backend = make_backend("paged", block_size=7)
+    slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
+    for start, end in ((0, 30), (30, 31)):
+        batch = PackedBatch.pack(
+            [Span(slot, start, end + slot * (start == 0)) for slot in slots[: 5 - 4 * (start > 0)]]
+        )
+        backend.prepare({span.slot: span.end for span in batch.spans})
+        key, value, query = (torch.randn(batch.num_tokens, HEADS, DIM) for _ in range(3))
+        backend.write(0, batch, key, value)
+        got = attention._ADAPTERS[name]()(query, backend, 0, batch, AttentionParams())
+        torch.testing.assert_close(got, attention.get("torch_sdpa")(query, backend, 0, batch, AttentionParams()))
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_serves_a_model(name: str, family: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One argument swaps the kernel; greedy tokens are those of SDPA."""
+    monkeypatch.setattr(attention._ADAPTERS[name], "refusal", lambda self, case: None)
+    prompts: list[object] = [[5, 9, 3], list(range(2, 60)), [7] * 20]
+    params = SamplingParams(temperature=0, max_tokens=12)
+
+    def tokens(kernel: str) -> list[list[int]]:
+        options = {
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "block_size": 256,
+            "memory_budget": "64MiB",
+        }
+        with LLM(make_model(family), kv=kv, attention=kernel, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(name) == tokens("torch_sdpa")
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def a_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+        for name in modules:
+            monkeypatch.setitem(sys.modules, name, FAKES[name]())
+
+    def test_names(self) -> None:
+        assert attention.get("auto").name == "torch_sdpa"
+        assert set(attention.names()) == {*KERNELS, "torch_matmul", "torch_sdpa"}
+        with pytest.raises(
+            ConfigError, match="unknown attention kernel 'flash_attention_9'; choose one of auto, torch_fl"
+        ):
+            attention.get("flash_attention_9")
+
+    @pytest.mark.parametrize(
+        ("case", "why"),
+        [
+            (Case(), "it runs on CUDA, not on cpu"),
+            (Case(CUDA), "not in float32"),
+            (Case(CUDA, torch.bfloat16, 192, 128), "keys and values of one size, not 192 and 128"),
+            (Case(CUDA, torch.bfloat16, 264), "no kernel for heads of 264"),
+            (Case(CUDA, torch.bfloat16, 60), "no kernel for heads of 60"),
+            (Case(CUDA, torch.bfloat16, 128, block_size=16), "multiple of 256 tokens, not 16"),
+            (Case(CUDA, torch.bfloat16, 128, softcap=True), "no softcap"),
+            (Case(CUDA, torch.bfloat16, 128, sinks=True), "no sinks"),
+        ],
+    )
+    def test_a_wrong_choice_says_why_and_what_is_possible(self, case: Case, why: str) -> None:
+        assert attention.get("auto", case).name == "torch_sdpa"
+        with pytest.raises(
+            ConfigError, match=f"'torch_flash' cannot be used here: .*{why}.*; possible: auto, torch_sdpa"
+        ):
+            attention.get("torch_flash", case)
+
+    def test_what_torch_brings_is_the_default_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, *FAKES)
+        case = Case(CUDA, torch.bfloat16, 128)
+        assert attention.get("auto", case).name == "torch_flash"
+        assert [attention.get(name, case).name for name in KERNELS] == KERNELS
+
+    def test_the_next_one_where_it_lacks_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gemma = Case(CUDA, torch.bfloat16, 256, softcap=True)
+        with pytest.raises(ConfigError, match="flash-attn is not installed"):
+            attention.get("flash_attn_2", gemma)
+        self.install(monkeypatch, "flash_attn", "flashinfer")
+        assert attention.get("auto", gemma).name == "flash_attn_2"
+        small_blocks = Case(CUDA, torch.bfloat16, 128, block_size=16)
+        assert attention.get("auto", small_blocks).name == "flashinfer"
+
+    def test_compute_capability(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(monkeypatch, *FAKES)
+        case = Case(CUDA, torch.bfloat16, 128)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        assert attention.get("flash_attn_2", case).name == "flash_attn_2"
+        with pytest.raises(ConfigError, match="it is for Hopper"):
+            attention.get("flash_attn_3", case)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+        assert attention.get("auto", case).name == "torch_sdpa"
+
+    def test_an_operator_without_block_tables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        schema = torch._C.parse_schema("x::f(Tensor query, Tensor? seqused_k=None) -> Tensor")
+        monkeypatch.setattr(torch.ops.aten._flash_attention_forward.default, "_schema", schema)
+        assert attention.get("torch_flash", Case(CUDA, torch.float16)).name == "torch_flash"
+        with pytest.raises(ConfigError, match="has no block_table"):
+            attention.get("torch_flash", Case(CUDA, torch.float16, block_size=256))
+
+    def test_descriptions_say_what_is_not_possible(self) -> None:
+        lines = attention.describe(Case(CUDA, torch.bfloat16, 128))
+        assert [line.split(":")[0] for line in lines] == list(attention.names())
+        assert "Not here" not in lines[0]
+        assert "Not here: flash-attn is not installed" in lines[1]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
+    """Also where it was chosen without knowing the model."""
+    kernel, backend, query = attention._ADAPTERS[name](), make_backend("virtual"), torch.zeros(1, HEADS, DIM)
+    batch = PackedBatch.pack([Span(0, 0, 1)])
+    with pytest.raises(ConfigError, match="has no sinks, which this layer asks for"):
+        kernel(query, backend, 0, batch, AttentionParams(sinks=torch.zeros(HEADS)))
+    if name == "torch_flash":
+        with pytest.raises(ConfigError, match="has no softcap"):
+            kernel(query, backend, 0, batch, AttentionParams(softcap=3.0))
+    backend.close()
+
+
+def test_slots_that_are_too_many_rows() -> None:
+    slots = Slots(*(torch.empty(1, 8, 1, 8).expand(2, 8, 1, 8).as_strided((2**20, 8, 1, 8), (0, 8, 8, 1)),) * 2)
+    object.__setattr__(slots, "slot_rows", 2**12)
+    with pytest.raises(ConfigError, match="over 2\\^31 rows"):
+        _ = slots.rows
+
+
+def test_adapters_are_short_and_say_their_limits() -> None:
+    for name in KERNELS:
+        adapter = attention._ADAPTERS[name]
+        text = Path(sys.modules[adapter.__module__].__file__ or "").read_text()
+        code = re.sub(r'^""".*?"""\n', "", text, flags=re.DOTALL)
+        assert len(code.splitlines()) < 60, name
+        assert "guard rows" in text
+        assert "append" in text

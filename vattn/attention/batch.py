@@ -1,0 +1,163 @@
+"""The tokens of one packed step: which requests they belong to, and the index tensors that kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `[start, end)` of the request in `slot`: the ones that a step computes.
+
+    Tokens `[0, start)` are in the cache already; after the step `[0, end)` are.
+    """
+
+    slot: int
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.end, f"empty or negative span {self}"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring spans of a batch that one call of a kernel takes. Index tensors are int32 on the batch's device.
+
+    Attributes:
+        rows: the packed rows of its spans.
+        slots: `[n]`, the slot of each span.
+        lengths: `[n]`, tokens in the cache of each, the new ones included.
+        starts: `[n + 1]`, where the rows of each begin, counted from `rows.start`.
+        max_query: most rows of a span.
+        max_length: at least the longest of `lengths`; kernels size their grids by it.
+    """
+
+    rows: slice
+    slots: Tensor
+    lengths: Tensor
+    starts: Tensor
+    max_query: int
+    max_length: int
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], first_row: int, device: torch.device) -> Group:
+        starts = [0]
+        for span in spans:
+            starts.append(starts[-1] + len(span))
+        ends = [span.end for span in spans]
+        # One transfer, then views.
+        packed = _to_device([span.slot for span in spans] + ends + starts, torch.int32, device)
+        slots, lengths, offsets = packed[: len(spans)], packed[len(spans) : -len(starts)], packed[-len(starts) :]
+        return cls(slice(first_row, first_row + starts[-1]), slots, lengths, offsets, max(map(len, spans)), max(ends))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The spans of one step in the order of their rows: spans of one token first.
+
+    The order lets a kernel treat the single tokens (decodes, above all) as one block of rows, and every
+    longer chunk as a slice of them. Index tensors and masks are built once here and shared by all layers.
+    """
+
+    spans: tuple[Span, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        lengths = [len(span) for span in self.spans]
+        singles = self.num_singles
+        assert all(n > 1 for n in lengths[singles:]), "spans of one token come first"
+
+    @classmethod
+    def pack(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> PackedBatch:
+        """A batch of `spans` in the required order: a stable sort, spans of one token first."""
+        return cls(tuple(sorted(spans, key=lambda s: len(s) > 1)), torch.device(device))
+
+    @cached_property
+    def num_singles(self) -> int:
+        """How many spans have one token; they are rows `[0, num_singles)`."""
+        return sum(len(span) == 1 for span in self.spans)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """`[num_tokens]` int64: the slot of each row."""
+        return _to_device([s.slot for s in self.spans for _ in range(len(s))], torch.int64, self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """`[num_tokens]` int64: the position of each row in its request."""
+        return _to_device([p for s in self.spans for p in range(s.start, s.end)], torch.int64, self.device)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The spans of one token, then the longer ones; without the group that is empty.
+
+        Apart, because kernels split the keys of a single query over the device, and not those of a batch with chunks.
+        """
+        cut = self.num_singles
+        parts = ((self.spans[:cut], 0), (self.spans[cut:], cut))
+        return tuple(Group.of(spans, row, self.device) for spans, row in parts if spans)
+
+    @cached_property
+    def uniform_groups(self) -> tuple[Group, ...]:
+        """The same for kernels that take spans of one length only: every longer span is a group of its own."""
+        singles = tuple(group for group in self.groups if group.max_query == 1)
+        return singles + tuple(Group.of([span], row, self.device) for span, row in self.chunks())
+
+    def chunks(self) -> list[tuple[Span, int]]:
+        """The spans of more than one token, each with the number of its first row."""
+        row = self.num_singles
+        rows = []
+        for span in self.spans[row:]:
+            rows.append((span, row))
+            row += len(span)
+        return rows
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned for this key the first time: for what a kernel derives from the batch, not the layer."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def mask(self, span: Span, first_key: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`[len(span), span.end - first_key]`: 0 where a query may look, -inf elsewhere.
+
+        A query at position p sees the keys `(p - window, p]`. Built once per step and span, not per layer.
+        """
+
+        def make() -> Tensor:
+            distance = (
+                torch.arange(span.start, span.end, device=self.device)[:, None]
+                - torch.arange(first_key, span.end, device=self.device)[None, :]
+            )
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+            return mask.masked_fill_(hidden, float("-inf"))
+
+        mask: Tensor = self.once((span, first_key, window, dtype), make)
+        return mask
+
+
+def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """From pinned memory where there is a device to wait for: the caller goes on while the copy runs."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

@@ -1,0 +1,64 @@
+"""flash-attn 2: `flash_attn_with_kvcache` with `cache_batch_idx`, or with `block_table` over a paged cache.
+
+What its source says (`flash_api.cpp`, `mha_fwd_kvcache`), and what follows:
+
+- reads: predicated by `cache_seqlens`, so no guard rows, and what lies past the length may be NaN; offsets are 64-bit;
+- the split of the keys is chosen by the cache's second dimension, so the kernel gets `[:, :max_length]`;
+- queries of one call have one length: all single tokens are one call, every longer chunk is its own;
+- heads of no multiple of 8 would have the whole cache copied, every call: refused;
+- a paged cache needs blocks of a multiple of 256 tokens;
+- no sinks; float16 and bfloat16; heads up to 256, equal for keys and values.
+
+It could append (`k=`, `v=`), and is not asked to. Ampere or newer.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.batch import PackedBatch
+from vattn.attention.storage import Slots
+
+
+class FlashAttn2:
+    """flash-attn 2's flash_attn_with_kvcache; CUDA, half precision, with softcap and windows."""
+
+    name = "flash_attn_2"
+    guard_rows = 0
+    appends = True
+    capturable = True
+
+    def refusal(self, case: Case) -> str | None:
+        if find_spec("flash_attn") is None:
+            return "flash-attn is not installed (pip install flash-attn --no-build-isolation)"
+        return flash_refusal(case, block_multiple=256)
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
+        from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+        stored = kv.stored(layer)
+        outputs = []
+        for group in batch.uniform_groups:
+            if isinstance(stored, Slots):
+                key, value = stored.key[:, : group.max_length], stored.value[:, : group.max_length]
+                where = {"cache_batch_idx": group.slots}
+            else:
+                key, value, where = stored.key, stored.value, {"block_table": stored.tables(batch, group)}
+            output = flash_attn_with_kvcache(
+                query[group.rows].view(-1, group.max_query, *query.shape[1:]),
+                key,
+                value,
+                cache_seqlens=group.lengths,
+                softmax_scale=params.scale,
+                causal=True,
+                window_size=params.window_size(group),
+                softcap=params.softcap or 0.0,
+                **where,
+            )
+            outputs.append(output.flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

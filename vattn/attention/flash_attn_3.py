@@ -1,0 +1,64 @@
+"""flash-attn 3 (Hopper): `flash_attn_with_kvcache` of `flash_attn_interface`, over a page table.
+
+Over contiguous slots its loads by TMA take whole tiles, up to 224 rows past a length, and a NaN there reaches the
+output (0 * NaN), so those rows would have to be mapped and finite. An arithmetic page table avoids that: pages that are
+no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. The price, loads without
+TMA, has not been measured here.
+
+Chunks and single tokens go in with `cu_seqlens_q`. Blocks of a paged cache may have any size; those of a multiple of
+the tile are loaded by TMA too, mapped as they always are, but what they hold past a length must be finite. No sinks;
+float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values. It could append; it is not asked
+to.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.batch import PackedBatch
+from vattn.attention.storage import Slots
+
+
+class FlashAttn3:
+    """flash-attn 3's flash_attn_with_kvcache over a page table; Hopper, half precision, with softcap and windows."""
+
+    name = "flash_attn_3"
+    guard_rows = 0
+    appends = True
+    capturable = True
+
+    def refusal(self, case: Case) -> str | None:
+        if find_spec("flash_attn_interface") is None:
+            return "flash-attn 3 is not installed (hopper/ of github.com/Dao-AILab/flash-attention)"
+        refusal = flash_refusal(case)
+        if refusal is None and torch.cuda.get_device_capability(case.device)[0] != 9:
+            return "it is for Hopper (compute capability 9)"
+        return refusal
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
+        from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+        stored = kv.stored(layer)
+        blocks = stored.blocks if isinstance(stored, Slots) else stored
+        outputs = [
+            flash_attn_with_kvcache(
+                query[group.rows],
+                blocks.key,
+                blocks.value,
+                cache_seqlens=group.lengths,
+                page_table=blocks.tables(batch, group),
+                cu_seqlens_q=group.starts,
+                max_seqlen_q=group.max_query,
+                softmax_scale=params.scale,
+                causal=True,
+                window_size=params.window_size(group),
+                softcap=params.softcap or 0.0,
+            )
+            for group in batch.groups
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

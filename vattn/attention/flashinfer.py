@@ -1,0 +1,66 @@
+"""FlashInfer: `BatchPrefillWithPagedKVCacheWrapper` over a paged cache, or over contiguous slots as arithmetic pages.
+
+Its ragged wrappers overflow 32 bits past 2^32 elements; the paged ones count pages, whose strides are small here and
+whose offsets are 64-bit. Reads are predicated by the length: no guard rows. Keys and values must have equal strides.
+`plan` runs on the host, once per step and kind of layer, so steps cannot be captured in a CUDA graph. No sinks; float16
+and bfloat16; heads of 64, 128 or 256, equal for keys and values. It appends nothing.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.batch import PackedBatch
+from vattn.attention.storage import Blocks, Slots
+
+_WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
+
+
+class FlashInfer:
+    """FlashInfer's paged wrapper; CUDA, half precision, with softcap and windows."""
+
+    name = "flashinfer"
+    guard_rows = 0
+    appends = False
+    capturable = False
+
+    def __init__(self) -> None:
+        self._wrappers: dict[AttentionParams, Any] = {}  # a wrapper has one plan, and layers of a kind share it
+
+    def refusal(self, case: Case) -> str | None:
+        if find_spec("flashinfer") is None:
+            return "FlashInfer is not installed (pip install flashinfer-python)"
+        return flash_refusal(case, head_dims=(64, 128, 256))
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name)
+        stored = kv.stored(layer)
+        blocks = stored.blocks if isinstance(stored, Slots) else stored
+        wrapper = batch.once((self.name, params), lambda: self._plan(query, blocks, batch, params))
+        output: Tensor = wrapper.run(query.contiguous(), (blocks.key, blocks.value))
+        return output
+
+    def _plan(self, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> Any:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
+
+        ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32)
+        rows = torch.tensor([0, *map(len, batch.spans)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        pages = (ends + blocks.block_size - 1) // blocks.block_size
+        slots = torch.tensor([span.slot for span in batch.spans]).repeat_interleave(pages[1:])
+        columns = torch.cat([torch.arange(count) for count in pages[1:].tolist()])
+        if params not in self._wrappers:
+            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
+            self._wrappers[params] = BatchPrefillWithPagedKVCacheWrapper(workspace)
+        self._wrappers[params].plan(
+            rows, pages.cumsum(0, dtype=torch.int32), blocks.table[slots.to(batch.device), columns.to(batch.device)],
+            (ends[1:] - 1) % blocks.block_size + 1,
+            query.shape[1], blocks.key.shape[2], query.shape[2], blocks.block_size, causal=True, sm_scale=params.scale,
+            window_left=-1 if params.window is None else params.window - 1, logits_soft_cap=params.softcap,
+            q_data_type=query.dtype, kv_data_type=blocks.key.dtype,
+        )  # fmt: skip
+        return self._wrappers[params]

@@ -1,0 +1,102 @@
+"""How a whole layer's keys and values are stored, as kernels take them: contiguous slots, or blocks with a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from vattn.attention.batch import Group, PackedBatch
+from vattn.errors import ConfigError
+
+# Tokens per page where contiguous slots are shown to a paged kernel: no multiple of any kernel's tile, so that none
+# takes a path that loads whole tiles, rows past the length included.
+ARITHMETIC_PAGE = 16
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A layer's keys and values in blocks, as paged kernels take them.
+
+    Attributes:
+        key, value: `[num_blocks, block_size, num_kv_heads, *]`; the last stride is 1, others any.
+        table: `[slots, max_blocks]` int32, the blocks of each slot in the order of its tokens; what is past its length
+            is the number of some block, and must not be read.
+    """
+
+    key: Tensor
+    value: Tensor
+    table: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+    def tables(self, batch: PackedBatch, group: Group) -> Tensor:
+        """The rows of the table for a group, `[n, blocks of max_length]`; the same for all layers of a step."""
+        used = -(-group.max_length // self.block_size)
+        made: Tensor = batch.once(
+            ("tables", group.rows.start, id(self.table)),
+            lambda: self.table[:, :used].index_select(0, group.slots),
+        )
+        return made
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A layer's keys and values, contiguous per request.
+
+    Attributes:
+        key, value: `[slots, max_context_len, num_kv_heads, *]`; the last stride is 1, others any, a slot's a multiple
+            of a token's. Of a slot, tokens `[0, length)` and the kernel's guard rows may be read.
+    """
+
+    key: Tensor
+    value: Tensor
+
+    @cached_property
+    def slot_rows(self) -> int:
+        """Tokens from the start of a slot to the start of the next, in the strides of the tensors."""
+        rows, rest = divmod(self.key.stride(0), self.key.stride(1))
+        assert not rest, "a slot does not begin at a whole row"
+        return rows
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as one long sequence, `[rows, num_kv_heads, *]`: a slot begins at `slot * slot_rows`.
+
+        Raises:
+            ConfigError: too many rows for kernels, which count them in 32 bits.
+        """
+        count = (self.key.shape[0] - 1) * self.slot_rows + self.key.shape[1]
+        if count >= 2**31:
+            raise ConfigError(
+                f"{self.key.shape[0]} slots of {self.slot_rows} tokens are over 2^31 rows, which flash kernels "
+                "count in 32 bits; lower max_batch_size or max_context_len"
+            )
+        return self._view(self.key, count), self._view(self.value, count)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The same memory as small pages with a table that is arithmetic: for kernels that exist only paged."""
+        page = math.gcd(self.slot_rows, ARITHMETIC_PAGE)
+        slots, used, step = self.key.shape[0], -(-self.key.shape[1] // page), self.slot_rows // page
+        key, value = (
+            self._view(tensor, ((slots - 1) * step + used) * page).view(-1, page, *tensor.shape[2:])
+            for tensor in (self.key, self.value)
+        )
+        return Blocks(key, value, _arithmetic_table(slots, used, step, self.key.device))
+
+    @staticmethod
+    def _view(tensor: Tensor, rows: int) -> Tensor:
+        return tensor.as_strided((rows, *tensor.shape[2:]), tensor.stride()[1:])
+
+
+@lru_cache(maxsize=16)
+def _arithmetic_table(slots: int, used: int, step: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        first = torch.arange(slots, dtype=torch.int32, device=device)[:, None] * step
+        return first + torch.arange(used, dtype=torch.int32, device=device)

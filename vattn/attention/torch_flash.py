@@ -1,0 +1,69 @@
+"""The FlashAttention that is built into torch: `aten::_flash_attention_forward`, with `seqused_k`. The default on CUDA.
+
+The layer is flattened to one long sequence, of which each request's keys begin at its slot; `seqused_k` ends them. What
+its source says (`flash_api.cpp`, `mha_varlen_fwd`), and what follows:
+
+- reads: predicated by the length, so no guard rows, and what lies past the length may be NaN;
+- starts are 32-bit rows, offsets 64-bit: up to 2^31 rows of address space, of any size;
+- keys are split over the device only for single queries of grouped heads without a window, or over block tables:
+  hence `Group`, and a window that hides nothing is not passed. `max_k` is the longest length of the batch, not the
+  virtual one, which would choose the splits;
+- a paged cache needs blocks of a multiple of 256 tokens, and a torch whose operator has `block_table`;
+- no softcap, no sinks; float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
+
+It appends nothing. Ampere or newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.batch import Group, PackedBatch
+from vattn.attention.storage import Slots
+
+
+class TorchFlash:
+    """The FlashAttention built into torch, over the whole batch; CUDA, half precision."""
+
+    name = "torch_flash"
+    guard_rows = 0
+    appends = False
+    capturable = True
+
+    def refusal(self, case: Case) -> str | None:
+        schema = torch.ops.aten._flash_attention_forward.default._schema
+        missing = {"seqused_k", *(["block_table"] if case.block_size else [])} - {a.name for a in schema.arguments}
+        if missing:
+            return f"the operator of torch {torch.__version__} has no {' and no '.join(sorted(missing))}"
+        return flash_refusal(case, block_multiple=256, softcap=False)
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        params.expect(self.name, softcap=False)
+        outputs = [self._attend(query[group.rows], kv, layer, batch, group, params) for group in batch.groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend(
+        self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, group: Group, params: AttentionParams
+    ) -> Tensor:
+        stored = kv.stored(layer)
+        left, right = params.window_size(group)
+        options: dict[str, Any] = {"scale": params.scale, "window_size_left": left, "window_size_right": right}
+        if isinstance(stored, Slots):
+            key, value = stored.rows
+            # One entry more than spans, which is not read: `seqused_k` says where keys end.
+            starts = batch.once(
+                (self.name, group.rows.start, stored.slot_rows),
+                lambda: torch.nn.functional.pad(group.slots * stored.slot_rows, (0, 1)),
+            )
+        else:
+            key, value, starts = stored.key, stored.value, group.starts
+            options["block_table"] = stored.tables(batch, group)
+        output: Tensor = torch.ops.aten._flash_attention_forward(
+            query, key, value, group.starts, starts, group.max_query, group.max_length, 0.0, True, False,
+            seqused_k=group.lengths, **options,
+        )[0]  # fmt: skip
+        return output
