@@ -154,6 +154,8 @@ class LLM:
         self._closed = False
         self._restore_model: Callable[[], None] = lambda: None
 
+        if self.model.device.type == "cpu":
+            optimize.keep_freed_memory()
         hf.register()
         self._previous_attention = self.model.config._attn_implementation
         self.model.set_attn_implementation(hf.NAME)
