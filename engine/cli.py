@@ -1,7 +1,7 @@
 """The `vattn` command.
 
 vattn doctor
-vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|both
+vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from engine.kv import BACKENDS
 from vattn.errors import VattnError
 
 
@@ -43,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
-    generate.add_argument("--kv", choices=("virtual", "paged", "both"), default="virtual", help="KV-cache backend")
+    generate.add_argument(
+        "--kv", choices=(*BACKENDS, "both"), default="virtual", help="KV-cache backend; both: virtual, then paged"
+    )
     generate.add_argument("--max-tokens", type=int, default=64, help="output tokens per prompt")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--seed", type=int, default=0)

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import optimize
-from engine.kv import KVBackend, KVStats
-from engine.kv.paged import PagedKV
+from engine.kv import KVStats
+from engine.kv.make import make_backend
 from engine.outputs import RequestOutput
 from engine.request import FinishReason, InvalidRequest, Request
 from engine.runner import ModelRunner
@@ -33,9 +33,7 @@ from engine.sampling import SamplingParams, sample
 from engine.scheduler import Plan, Scheduler, check_limits
 from vattn import hf
 from vattn.attention import get as get_attention
-from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
-from vattn.units import format_bytes
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
@@ -81,7 +79,7 @@ class LLM:
     Args:
         model: path, hub id, or a loaded causal language model, which is put in eval mode and whose attention
             implementation is `"vattn"` until `close`.
-        kv: where keys and values live: `"virtual"` or `"paged"`.
+        kv: where keys and values live: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
@@ -140,7 +138,7 @@ class LLM:
         self.model.set_attn_implementation(hf.NAME)
         try:
             kernel = get_attention(attention, device=self.model.device, dtype=self.model.dtype)
-            self.kv = _make_backend(
+            self.kv = make_backend(
                 kv,
                 hf.kv_shape(self.model),
                 dtype=self.model.dtype,
@@ -494,66 +492,3 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _make_backend(
-    kv: str,
-    shape: hf.KVShape,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_num_seqs: int,
-    max_model_len: int,
-    memory_budget: int | str,
-    block_size: int,
-    guard_rows: int,
-    kv_options: dict[str, Any],
-) -> KVBackend:
-    """The backend called `kv`, sized for `shape`.
-
-    Raises:
-        ConfigError: an unknown name, options that it does not have, or a budget below one block.
-    """
-    if kv == "virtual":
-        from engine.kv.virtual import VirtualKV
-
-        config = KVConfig.from_options(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            dtype=dtype,
-            device=device,
-            max_batch_size=max_num_seqs,
-            max_context_len=max_model_len,
-            memory_budget=memory_budget,
-            **{"guard_rows": guard_rows, **kv_options},
-        )
-        return VirtualKV(config)
-    if kv != "paged":
-        raise ConfigError(f"kv={kv!r} is not a backend; choose 'virtual' or 'paged'")
-    if kv_options:
-        raise ConfigError(f"kv='paged' takes no kv_options, but was given {sorted(kv_options)}; they are for 'virtual'")
-    if block_size < 1:
-        raise ConfigError(f"block_size is {block_size}; it must be at least 1")
-    block = PagedKV.block_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, block_size, dtype
-    )
-    budget = budget_bytes(memory_budget, device)
-    if budget < block:
-        raise ConfigError(
-            f"memory_budget is {format_bytes(budget)}, but one block of {block_size} tokens takes "
-            f"{format_bytes(block)}; give more memory or a smaller block_size"
-        )
-    return PagedKV(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        num_blocks=min(budget // block, max_num_seqs * -(-max_model_len // block_size)),
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-    )

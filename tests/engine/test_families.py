@@ -1,4 +1,4 @@
-"""Both backends give the tokens that `generate` gives for each prompt alone, whatever shares the batch."""
+"""All backends give the tokens that `generate` gives for each prompt alone, whatever shares the batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_preemption_by_recomputation(family: str, kv: str) -> None:
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
         llm.check()
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    # Static has two slots in this budget, and nobody can take memory from either.
+    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (kv != "static")
     want = [expected(family, prompt, max_tokens) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == want
 
