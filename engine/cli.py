@@ -1,7 +1,7 @@
 """The `vattn` command.
 
 vattn doctor
-vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both
+vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both --scheduling continuous|static
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from engine.kv import BACKENDS
+from engine.scheduler import SCHEDULING
 from vattn.errors import VattnError
 
 
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
     generate.add_argument(
         "--kv", choices=(*BACKENDS, "both"), default="virtual", help="KV-cache backend; both: virtual, then paged"
+    )
+    generate.add_argument(
+        "--scheduling", choices=SCHEDULING, default="continuous", help="static: batches that wait for their slowest"
     )
     generate.add_argument("--max-tokens", type=int, default=64, help="output tokens per prompt")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -88,6 +92,7 @@ def _generate(args: argparse.Namespace) -> int:
         with LLM(
             args.model,
             kv=kv,
+            scheduling=args.scheduling,
             dtype=args.dtype,
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,

@@ -30,7 +30,8 @@ from engine.outputs import RequestOutput
 from engine.request import FinishReason, InvalidRequest, Request
 from engine.runner import ModelRunner
 from engine.sampling import SamplingParams, sample
-from engine.scheduler import Plan, Scheduler, check_limits
+from engine.scheduler import SCHEDULING, Plan, Scheduler, check_limits
+from engine.scheduling_static import StaticScheduler
 from vattn import hf
 from vattn.attention import get as get_attention
 from vattn.errors import ConfigError, OutOfPages, VattnError
@@ -80,6 +81,8 @@ class LLM:
         model: path, hub id, or a loaded causal language model, which is put in eval mode and whose attention
             implementation is `"vattn"` until `close`.
         kv: where keys and values live: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
+        scheduling: `"continuous"`: every step is planned anew; `"static"`: a batch runs until its slowest request
+            ends, to compare with.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
@@ -104,6 +107,7 @@ class LLM:
         model: str | PreTrainedModel,
         *,
         kv: str = "virtual",
+        scheduling: str = "continuous",
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str | torch.dtype = "auto",
@@ -119,6 +123,8 @@ class LLM:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
+        if scheduling not in SCHEDULING:
+            raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
         self.model = _load_model(model, dtype)
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer)
         hf.check_supported(self.model)
@@ -150,8 +156,11 @@ class LLM:
                 guard_rows=kernel.guard_rows,
                 kv_options=dict(kv_options or {}),
             )
-            self.scheduler = Scheduler(
-                self.kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+            self.scheduler = (
+                Scheduler(self.kv, **limits)
+                if scheduling == "continuous"
+                else StaticScheduler(self.kv, **limits, max_model_len=self.max_model_len)
             )
             if not enforce_eager and optimize.supported(self.model):
                 restore = optimize.optimize(self.model, keep_weights=model is self.model)
@@ -318,6 +327,8 @@ class LLM:
                 return plan, preempted, seconds
             start = time.monotonic()
             try:
+                if plan.reserve:
+                    self.kv.prepare(plan.reserve)
                 self.kv.prepare(plan.lengths, plan.next_lengths)
                 return plan, preempted, seconds + time.monotonic() - start
             except OutOfPages as error:

@@ -11,7 +11,8 @@ requests are preempted for older ones; so the oldest always gets what it needs, 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
@@ -19,6 +20,8 @@ from vattn.errors import ConfigError
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64
+
+SCHEDULING = ("continuous", "static")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,12 @@ class Plan:
     Attributes:
         entries: what to compute, running requests first.
         preempted: requests that lost their cache to make this plan possible.
+        reserve: slot to tokens that memory is taken for before it is prepared for `lengths`.
     """
 
     entries: tuple[Entry, ...] = ()
     preempted: tuple[Request, ...] = ()
+    reserve: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

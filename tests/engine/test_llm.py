@@ -360,6 +360,7 @@ def test_close(kv: str) -> None:
         ({"kv": "static", "memory_budget": 1000}, "one slot of 256 tokens"),
         ({"kv": "dynamic", "memory_budget": 100}, "one token of 1 tokens"),
         ({"kv": "dynamic", "kv_options": {"page_size": 4096}}, "takes no kv_options"),
+        ({"scheduling": "random"}, "'random' is not known"),
         ({"max_model_len": 257}, "give at most 256"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"dtype": "int4"}, "'int4' is not one of"),
