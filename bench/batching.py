@@ -12,7 +12,7 @@ from functools import partial
 from statistics import median
 
 from bench.common import Goal, Report, Row, interleave
-from bench.queue import MAX_TOKENS, Pass, Queue, run_queue
+from bench.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
 
 _SLOTS = 4
 _SCHEDULING = ("static", "continuous")

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from bench.common import Goal, Report, Row
-from bench.queue import MAX_TOKENS, Queue, run_queue
+from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from engine.kv.make import make_backend
 from engine.kv.virtual import VirtualKV
 from vattn import hf

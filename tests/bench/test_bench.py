@@ -28,7 +28,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_quick_run_records_valid_json(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_records_valid_json_and_can_be_drawn(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "out" / f"{name}.json"
     assert main([name, "--quick", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -51,6 +53,9 @@ def test_quick_run_records_valid_json(name: str, tmp_path: Path, capsys: pytest.
     for goal in record["goals"]:
         assert f"goal {goal['what']}: {'met' if goal['met'] else 'NOT met'}" in printed
     assert record["goals"]
+    image = tmp_path / f"{name}.svg"
+    plot._draw(record, image, "digest of the record")
+    assert "digest of the record" in image.read_text()
 
 
 def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,14 +53,12 @@ class Pass:
         seconds: from the arrival of all requests to the end of the last.
         outputs: in the order of the prompts.
         records: what each step did.
-        ended: the step in which each request ended, from 1.
-        idle_steps: steps for which each request's slot was kept after that.
+        idle_steps: steps for which each request's slot was kept after its end.
     """
 
     seconds: float
     outputs: list[RequestOutput]
     records: list[StepRecord]
-    ended: list[int]
     idle_steps: list[int]
 
     @property
@@ -84,26 +82,20 @@ def run_queue(queue: Queue, *, max_tokens: int = MAX_TOKENS, **options: Any) -> 
     with one_thread(), LLM(queue.model, on_step=records.append, **options) as llm:
         for index, ids in enumerate(queue.token_ids):
             llm.add_request(str(index), ids, SamplingParams(temperature=0, max_tokens=max_tokens))
-        in_batch: list[str] = []
         while llm.has_unfinished():
             for output in llm.step():
                 if output.finished:
                     outputs[output.request_id] = output
                     ended[output.request_id] = len(records)
-                    in_batch.append(output.request_id)
-            if options.get("scheduling") != "static":
-                kept.update(dict.fromkeys(in_batch, 0))
-                in_batch = []
-            elif not llm.scheduler.running:
-                kept.update({name: len(records) - ended[name] for name in in_batch})
-                in_batch = []
+            batch_goes_on = options.get("scheduling") == "static" and llm.scheduler.running
+            if not batch_goes_on:
+                kept |= {name: len(records) - step for name, step in ended.items() if name not in kept}
     names = [str(index) for index in range(len(queue.token_ids))]
     arrival = min(output.metrics.arrival_time for output in outputs.values())
     return Pass(
         seconds=max(output.metrics.finished_time or 0 for output in outputs.values()) - arrival,
         outputs=[outputs[name] for name in names],
         records=records,
-        ended=[ended[name] for name in names],
         idle_steps=[kept[name] for name in names],
     )
 
