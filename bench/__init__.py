@@ -14,4 +14,10 @@ BENCHMARKS = {
     "decode": "attention and whole decode steps, virtual against paged",
     "profile": "where the time of an engine's step goes",
     "throughput": "offline throughput of every backend, of transformers and of vLLM",
+    "batching": "static against continuous batching: waste per request, latency of short ones behind long ones",
+    "memory": "memory of each kind of cache for the same requests, by how many run at a time",
+    "blocks": "blocks that each request uses, of those that a reservation would take",
+    "capacity": "sequences that fit a memory budget, by backend",
+    "backends": "decode steps of all four backends, by batch size",
+    "block_size": "what a larger block wastes, and what a smaller one costs",
 }

@@ -189,11 +189,95 @@ def _draw_decode(axes: Any, record: Record) -> None:
     axes.set(xscale="log", xlabel="tokens per request", ylabel="paged over virtual, time", ylim=(0, None))
 
 
+def _draw_batching(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["output tokens"])
+    for scheduling in ("static", "continuous"):
+        axes.plot([row[f"{scheduling} ms"] for row in rows], marker="o", linestyle="", label=scheduling)
+    axes.set_xticks(range(len(rows)), [row["output tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their output tokens", ylabel="ms from arrival to end", ylim=(0, None))
+
+
+def _draw_memory(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for kv in ("static", "dynamic", "paged", "virtual"):
+        axes.plot([row["requests"] for row in rows], [row[f"{kv} MiB"] for row in rows], marker="o", label=kv)
+    axes.set(xscale="log", yscale="log", xlabel="requests at a time", ylabel="MiB at the peak")
+
+
+def _draw_blocks(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["tokens"])
+    axes.bar(range(len(rows)), [row["blocks"] for row in rows], label="blocks used")
+    axes.axhline(record["parameters"]["static reservation in blocks"], color="black", label="reserved by static")
+    axes.set_xticks(range(len(rows)), [row["tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their tokens", ylabel="blocks", yscale="log")
+
+
+def _draw_capacity(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for shift, case in ((-0.2, "equal"), (0.2, "mixed")):
+        places = [place + shift for place in range(len(rows))]
+        axes.bar(places, [row[f"sequences, {case}"] for row in rows], width=0.4, label=f"{case} lengths")
+    axes.set_xticks(range(len(rows)), [row["backend"] for row in rows])
+    axes.set(ylabel=f"sequences in {record['parameters']['budget']}")
+
+
+def _draw_backends(axes: Any, record: Record) -> None:
+    styles = ("-", "--", ":")
+    for context, style in zip(dict.fromkeys(row["context"] for row in record["figures"]), styles, strict=False):
+        rows = [row for row in record["figures"] if row["context"] == context]
+        for color, kv in enumerate(("static", "dynamic", "paged", "virtual")):
+            speeds = [row[f"{kv} tokens/s"] for row in rows]
+            label = f"{kv}, {context} tokens"
+            axes.plot([row["batch"] for row in rows], speeds, f"C{color}{style}", marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="tokens/s")
+
+
+def _draw_block_size(axes: Any, record: Record) -> None:
+    for marker, backend in (("o", "paged"), ("s", "virtual")):
+        rows = [row for row in record["figures"] if row["backend"] == backend]
+        waste, times = ([row[column] for row in rows] for column in ("mean unused rows", "over static"))
+        axes.plot(waste, times, marker=marker, label=backend)
+        for row, x, y in zip(rows, waste, times, strict=True):
+            axes.annotate(row["block tokens"], (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="unused rows per request, mean (labels: tokens per block)", ylabel="attention over static's, time")
+    axes.set(xscale="symlog", ylim=(0, None))
+
+
+def _draw_profile(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    labels = [f"{row['kv']}, {row['steps'].split()[1]}" for row in rows]
+    left = [0.0] * len(rows)
+    for column in (name for name in rows[0] if name.endswith(" %")):
+        widths = [row[column] * row["ms per step"] / 100 for row in rows]
+        axes.barh(labels, widths, left=left, label=column.removesuffix(" %"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="ms per step")
+
+
+def _draw_throughput(axes: Any, record: Record) -> None:
+    sets = list(dict.fromkeys(row["set"] for row in record["figures"]))
+    for offset, name in enumerate(sets):
+        rows = [row for row in record["figures"] if row["set"] == name]
+        places = [place + 0.4 * offset for place in range(len(rows))]
+        axes.bar(places, [row["output tokens/s"] for row in rows], width=0.4, label=name)
+        if offset == 0:
+            axes.set_xticks(places, [row["engine"] for row in rows])
+    axes.set(ylabel="output tokens per second")
+
+
 _DRAWINGS = {
     "step": _draw_step,
     "overlap": _draw_overlap,
     "fragmentation": _draw_fragmentation,
     "decode": _draw_decode,
+    "batching": _draw_batching,
+    "memory": _draw_memory,
+    "blocks": _draw_blocks,
+    "capacity": _draw_capacity,
+    "backends": _draw_backends,
+    "block_size": _draw_block_size,
+    "profile": _draw_profile,
+    "throughput": _draw_throughput,
 }
 
 

@@ -39,7 +39,7 @@ MODEL = {
 _SETS = {"short": (32, 512), "long": (1024, 3072)}
 _REQUESTS = 32
 _MAX_MODEL_LEN = 4096
-_BACKENDS = ("virtual", "paged")
+_BACKENDS = ("virtual", "paged", "static", "dynamic")
 # Too slow to run in every round; their one round is compared with the round before.
 _ONCE = ("generate_batch", "generate")
 

@@ -1,7 +1,7 @@
 """The `vattn` command.
 
 vattn doctor
-vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|both
+vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both --scheduling continuous|static
 vattn chat MODEL
 """
 
@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from engine.kv import BACKENDS
+from engine.scheduler import SCHEDULING
 from vattn.errors import VattnError
 
 if TYPE_CHECKING:
@@ -49,7 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
-    generate.add_argument("--kv", choices=("virtual", "paged", "both"), default="virtual", help="KV-cache backend")
+    generate.add_argument(
+        "--kv", choices=(*BACKENDS, "both"), default="virtual", help="KV-cache backend; both: virtual, then paged"
+    )
+    generate.add_argument(
+        "--scheduling", choices=SCHEDULING, default="continuous", help="static: batches that wait for their slowest"
+    )
     generate.add_argument("-n", type=int, default=1, help="completions per prompt")
     generate.add_argument("--no-progress", action="store_true", help="no progress bar")
     _add_sampling_arguments(generate, temperature=0.0, max_tokens=64)
@@ -62,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     chat.add_argument("model", metavar="MODEL", help="path or hub id of a model with a chat template")
-    chat.add_argument("--kv", choices=("virtual", "paged"), default="virtual", help="KV-cache backend")
+    chat.add_argument("--kv", choices=BACKENDS, default="virtual", help="KV-cache backend")
     chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     _add_sampling_arguments(chat, temperature=0.7, max_tokens=512)
     _add_engine_arguments(chat, max_num_seqs=1)
-    chat.set_defaults(run=_chat, n=1)
+    chat.set_defaults(run=_chat, n=1, scheduling="continuous")
     return parser
 
 
@@ -130,6 +137,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
     return LLM(
         args.model,
         kv=kv,
+        scheduling=args.scheduling,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

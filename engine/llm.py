@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine import optimize
 from engine.detokenizer import Detokenizer
-from engine.kv import KVBackend, KVStats
-from engine.kv.paged import PagedKV
+from engine.kv import KVStats
+from engine.kv.make import make_backend
 from engine.logprobs import token_logprobs
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts
@@ -34,14 +34,14 @@ from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.runner import Forward, ModelRunner
 from engine.sampler import Sampler
 from engine.sampling import RequestOutputKind, SamplingParams
-from engine.scheduler import Plan, Policy, Scheduler, check_limits
+from engine.scheduler import SCHEDULING, Plan, Policy, Scheduler, check_limits
+from engine.scheduling_static import StaticScheduler
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
 from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
-from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
-from vattn.units import format_bytes, parse_bytes
+from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,9 @@ class LLM:
     Args:
         model: path, hub id, or a loaded causal language model, which is put in eval mode and whose attention
             implementation is `"vattn"` until `close`.
-        kv: where keys and values live: `"virtual"` or `"paged"`.
+        kv: where keys and values live: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
+        scheduling: `"continuous"`: every step is planned anew; `"static"`: a batch runs until its slowest request
+            ends, to compare with.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
@@ -119,6 +121,7 @@ class LLM:
         model: str | PreTrainedModel,
         *,
         kv: str = "virtual",
+        scheduling: str = "continuous",
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str | torch.dtype = "auto",
@@ -137,6 +140,8 @@ class LLM:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
+        if scheduling not in SCHEDULING:
+            raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
         self.model = _load_model(model, dtype)
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer)
         hf.check_supported(self.model)
@@ -170,8 +175,10 @@ class LLM:
                 shape.softcap,
                 shape.sinks,
             )
+            if kv == "dynamic" and attention == "auto" and case.device.type == "cuda":
+                attention = "torch_sdpa"  # the others want a layer in one tensor
             kernel = get_attention(attention, case)
-            self.kv = _make_backend(
+            self.kv = make_backend(
                 kv,
                 shape,
                 dtype=self.model.dtype,
@@ -192,12 +199,11 @@ class LLM:
                 mode=preemption_mode,
                 device=self.model.device,
             )
-            self.scheduler = Scheduler(
-                self.kv,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                policy=scheduling_policy,
-                swap=self._swap,
+            limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+            self.scheduler = (
+                Scheduler(self.kv, **limits, policy=scheduling_policy, swap=self._swap)
+                if scheduling == "continuous"
+                else StaticScheduler(self.kv, **limits, max_model_len=self.max_model_len)
             )
             if not enforce_eager and optimize.supported(self.model):
                 restore = optimize.optimize(self.model, keep_weights=model is self.model)
@@ -460,6 +466,8 @@ class LLM:
                 return plan, preempted, seconds
             start = time.monotonic()
             try:
+                if plan.reserve:
+                    self.kv.prepare(plan.reserve)
                 self.kv.prepare(plan.lengths, plan.next_lengths)
                 for entry in plan.entries:
                     if entry.request.saved is not None:
@@ -614,66 +622,3 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _make_backend(
-    kv: str,
-    shape: hf.KVShape,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_num_seqs: int,
-    max_model_len: int,
-    memory_budget: int | str,
-    block_size: int,
-    guard_rows: int,
-    kv_options: dict[str, Any],
-) -> KVBackend:
-    """The backend called `kv`, sized for `shape`.
-
-    Raises:
-        ConfigError: an unknown name, options that it does not have, or a budget below one block.
-    """
-    if kv == "virtual":
-        from engine.kv.virtual import VirtualKV
-
-        config = KVConfig.from_options(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            dtype=dtype,
-            device=device,
-            max_batch_size=max_num_seqs,
-            max_context_len=max_model_len,
-            memory_budget=memory_budget,
-            **{"guard_rows": guard_rows, **kv_options},
-        )
-        return VirtualKV(config)
-    if kv != "paged":
-        raise ConfigError(f"kv={kv!r} is not a backend; choose 'virtual' or 'paged'")
-    if kv_options:
-        raise ConfigError(f"kv='paged' takes no kv_options, but was given {sorted(kv_options)}; they are for 'virtual'")
-    if block_size < 1:
-        raise ConfigError(f"block_size is {block_size}; it must be at least 1")
-    block = PagedKV.block_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, block_size, dtype
-    )
-    budget = budget_bytes(memory_budget, device)
-    if budget < block:
-        raise ConfigError(
-            f"memory_budget is {format_bytes(budget)}, but one block of {block_size} tokens takes "
-            f"{format_bytes(block)}; give more memory or a smaller block_size"
-        )
-    return PagedKV(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        num_blocks=min(budget // block, max_num_seqs * -(-max_model_len // block_size)),
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-    )

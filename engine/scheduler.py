@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from engine.kv import KVBackend
@@ -26,6 +27,7 @@ from vattn.errors import ConfigError
 HEADROOM_TOKENS = 64
 
 Policy = Literal["fcfs", "priority"]
+SCHEDULING = ("continuous", "static")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,12 @@ class Plan:
     Attributes:
         entries: what to compute, running requests first.
         preempted: requests that lost their cache to make this plan possible.
+        reserve: slot to tokens that memory is taken for before it is prepared for `lengths`.
     """
 
     entries: tuple[Entry, ...] = ()
     preempted: tuple[Request, ...] = ()
+    reserve: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -160,11 +160,16 @@ class KVConfig:
             raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
+def default_kv_order(device: str | torch.device) -> KVOrder:
+    """What `kv_order="auto"` comes to on `device`."""
+    return _AUTO_KV_ORDER[drivers.parse(device).type]
+
+
 def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
     return build(
         name,
-        _AUTO_KV_ORDER[drivers.parse(config.device).type] if config.kv_order == "auto" else config.kv_order,
+        default_kv_order(config.device) if config.kv_order == "auto" else config.kv_order,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dims=config.head_dims,

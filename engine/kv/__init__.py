@@ -1,7 +1,7 @@
-"""Where keys and values live: one protocol, one backend per file.
+"""Where keys and values live: one protocol, one backend per file, and `engine.kv.make` to choose one.
 
-`available()`, `needed()` and `total()` count in the backend's own unit of memory (pages or blocks). The units are
-comparable within one backend only.
+`available()`, `needed()` and `total()` count in the backend's own unit of memory (pages, blocks, tokens or slots). The
+units are comparable within one backend only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from vattn.attention import KVSource, PackedBatch
+
+BACKENDS = ("virtual", "paged", "static", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class KVBackend(KVSource, Protocol):
         """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
 
         Raises:
-            NoFreeSlot: `max_num_seqs` requests hold one.
+            NoFreeSlot: as many requests hold one as may run, or as slots were made in advance.
         """
         ...
 
@@ -64,7 +66,8 @@ class KVBackend(KVSource, Protocol):
         """Make tokens `[0, n)` of each slot writable; what was stored stays.
 
         Args:
-            lengths: slot to n, which never goes down. A slot that is not named keeps what it has.
+            lengths: slot to n. A slot that is not named keeps what it has. An n that goes down gives nothing back by
+                itself, but a backend may use what is above it for other slots.
             next_lengths: what the step after this one will need, where that is more than one token further.
 
         Raises:

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from engine.kv import KVStats
+from engine.kv.slots import Slots, check_sizes
 from vattn.attention import Blocks, PackedBatch
-from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot, OutOfPages
+from vattn.errors import OutOfPages
 
 
 @dataclass
@@ -48,7 +49,8 @@ class PagedKV:
     """Block allocator, block tables, scatter and gather.
 
     Conservation law: every block is in exactly one of the free list and one slot's list; together they are
-    `num_blocks`. A slot of length n has `ceil(n / block_size)` blocks, so a request wastes less than one block.
+    `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)` blocks, so a request wastes less than
+    one block, unless `prepare` was asked for more than it has tokens.
 
     Args:
         num_blocks: blocks in the pool; one block holds `block_size` tokens of every layer, keys and values.
@@ -76,22 +78,18 @@ class PagedKV:
         device: torch.device | str = "cpu",
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        for name, size in (
-            ("num_layers", num_layers),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("v_head_dim", v_head_dim),
-            ("num_blocks", num_blocks),
-            ("max_num_seqs", max_num_seqs),
-            ("max_model_len", max_model_len),
-            ("block_size", block_size),
-        ):
-            if size < 1:
-                raise ConfigError(f"{name} is {size}; it must be at least 1")
+        check_sizes(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
         self._heads = num_kv_heads
         self._dims = (head_dim, v_head_dim)
@@ -119,30 +117,15 @@ class PagedKV:
             ]
 
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._slots: dict[int, _Slot] = {}
+        self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
-    @classmethod
-    def block_bytes(
-        cls, num_layers: int, num_kv_heads: int, head_dim: int, v_head_dim: int, block_size: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes of one block over all layers, keys and values: what divides a memory budget into blocks."""
-        return num_layers * num_kv_heads * (head_dim + v_head_dim) * block_size * dtype.itemsize
-
     def allocate(self, num_tokens: int) -> int:
-        for slot in range(self.max_num_seqs):
-            if slot not in self._slots:
-                self._slots[slot] = _Slot()
-                return slot
-        raise NoFreeSlot(
-            f"all {self.max_num_seqs} slots are taken; free one, or set max_num_seqs higher (it is {self.max_num_seqs})"
-        )
+        return self._slots.take(_Slot())
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says. `next_lengths` has no use here: taking a block is popping a list."""
-        longest = max(lengths.values(), default=0)
-        if longest > self.max_model_len:
-            raise ConfigError(f"{longest} tokens in one slot, but max_model_len is {self.max_model_len}; set it higher")
+        self._slots.check_length(max(lengths.values(), default=0))
         missing = sum(self.needed(length, slot) for slot, length in lengths.items()) - len(self._free)
         if missing > 0:
             raise OutOfPages(
@@ -153,7 +136,7 @@ class PagedKV:
             )
         for number, length in lengths.items():
             slot = self._slots[number]
-            slot.length = max(slot.length, length)
+            slot.length = length
             have = len(slot.blocks)
             more = self._blocks(length) - have
             if more > 0:
@@ -163,11 +146,11 @@ class PagedKV:
                 self.block_table[number, have : have + more] = torch.tensor(taken, dtype=torch.int32)
 
     def free(self, slot: int) -> None:
-        self._free += reversed(self._slot(slot).blocks)
+        self._free += reversed(self._slots[slot].blocks)
         del self._slots[slot]
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
-        have = 0 if slot is None else len(self._slot(slot).blocks)
+        have = 0 if slot is None else len(self._slots[slot].blocks)
         return max(0, self._blocks(num_tokens) - have)
 
     def available(self) -> int:
@@ -211,7 +194,7 @@ class PagedKV:
         Returns:
             `out[:len(slots), :n]`, n being the blocks of the longest of the requests.
         """
-        used = max((len(self._slot(slot).blocks) for slot in slots), default=0)
+        used = max((len(self._slots[slot].blocks) for slot in slots), default=0)
         view = out[: len(slots), :used]
         rows = torch.tensor(slots, device=self.block_table.device)
         return torch.index_select(self.block_table[:, :used], 0, rows, out=view)
@@ -232,7 +215,7 @@ class PagedKV:
         owned = [block for slot in self._slots.values() for block in slot.blocks]
         assert sorted(owned + self._free) == list(range(self.num_blocks)), "a block is lost, or in two places"
         for number, slot in self._slots.items():
-            assert len(slot.blocks) == self._blocks(slot.length), f"slot {number} holds more blocks than it needs"
+            assert len(slot.blocks) >= self._blocks(slot.length), f"slot {number} holds fewer blocks than it needs"
             assert self.block_table[number, : len(slot.blocks)].tolist() == slot.blocks
 
     def close(self) -> None:
@@ -246,12 +229,6 @@ class PagedKV:
     def _blocked(self, pool: Tensor) -> Tensor:
         """`[heads, tokens, dim]` as `[blocks, block_size, heads, dim]`."""
         return pool.view(self._heads, self.num_blocks, self.block_size, -1).permute(1, 2, 0, 3)
-
-    def _slot(self, slot: int) -> _Slot:
-        try:
-            return self._slots[slot]
-        except KeyError:
-            raise InvalidSlot(f"slot {slot} is not allocated; those that are: {sorted(self._slots)}") from None
 
     def _gather_rows(self, number: int, first: int, last: int) -> Tensor:
         """Rows of the pool that hold blocks `[first, last)` of a slot, head by head; kept until the slot grows."""

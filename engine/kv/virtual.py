@@ -1,22 +1,16 @@
-"""vattn's backend: every request contiguous in virtual memory, so no block table, no gather, nothing before the kernel.
-
-Single tokens are written with one indexed store for the batch, longer chunks as slices: measured for 8 decodes 6 us
-against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 indexed (4 heads of 64, float32, one core).
-"""
+"""vattn's backend: every request contiguous in virtual memory, and backed as it grows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from engine.kv import KVStats
-from vattn.attention import PackedBatch, Slots
+from engine.kv.contiguous import ContiguousKV
 from vattn.cache import KVCache
 from vattn.config import KVConfig
 
 
-class VirtualKV:
+class VirtualKV(ContiguousKV):
     """A `vattn.KVCache` behind the engine's protocol; its unit of memory is the page.
 
     Raises:
@@ -27,16 +21,7 @@ class VirtualKV:
 
     def __init__(self, config: KVConfig) -> None:
         self.cache = KVCache(config)
-        layers = [self.cache.layer(i) for i in range(config.num_layers)]
-        # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and
-        # as kernels take them. Made once, since making a view costs a tenth of a short decode.
-        self._layers = layers
-        self._stored = [Slots(key, value) for key, value in layers]
-        self._slots = [(key.unbind(), value.unbind()) for key, value in layers]
-        self._heads_first = [
-            (key.transpose(1, 2).unsqueeze(1).unbind(), value.transpose(1, 2).unsqueeze(1).unbind())
-            for key, value in layers
-        ]
+        super().__init__([self.cache.layer(i) for i in range(config.num_layers)])
 
     def allocate(self, num_tokens: int) -> int:
         return self.cache.alloc_reqid(num_tokens)
@@ -56,28 +41,6 @@ class VirtualKV:
     def total(self) -> int:
         return self.cache.total_pages
 
-    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        singles = batch.num_singles
-        if singles:
-            index = batch.slots[:singles], batch.positions[:singles]
-            for stored, rows in zip(self._layers[layer], (key, value), strict=True):
-                stored.index_put_(index, rows[:singles])
-        for span, row in batch.chunks():
-            for slots, rows in zip(self._slots[layer], (key, value), strict=True):
-                slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
-
-    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """As the protocol says: two views."""
-        keys, values = self._heads_first[layer]
-        return (
-            keys[slot].narrow(2, start, length - start),
-            values[slot].narrow(2, start, length - start),
-        )
-
-    def stored(self, layer: int) -> Slots:
-        """As the protocol says: contiguous slots."""
-        return self._stored[layer]
-
     def stats(self) -> KVStats:
         stats = self.cache.stats()
         maps = stats.calls.get("cuMemMap")
@@ -95,5 +58,5 @@ class VirtualKV:
         self.cache.check()
 
     def close(self) -> None:
-        self._layers, self._stored, self._slots, self._heads_first = [], [], [], []
+        super().close()
         self.cache.close()

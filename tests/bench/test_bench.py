@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_quick_run_records_valid_json(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_records_valid_json_and_can_be_drawn(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "out" / f"{name}.json"
     assert main([name, "--quick", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -51,6 +54,9 @@ def test_quick_run_records_valid_json(name: str, tmp_path: Path, capsys: pytest.
     for goal in record["goals"]:
         assert f"goal {goal['what']}: {'met' if goal['met'] else 'NOT met'}" in printed
     assert record["goals"]
+    image = tmp_path / f"{name}.svg"
+    plot._draw(record, image, "digest of the record")
+    assert "digest of the record" in image.read_text()
 
 
 def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,13 +149,15 @@ def test_plot_refuses_what_is_no_figure(project: Path, flaw: str, capsys: pytest
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    """A child process that spins is foreign; this process's own work is not."""
+    """A process that spins is foreign; children that have ended were this benchmark's own."""
     spin = "import time\nend = time.time() + 1\nwhile time.time() < end: pass"
     load = common.LoadMeter()
     with subprocess.Popen([sys.executable, "-c", spin]) as child:
-        child.wait()
+        time.sleep(0.9)
         busy = load.foreign_cores()
+        child.wait()
     assert busy > 2 * common.MAX_FOREIGN_CORES
+    assert load.foreign_cores() < busy / 2
     report = Report(parameters={}, figures=[], goals=[])
     assert report.contended(busy)
     assert not report.contended(0.0)

@@ -5,12 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.kv import BACKENDS
+
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["paged", "virtual"])
+@pytest.fixture(params=BACKENDS)
 def kv(request: pytest.FixtureRequest) -> str:
-    """Every test that takes this runs over both backends."""
+    """Every test that takes this runs over every backend."""
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture(params=[kv for kv in BACKENDS if kv != "static"])
+def growing_kv(request: pytest.FixtureRequest) -> str:
+    """The backends in which a request that has a slot can still lack memory."""
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture(params=[kv for kv in BACKENDS if kv != "dynamic"])
+def whole_kv(request: pytest.FixtureRequest) -> str:
+    """The backends that can show a kernel the whole of a layer."""
     backend: str = request.param
     return backend

@@ -93,6 +93,14 @@ def test_errors_are_one_line_on_stderr(
     assert "Traceback" not in error
 
 
+def test_generate_with_static_batching(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--scheduling", "static", "--kv", "static", "--max-num-seqs", "1", "--max-tokens", "4", "--no-progress"]
+    assert main(["generate", str(model_path), "w5 w6 w7", "w9", *args, "--max-model-len", "64"]) == 0
+    printed = capsys.readouterr().out
+    for prompt in ([5, 6, 7], [9]):
+        assert " ".join(f"w{i}" for i in expected("llama", prompt, 4) if i > 1) in printed
+
+
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["generate", str(tmp_path / "nothing"), "w5"]) == 2
     assert "nothing" in capsys.readouterr().err

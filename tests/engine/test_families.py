@@ -1,4 +1,4 @@
-"""Both backends give the tokens that `generate` gives for each prompt alone, whatever shares the batch."""
+"""All backends give the tokens that `generate` gives for each prompt alone, whatever shares the batch."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
         llm.check()
         swap = llm.scheduler.swap
         assert swap is not None
-        assert (swap.num_saved > 0) == (mode == "swap")
+        assert (swap.num_saved > 0) == (mode == "swap" and kv != "static")
         assert swap.num_loaded == swap.num_saved
         assert swap.used_bytes == 0
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    # Static has two slots in this budget, and nobody can take memory from either.
+    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (kv != "static")
     want = [expected(family, prompt, max_tokens) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == want
 

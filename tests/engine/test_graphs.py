@@ -65,11 +65,11 @@ def generate(kv: str, kernel: str, *, enforce_eager: bool) -> list[list[int]]:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("kernel", ["torch_flash", "flash_attn_2"])
-def test_recorded_steps_give_the_same_tokens(kv: str, kernel: str) -> None:
+def test_recorded_steps_give_the_same_tokens(whole_kv: str, kernel: str) -> None:
     """Requests come, grow and go; batches of three are padded; each size is captured once."""
-    eager = generate(kv, kernel, enforce_eager=True)
+    eager = generate(whole_kv, kernel, enforce_eager=True)
     assert SIZES == []
-    assert generate(kv, kernel, enforce_eager=False) == eager
+    assert generate(whole_kv, kernel, enforce_eager=False) == eager
     assert sorted(SIZES) == [1, 2, 4]
 
 

@@ -161,7 +161,7 @@ def test_blocks_of_any_size(name: str) -> None:
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_serves_a_model(name: str, family: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serves_a_model(name: str, family: str, whole_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One argument swaps the kernel; greedy tokens are those of SDPA."""
     monkeypatch.setattr(attention._ADAPTERS[name], "refusal", lambda self, case: None)
     prompts: list[object] = [[5, 9, 3], list(range(2, 60)), [7] * 20]
@@ -175,7 +175,7 @@ def test_serves_a_model(name: str, family: str, kv: str, monkeypatch: pytest.Mon
             "block_size": 256,
             "memory_budget": "64MiB",
         }
-        with LLM(make_model(family), kv=kv, attention=kernel, skip_tokenizer_init=True, **options) as llm:
+        with LLM(make_model(family), kv=whole_kv, attention=kernel, skip_tokenizer_init=True, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
         return [output.outputs[0].token_ids for output in outputs]
 

@@ -1,4 +1,4 @@
-"""One contract for every KV backend, and what is the paged one's own."""
+"""One contract for every KV backend, and what is each one's own."""
 
 from __future__ import annotations
 
@@ -8,46 +8,40 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from engine.kv import KVBackend
+from engine.kv import KVBackend, make
+from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
-from vattn import KVConfig
+from engine.kv.static import StaticKV
 from vattn.attention import PackedBatch, Span
 from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot, OutOfPages, VattnError
+from vattn.hf import KVShape
 
 LAYERS, HEADS, DIM, V_DIM, SLOTS, LENGTH = 2, 2, 8, 12, 4, 300
 TOKEN_BYTES = LAYERS * HEADS * (DIM + V_DIM) * 4
 
 
-def make_backend(kv: str, budget: int = 1 << 20, dtype: torch.dtype = torch.float32) -> KVBackend:
-    if kv == "paged":
-        block = PagedKV.block_bytes(LAYERS, HEADS, DIM, V_DIM, 16, dtype)
-        return PagedKV(
-            num_layers=LAYERS,
-            num_kv_heads=HEADS,
-            head_dim=DIM,
-            v_head_dim=V_DIM,
-            num_blocks=budget // block,
-            max_num_seqs=SLOTS,
-            max_model_len=LENGTH,
-            dtype=dtype,
-        )
-    config = KVConfig(
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        v_head_dim=V_DIM,
-        dtype=dtype,
-        max_batch_size=SLOTS,
-        max_context_len=LENGTH,
+SHAPE = KVShape(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_head_dim=V_DIM)
+
+
+def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
+    return make.make_backend(
+        kv,
+        SHAPE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_num_seqs=SLOTS,
+        max_model_len=LENGTH,
         memory_budget=budget,
-        page_size=4096,
-        eager_pages=0,
-        guard="strict",
+        kv_options={"page_size": 4096, "eager_pages": 0, "guard": "strict"} if kv == "virtual" else None,
     )
-    return VirtualKV(config)
 
 
 class Model:
@@ -148,8 +142,8 @@ def test_units_add_up(kv: str) -> None:
     backend.close()
 
 
-def test_out_of_pages_changes_nothing(kv: str) -> None:
-    backend = make_backend(kv, budget=LENGTH * TOKEN_BYTES * 3 // 2)
+def test_out_of_pages_changes_nothing(growing_kv: str) -> None:
+    backend = make_backend(growing_kv, budget=LENGTH * TOKEN_BYTES * 3 // 2)
     model = Model(backend)
     with torch.inference_mode():
         first, second = backend.allocate(5), backend.allocate(5)
@@ -199,12 +193,22 @@ def test_a_length_past_the_longest(kv: str) -> None:
 def test_stats(kv: str) -> None:
     backend = make_backend(kv)
     slots = [backend.allocate(5) for _ in range(3)]
-    backend.prepare(dict(zip(slots, (1, 50, 200), strict=True)))
+    lengths = dict(zip(slots, (1, 50, 200), strict=True))
+    with torch.inference_mode():
+        Model(backend).store([Span(slot, 0, length) for slot, length in lengths.items()])
     stats = backend.stats()
     assert stats.live_bytes == 251 * TOKEN_BYTES
     assert stats.live_bytes <= stats.used_bytes <= stats.physical_bytes <= stats.reserved_bytes
     assert stats.physical_bytes <= stats.peak_physical_bytes
     assert stats.waste_bytes == stats.used_bytes - stats.live_bytes
+    # Memory for more tokens than a request has, taken ahead, is no token.
+    backend.prepare({slots[0]: LENGTH})
+    ahead = backend.stats().used_bytes
+    backend.prepare(lengths)
+    assert backend.stats().live_bytes == 251 * TOKEN_BYTES
+    assert backend.stats().used_bytes == ahead
+    assert backend.needed(LENGTH, slots[0]) <= backend.available()
+    backend.check()
     for slot in slots:
         backend.free(slot)
     assert (backend.stats().used_bytes, backend.stats().live_bytes) == (0, 0)
@@ -214,7 +218,7 @@ def test_stats(kv: str) -> None:
 class BackendMachine(RuleBasedStateMachine):
     """Random operations against the arithmetic of lengths; each backend's own `check` after every one."""
 
-    kv = "paged"
+    kv: str
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,9 +228,14 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.lengths) < SLOTS)
     @rule(hint=st.integers(1, LENGTH))
     def allocate(self, hint: int) -> None:
-        slot = self.backend.allocate(hint)
-        assert slot not in self.lengths
-        self.lengths[slot] = 0
+        try:
+            slot = self.backend.allocate(hint)
+        except NoFreeSlot:
+            assert self.kv == "static"
+            assert len(self.lengths) == self.backend.total()
+        else:
+            assert slot not in self.lengths
+            self.lengths[slot] = 0
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
@@ -241,7 +250,14 @@ class BackendMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert not fits, "refused what available() and needed() had promised"
         else:
+            self.write([Span(slot, self.lengths[slot], n) for slot, n in lengths.items() if n > self.lengths[slot]])
             self.lengths.update(lengths)
+
+    def write(self, spans: list[Span]) -> None:
+        batch = PackedBatch.pack(spans)
+        for layer in range(LAYERS if spans else 0):
+            key, value = (torch.zeros(batch.num_tokens, HEADS, dim) for dim in (DIM, V_DIM))
+            self.backend.write(layer, batch, key, value)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
@@ -263,15 +279,10 @@ class BackendMachine(RuleBasedStateMachine):
         self.backend.close()
 
 
-class VirtualMachine(BackendMachine):
-    kv = "virtual"
-
-
-_QUICK = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
-TestPagedOperations = BackendMachine.TestCase
-TestPagedOperations.settings = _QUICK
-TestVirtualOperations = VirtualMachine.TestCase
-TestVirtualOperations.settings = _QUICK
+def test_random_operations(kv: str) -> None:
+    machine = type(f"{kv.title()}Machine", (BackendMachine,), {"kv": kv})
+    quick = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+    run_state_machine_as_test(machine, settings=quick)
 
 
 # The paged backend's own
@@ -305,3 +316,64 @@ def test_paged_block_tables() -> None:
 def test_paged_bad_sizes() -> None:
     with pytest.raises(ConfigError, match="block_size is 0"):
         PagedKV(num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=1, max_num_seqs=1, max_model_len=1, block_size=0)
+
+
+# The static backend's own
+
+
+def test_static_lies_in_memory_as_virtual_does() -> None:
+    """Token and head strides decide how fast a kernel reads; virtual pads a head's rows to whole pages."""
+    static, virtual = make_backend("static"), make_backend("virtual")
+    for backend in (static, virtual):
+        slot = backend.allocate(1)
+        backend.prepare({slot: 100})
+    for own, other in zip(static.read(0, 0, 100), virtual.read(0, 0, 100), strict=True):
+        assert own.stride()[2:] == other.stride()[2:] == (own.shape[-1], 1)
+        assert own.stride(1) == LENGTH * own.shape[-1]
+    static.close()
+    virtual.close()
+
+
+def test_static_has_as_many_slots_as_the_budget_holds() -> None:
+    backend = make_backend("static", budget=LENGTH * TOKEN_BYTES * 5 // 2)
+    assert isinstance(backend, StaticKV)
+    stats = backend.stats()
+    assert stats.physical_bytes == stats.reserved_bytes == 2 * LENGTH * TOKEN_BYTES
+    slots = [backend.allocate(LENGTH), backend.allocate(1)]
+    with pytest.raises(NoFreeSlot, match="all 2 slots"):
+        backend.allocate(1)
+    backend.prepare(dict.fromkeys(slots, 1))
+    assert backend.available() == 0
+    assert backend.stats().waste_bytes == 2 * (LENGTH - 1) * TOKEN_BYTES
+    backend.close()
+
+
+def test_static_refuses_what_the_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make.drivers.find("cpu"), "available_memory", lambda: 1 << 10, raising=False)
+    with pytest.raises(ConfigError, match="4 slots of 300 tokens"):
+        make_backend("static")
+
+
+# The dynamic backend's own
+
+
+def test_dynamic_holds_what_was_written_and_copies_to_grow() -> None:
+    backend = make_backend("dynamic")
+    assert isinstance(backend, DynamicKV)
+    slot = backend.allocate(1)
+    backend.prepare({slot: 100})
+    assert backend.stats().physical_bytes == 0
+    with torch.inference_mode():
+        model = Model(backend)
+        model.lengths = {slot: 0}
+        model.store([Span(slot, 0, 100)])
+        before = backend.read(0, slot, 100)[0]
+        model.store([Span(slot, 100, 101)])
+        after = backend.read(0, slot, 101)[0]
+    assert before.data_ptr() != after.data_ptr()
+    stats = backend.stats()
+    assert stats.physical_bytes == stats.used_bytes == stats.live_bytes == 101 * TOKEN_BYTES
+    value_bytes = 101 * HEADS * V_DIM * 4
+    last_growth = HEADS * V_DIM * 4
+    assert stats.peak_physical_bytes == 101 * TOKEN_BYTES - last_growth + value_bytes
+    backend.close()

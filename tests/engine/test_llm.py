@@ -208,9 +208,10 @@ def test_bad_prompts_change_nothing(name: str, kv: str) -> None:
         assert_idle(llm)
 
 
-def test_a_request_that_could_never_fit_is_refused(kv: str) -> None:
+def test_a_request_that_could_never_fit_is_refused(growing_kv: str) -> None:
     good = make_prompts([9])[0]
-    with make_llm(kv, memory_budget=32 << 10, kv_options={"page_size": 4096} if kv == "virtual" else {}) as llm:
+    options = {"page_size": 4096} if growing_kv == "virtual" else {}
+    with make_llm(growing_kv, memory_budget=32 << 10, kv_options=options) as llm:
         assert llm.kv.needed(128) > llm.kv.total()
         with pytest.raises(InvalidRequest, match=r"may grow to 128 tokens, .* in all"):
             llm.generate([good, good], [GREEDY, SamplingParams(max_tokens=1000)])
@@ -325,7 +326,7 @@ def test_step_records(kv: str) -> None:
     records: list[StepRecord] = []
     with make_llm(kv, max_num_seqs=2, max_num_batched_tokens=8, on_step=records.append) as llm:
         llm.generate(make_prompts([12, 5, 3]), GREEDY, use_tqdm=False)
-        total = llm.kv.stats().physical_bytes
+        most = llm.kv.stats().peak_physical_bytes
     assert sum(record.prefill_tokens for record in records) == 20
     assert sum(record.decode_tokens for record in records) == 3 * (GREEDY.max_tokens - 1)
     assert (records[0].num_running, records[0].num_waiting) == (1, 2)
@@ -334,7 +335,7 @@ def test_step_records(kv: str) -> None:
         assert 0 < record.forward_seconds < record.seconds
         assert record.schedule_seconds > 0
         assert record.prepare_seconds > 0
-        assert record.kv.live_bytes <= record.kv.used_bytes <= total
+        assert record.kv.live_bytes <= record.kv.used_bytes <= most
 
 
 def test_close(kv: str) -> None:
@@ -355,7 +356,11 @@ def test_close(kv: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"kv": "static"}, "'static' is not a backend"),
+        ({"kv": "stack"}, "'stack' is not a backend"),
+        ({"kv": "static", "memory_budget": 1000}, "one slot of 256 tokens"),
+        ({"kv": "dynamic", "memory_budget": 100}, "one token of 1 tokens"),
+        ({"kv": "dynamic", "kv_options": {"page_size": 4096}}, "takes no kv_options"),
+        ({"scheduling": "random"}, "'random' is not known"),
         ({"max_model_len": 257}, "give at most 256"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"dtype": "int4"}, "'int4' is not one of"),

@@ -1,0 +1,59 @@
+"""Storing and reading where a slot's tokens lie in one strided tensor per layer.
+
+Single tokens are written with one indexed store for the batch, longer chunks as slices: measured for 8 decodes 6 us
+against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 indexed (4 heads of 64, float32, one core).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from vattn.attention import PackedBatch, Slots
+
+
+class ContiguousKV:
+    """`write` and `read` over plain tensors: no block table, no gather, nothing before the kernel.
+
+    Args:
+        layers: keys and values of each layer, `[slots, tokens, heads, dim]` with any strides but the last.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and
+        # as kernels take them. Made once, since making a view costs a tenth of a short decode.
+        self._layers = list(layers)
+        self._stored = [Slots(key, value) for key, value in layers]
+        self._slots = [(key.unbind(), value.unbind()) for key, value in layers]
+        self._heads_first = [
+            (key.transpose(1, 2).unsqueeze(1).unbind(), value.transpose(1, 2).unsqueeze(1).unbind())
+            for key, value in layers
+        ]
+
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        """As `KVBackend` says."""
+        singles = batch.num_singles
+        if singles:
+            index = batch.slots[:singles], batch.positions[:singles]
+            for stored, rows in zip(self._layers[layer], (key, value), strict=True):
+                stored.index_put_(index, rows[:singles])
+        for span, row in batch.chunks():
+            for slots, rows in zip(self._slots[layer], (key, value), strict=True):
+                slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """As `KVBackend` says: two views."""
+        keys, values = self._heads_first[layer]
+        return (
+            keys[slot].narrow(2, start, length - start),
+            values[slot].narrow(2, start, length - start),
+        )
+
+    def stored(self, layer: int) -> Slots:
+        """As `KVBackend` says: contiguous slots."""
+        return self._stored[layer]
+
+    def close(self) -> None:
+        """Let the tensors go."""
+        self._layers, self._stored, self._slots, self._heads_first = [], [], [], []

@@ -1,0 +1,166 @@
+"""A growing tensor per request and layer, copied whole whenever it grows: what transformers' DynamicCache does.
+
+It holds no token too many, and pays with a copy of the request's whole cache in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from engine.kv import KVStats
+from engine.kv.slots import Slots, check_sizes
+from vattn.attention import PackedBatch
+from vattn.errors import ConfigError, OutOfPages
+
+
+@dataclass
+class _Slot:
+    """One request: tensors `[num_kv_heads, tokens, dim]`, keys and values of each layer."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    granted: int = 0  # most tokens that `prepare` was asked for
+
+
+class DynamicKV:
+    """Concatenation; the unit of memory is the token.
+
+    Conservation law: a token of the budget is free, or granted to one slot; a slot stores no more than it was granted.
+    Memory is taken by `write`. While a tensor grows its old copy is there as well: beyond the budget, and in
+    `peak_physical_bytes`.
+
+    Args:
+        num_tokens: the budget, tokens of all requests together.
+        max_num_seqs: slots.
+        max_model_len: most tokens of a slot.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+
+    name = "dynamic"
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        check_sizes(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            num_tokens=num_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self._num_layers = num_layers
+        self._empty = tuple(
+            torch.empty((num_kv_heads, 0, dim), dtype=dtype, device=device) for dim in (head_dim, v_head_dim)
+        )
+        self._token_bytes = num_layers * num_kv_heads * (head_dim + v_head_dim) * dtype.itemsize
+        self._total = num_tokens
+        self._granted = 0
+        self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
+        self._physical = 0
+        self._peak = 0
+
+    def allocate(self, num_tokens: int) -> int:
+        key, value = self._empty
+        return self._slots.take(_Slot([(key, value)] * self._num_layers))
+
+    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+        """As the protocol says; `write` takes the memory."""
+        self._slots.check_length(max(lengths.values(), default=0))
+        more = sum(self.needed(length, slot) for slot, length in lengths.items())
+        missing = more - self.available()
+        if missing > 0:
+            raise OutOfPages(
+                f"room for {missing} tokens is missing: {self.available()} of {self._total} are free; preempt or "
+                "finish a request, or give the cache more memory",
+                missing_pages=missing,
+                missing_bytes=missing * self._token_bytes,
+            )
+        for slot, length in lengths.items():
+            self._slots[slot].granted = max(self._slots[slot].granted, length)
+        self._granted += more
+
+    def free(self, slot: int) -> None:
+        self._granted -= self._slots[slot].granted
+        self._physical -= _stored_bytes(self._slots[slot])
+        del self._slots[slot]
+
+    def needed(self, num_tokens: int, slot: int | None = None) -> int:
+        return max(0, num_tokens - (0 if slot is None else self._slots[slot].granted))
+
+    def available(self) -> int:
+        return self._total - self._granted
+
+    def total(self) -> int:
+        return self._total
+
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        row = 0
+        for span in batch.spans:
+            layers = self._slots[span.slot].layers
+            grown = []
+            for old, rows in zip(layers[layer], (key, value), strict=True):
+                assert old.shape[1] == span.start, f"{span} does not follow the {old.shape[1]} tokens that are stored"
+                new = torch.cat([old, rows[row : row + len(span)].transpose(0, 1)], dim=1)
+                self._peak = max(self._peak, self._physical + new.nbytes)
+                self._physical += new.nbytes - old.nbytes
+                grown.append(new)
+            layers[layer] = grown[0], grown[1]
+            row += len(span)
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """As the protocol says: two views."""
+        key, value = self._slots[slot].layers[layer]
+        count = length - start
+        return key.narrow(1, start, count).unsqueeze(0), value.narrow(1, start, count).unsqueeze(0)
+
+    def stored(self, layer: int) -> NoReturn:
+        """Not possible: there is no tensor that holds the whole of a layer.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the dynamic backend has a tensor per request; use a kernel that reads them one by one")
+
+    def stats(self) -> KVStats:
+        """As the protocol says, of what was written."""
+        return KVStats(
+            reserved_bytes=self._physical,
+            physical_bytes=self._physical,
+            peak_physical_bytes=self._peak,
+            used_bytes=self._physical,
+            live_bytes=self._physical,
+        )
+
+    def check(self) -> None:
+        assert self._granted == sum(slot.granted for slot in self._slots.values()) <= self._total, "the books differ"
+        assert self._physical == sum(map(_stored_bytes, self._slots.values())), "a tensor is lost"
+        for number, slot in self._slots.items():
+            stored = max(key.shape[1] for key, _ in slot.layers)
+            assert stored <= slot.granted, f"slot {number} stores {stored} tokens, but was granted {slot.granted}"
+
+    def close(self) -> None:
+        self._slots.clear()
+        self._granted = self._physical = 0
+
+
+def _stored_bytes(slot: _Slot) -> int:
+    return sum(key.nbytes + value.nbytes for key, value in slot.layers)
