@@ -23,4 +23,4 @@ def test_block_runs(block: str) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
