@@ -6,7 +6,7 @@ against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 inde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from engine.kv import KVStats
 from vattn.attention import PackedBatch
 from vattn.cache import KVCache
 from vattn.config import KVConfig
+from vattn.prefix import Admission
 
 
 class VirtualKV:
@@ -39,6 +40,18 @@ class VirtualKV:
 
     def allocate(self, num_tokens: int) -> int:
         return self.cache.alloc_reqid(num_tokens)
+
+    def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
+        return self.cache.admit(token_ids, salt)
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.cache.commit(slot, token_ids)
+
+    def fork(self, slot: int) -> int:
+        return self.cache.fork(slot)
+
+    def evict_prefixes(self) -> int:
+        return self.cache.evict_prefixes()
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         self.cache.step(lengths, next_lengths)
@@ -88,6 +101,8 @@ class VirtualKV:
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
             wait_seconds=stats.wait_seconds,
+            query_tokens=stats.query_tokens,
+            hit_tokens=stats.hit_tokens,
         )
 
     def check(self) -> None:
