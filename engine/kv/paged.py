@@ -316,8 +316,8 @@ class PagedKV:
 
     def _missing(self, blocks: int) -> OutOfPages:
         return OutOfPages(
-            f"{blocks} blocks of {self.block_size} tokens are missing: {self.available()} of {self.num_blocks} are free "
-            "or cached for nobody; preempt or finish a request, or give the pool more memory",
+            f"{blocks} blocks of {self.block_size} tokens are missing: {self.available()} of {self.num_blocks} are "
+            "free, or cached for nobody; preempt or finish a request, or give the pool more memory",
             missing_pages=blocks,
             missing_bytes=blocks * self.block_size * self._token_bytes,
         )
