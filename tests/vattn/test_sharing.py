@@ -194,6 +194,7 @@ def test_the_least_recently_used_goes_first_and_of_it_the_end(cache: vattn.KVCac
     cache.step({slots[0]: 640, slots[1]: blocks * BLOCK - 640})
     for reqid in slots:
         cache.free_reqid(reqid)
+    launched(cache)
     cached = [cache.admit([value] * 200).cached_tokens for value in range(3)]
     assert cached == [3 * BLOCK, 2 * BLOCK, 3 * BLOCK]
 
