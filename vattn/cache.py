@@ -164,8 +164,10 @@ class KVCache(Slots):
             length = self._length.get(reqid)
             if length is None:
                 raise self._invalid_slot(reqid)
+            blocks = self._shared[reqid].blocks
+            before = len(blocks)
             self._shared.publish(reqid, ids, length)
-            self._recount()
+            self._private_active -= (len(blocks) - before) * self._shared.block_pages
 
     def fork(self, reqid: int) -> int:
         """Gives a second request a slot with the tokens of a running one.
@@ -335,7 +337,9 @@ class KVCache(Slots):
             self._shared.use(reqid, 0)
             self._shared[reqid].tokens = []
             self._shared[reqid].rewound = False
-            self._recount()
+            private = self._private_pages(reqid)
+            self._private_active -= private
+            self._private_idle += private
             if not self.config.deferred_reclamation:
                 self._leaving[reqid] = None
             self._maintain()

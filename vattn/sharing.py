@@ -91,6 +91,7 @@ class SharedBlocks:
         self._pool = pool
         self._spaces = spaces
         self._blocks = dict.fromkeys(State, 0)
+        self._several = 0  # blocks with several users
 
     def __getitem__(self, slot: int) -> SlotBlocks:
         return self._slots[slot]
@@ -106,8 +107,7 @@ class SharedBlocks:
 
     def shared_pages(self) -> int:
         """Pages that several running requests use, each counted once."""
-        several = {block for slot in self._slots for block in slot.blocks[: slot.used] if block.users > 1}
-        return self.block_pages * len(several)
+        return self.block_pages * self._several
 
     def leftover(self, slot: int, length: int) -> bool:
         """Whether blocks of the slot must leave before tokens past `length` are written."""
@@ -137,8 +137,10 @@ class SharedBlocks:
             transaction.on_revert(lambda: self.use(slot, before))
         mine.used = count
         self.index.acquire(mine.blocks[before:count])
+        self._several += sum(block.users == 2 for block in mine.blocks[before:count])
         if count < before:
             self.index.release(mine.blocks[count:before])
+            self._several -= sum(block.users == 1 for block in mine.blocks[count:before])
         if count:
             self.ends[slot] = count * self.block_tokens
         else:
@@ -241,6 +243,7 @@ class SharedBlocks:
             assert all(block in self._slots[slot].blocks for slot in block.slots), "a slot lacks a block"
             assert block.state == self._state(block), "a block is in another state"
             counted[block.state] += 1
+        assert self._several == sum(count > 1 for count in users.values()), "shared blocks are miscounted"
         del counted[State.GONE]
         assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
 

@@ -215,7 +215,9 @@ class Slots:
         del self._idle[slot]
         self._leaving.pop(slot, None)
         self._length[slot] = length
-        self._recount()
+        private = self._private_pages(slot)
+        self._private_idle -= private
+        self._private_active += private
         self._set_limit(slot)
 
     def _put(self, transaction: _native.Transaction, slot: int, blocks: Sequence[PageBlock]) -> None:
