@@ -79,7 +79,7 @@ def run_queue(queue: Queue, *, max_tokens: int = MAX_TOKENS, **options: Any) -> 
     outputs: dict[str, RequestOutput] = {}
     ended: dict[str, int] = {}
     kept: dict[str, int] = {}
-    with one_thread(), LLM(queue.model, on_step=records.append, **options) as llm:
+    with one_thread(), LLM(queue.model, on_step=records.append, enable_prefix_caching=False, **options) as llm:
         for index, ids in enumerate(queue.token_ids):
             llm.add_request(str(index), ids, SamplingParams(temperature=0, max_tokens=max_tokens))
         while llm.has_unfinished():

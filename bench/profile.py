@@ -113,7 +113,13 @@ def _profile(
         clock.seconds = {}
 
     with LLM(
-        model, kv=kv, skip_tokenizer_init=True, max_num_seqs=_BATCH, max_model_len=4096, memory_budget="1GiB"
+        model,
+        kv=kv,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_num_seqs=_BATCH,
+        max_model_len=4096,
+        memory_budget="1GiB",
     ) as llm:
         parts: list[tuple[Any, str, str]] = [
             (llm, "step", "engine loop"),

@@ -88,21 +88,25 @@ void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t 
   push(transaction, slot, std::move(columns));
 }
 
-void AddressSpace::alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
-                         Access access) {
-  const std::vector<Column>& from = slots_.at(source).columns;
-  const std::size_t begin = columns(slot);
-  if (slot == source || upto > from.size()) throw std::logic_error("aliased columns that the source does not have");
+void AddressSpace::attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access) {
+  if (columns(slot) + pages.columns.size() > shape_.run_pages) throw std::logic_error("attached past a slot's end");
   std::vector<Column> columns;
-  for (std::size_t i = begin; i < upto; ++i) {
-    columns.push_back({from[i].pages, access});
-    for (const PageId page : from[i].pages) pool_->retain(page);
+  for (const std::vector<PageId>& column : pages.columns) {
+    if (column.size() != lanes()) throw std::logic_error("attached a column of another shape");
+    columns.push_back({column, access});
+    for (const PageId page : column) pool_->retain(page);
   }
-  transaction.on_revert([pool = pool_, columns] {
-    for (const Column& column : columns)
-      for (const PageId page : column.pages) pool->drop(page);
+  transaction.on_revert([pool = pool_, pages] {
+    for (const std::vector<PageId>& column : pages.columns)
+      for (const PageId page : column) pool->drop(page);
   });
   push(transaction, slot, std::move(columns));
+}
+
+void AddressSpace::alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
+                         Access access) {
+  if (slot == source) throw std::logic_error("aliased a slot to itself");
+  attach(transaction, slot, pages(source, std::min(columns(slot), upto), upto), access);
 }
 
 void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_t count) {
@@ -122,6 +126,23 @@ void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_
   });
 }
 
+Pages AddressSpace::pages(std::size_t slot, std::size_t from, std::size_t to) const {
+  const std::vector<Column>& mapped = slots_.at(slot).columns;
+  if (from > to || to > mapped.size()) throw std::logic_error("asked for columns that the slot does not have");
+  Pages pages;
+  for (std::size_t i = from; i < to; ++i) pages.columns.push_back(mapped[i].pages);
+  return pages;
+}
+
+void AddressSpace::count(std::vector<std::uint32_t>& holders, std::vector<std::uint32_t>& writers) const {
+  for (const Slot& slot : slots_)
+    for (const Column& column : slot.columns)
+      for (const PageId page : column.pages) {
+        holders.at(page) += 1;
+        writers.at(page) += column.access == Access::kReadWrite;
+      }
+}
+
 void AddressSpace::check() const {
   const Driver::Scope scope(*driver_);
   for (std::size_t slot = 0; slot < shape_.slots; ++slot) {
@@ -139,6 +160,20 @@ void AddressSpace::check() const {
         if (driver_->mapped(address(lane, slot, page), &handle, &access))
           throw std::logic_error("a page past the books is mapped");
     }
+  }
+}
+
+void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
+                      const std::vector<std::shared_ptr<Pages>>& held) {
+  std::vector<std::uint32_t> holders(pool.counts().budget), writers(pool.counts().budget);
+  for (const auto& space : spaces) space->count(holders, writers);
+  for (const auto& pages : held)
+    for (const std::vector<PageId>& column : pages->columns)
+      for (const PageId page : column) holders.at(page) += 1;
+  for (PageId page = 0; page < holders.size(); ++page) {
+    if (holders[page] && holders[page] != pool.references(page))
+      throw std::logic_error("a page's references are not the slots and entries that have it");
+    if (writers[page] > 1) throw std::logic_error("a page is writable in two slots");
   }
 }
 

@@ -18,6 +18,11 @@
 
 namespace vattn {
 
+// The pages of neighbouring columns, by column, then lane: a list, which holds no reference.
+struct Pages {
+  std::vector<std::vector<PageId>> columns;
+};
+
 class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
  public:
   struct Shape {
@@ -46,9 +51,16 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   // and the slot have room; std::logic_error otherwise.
   void grow(Transaction& transaction, std::size_t slot, std::size_t count);
   void shrink(Transaction& transaction, std::size_t slot, std::size_t count);
-  // Appends columns [columns(slot), upto) of `source` to `slot`: the same physical pages, at the same place in their
-  // slot.
+  // Appends pages that somebody holds, as one range of columns.
+  void attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access);
+  // Attaches columns [columns(slot), upto) of `source`: the same physical pages, at the same place in their slot.
   void alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto, Access access);
+
+  // The pages of columns [from, to) of the slot.
+  Pages pages(std::size_t slot, std::size_t from, std::size_t to) const;
+
+  // Adds to `holders` and `writers`, both by page, the slots that have it, and those that may write to it.
+  void count(std::vector<std::uint32_t>& holders, std::vector<std::uint32_t>& writers) const;
 
   // With the log run dry: asks the provider whether exactly the pages in the books are mapped, with their access.
   // Throws std::logic_error.
@@ -77,5 +89,10 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   std::vector<Address> bases_;
   std::vector<Slot> slots_;
 };
+
+// Every page that these spaces or `held` have has as many references as slots and entries of `held` have it, and at
+// most one of the slots may write to it. Throws std::logic_error. Nobody else may have one of those pages.
+void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
+                      const std::vector<std::shared_ptr<Pages>>& held);
 
 }  // namespace vattn

@@ -1,6 +1,7 @@
 // Python bindings of the mechanism; no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -179,7 +180,29 @@ NB_MODULE(_native, m) {
             return pages.size();
           },
           "transaction"_a, "count"_a, "Gives the memory of up to `count` free pages back; how many.")
+      .def(
+          "hold",
+          [](PagePool& self, const Pages& pages) {
+            for (const auto& column : pages.columns)
+              for (const PageId page : column) self.retain(page);
+          },
+          "pages"_a, "Adds a reference to each, that they stay whether a slot has them or not.")
+      .def(
+          "let_go",
+          [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
+            for (const auto& column : pages.columns)
+              for (const PageId page : column) self->drop(page);
+            transaction.on_revert([self, pages] {
+              for (const auto& column : pages.columns)
+                for (const PageId page : column) self->undo_drop(page);
+            });
+          },
+          "transaction"_a, "pages"_a, "Takes those references back.")
       .def("check", &PagePool::check);
+
+  nb::class_<Pages>(m, "Pages", "The pages of neighbouring columns: a list, which holds no reference.");
+  m.def("check_references", &check_references, "pool"_a, "spaces"_a, "held"_a,
+        "Whether every page of these has as many references as slots and entries of `held` have it.");
 
   nb::enum_<Status>(m, "Status")
       .value("PENDING", Status::kPending)
@@ -199,6 +222,7 @@ NB_MODULE(_native, m) {
             self.add({.kind = Operation::Kind::kFence, .pages = {}, .event = std::move(event)});
           },
           "event"_a.none(), "What follows waits for the event; None: for all that was launched in the context.")
+      .def("on_revert", &Transaction::on_revert, "undo"_a, "How the caller's own books take the decision back.")
       .def("revert", &Transaction::revert, "Takes its decisions back; for one that did not happen.");
 
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
@@ -215,12 +239,21 @@ NB_MODULE(_native, m) {
       .def("grow", &AddressSpace::grow, "transaction"_a, "slot"_a, "count"_a)
       .def("shrink", &AddressSpace::shrink, "transaction"_a, "slot"_a, "count"_a)
       .def(
-          "alias",
-          [](AddressSpace& self, Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
-             bool writable) {
-            self.alias(transaction, slot, source, upto, writable ? Access::kReadWrite : Access::kRead);
+          "attach",
+          [](AddressSpace& self, Transaction& transaction, std::size_t slot,
+             const std::vector<std::shared_ptr<Pages>>& blocks) {
+            Pages pages;
+            for (const auto& block : blocks)
+              pages.columns.insert(pages.columns.end(), block->columns.begin(), block->columns.end());
+            self.attach(transaction, slot, pages, Access::kRead);
           },
-          "transaction"_a, "slot"_a, "source"_a, "upto"_a, "writable"_a = false)
+          "transaction"_a, "slot"_a, "blocks"_a, "Appends pages that somebody holds, read-only, as one range.")
+      .def(
+          "pages",
+          [](const AddressSpace& self, std::size_t slot, std::size_t from, std::size_t to) {
+            return std::make_shared<Pages>(self.pages(slot, from, to));
+          },
+          "slot"_a, "begin"_a, "end"_a)
       .def("check", &AddressSpace::check)
       .def("tensor", &tensor, "index"_a, "device_type"_a, "device_id"_a,
            "One virtual tensor as uint8 [tensor_bytes], which keeps the addresses reserved while it lives.");

@@ -98,6 +98,7 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: lis
         tokenizer=tokenizer,
         max_num_seqs=SLOTS,
         max_num_batched_tokens=256,
+        enable_prefix_caching=False,  # the picture is of what requests hold
         memory_budget=BUDGET,
         kv_options={"page_size": 4096} if kv == "virtual" else None,  # small pages for a small model: 32 tokens
         on_step=steps.append,

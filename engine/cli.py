@@ -101,6 +101,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
         "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="requests find what earlier ones with the same start have computed",
+    )
     parser.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
     parser.add_argument(
         "--enforce-eager",
@@ -144,6 +150,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         max_num_batched_tokens=args.max_num_batched_tokens,
         memory_budget=args.kv_cache_memory_bytes,
         block_size=args.block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
         attention=args.attention,
         enforce_eager=args.enforce_eager,
         seed=args.seed,

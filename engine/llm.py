@@ -29,7 +29,7 @@ from engine.kv import KVStats
 from engine.kv.make import make_backend
 from engine.logprobs import token_logprobs
 from engine.outputs import RequestGroup, RequestOutput
-from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts
+from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
 from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.runner import Forward, ModelRunner
 from engine.sampler import Sampler
@@ -98,6 +98,8 @@ class LLM:
             the model is loaded, see `vattn.KVConfig`.
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
+        enable_prefix_caching: requests find what earlier ones with the same start (and the same `cache_salt`) have
+            computed; with `virtual` and `paged`. Cached blocks give way as soon as memory is needed.
         scheduling_policy: who runs first and is preempted last: "fcfs", by arrival, or "priority", by the priorities
             that requests bring.
         preemption_mode: what becomes of the cache of a preempted request: "recompute", "swap" (copied to the machine's
@@ -131,6 +133,7 @@ class LLM:
         memory_budget: int | str = "4GiB",
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
+        enable_prefix_caching: bool = True,
         scheduling_policy: Policy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_space: int | str = "1GiB",
@@ -201,7 +204,13 @@ class LLM:
             )
             limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
             self.scheduler = (
-                Scheduler(self.kv, **limits, policy=scheduling_policy, swap=self._swap)
+                Scheduler(
+                    self.kv,
+                    **limits,
+                    policy=scheduling_policy,
+                    swap=self._swap,
+                    prefix_caching=enable_prefix_caching,
+                )
                 if scheduling == "continuous"
                 else StaticScheduler(self.kv, **limits, max_model_len=self.max_model_len)
             )
@@ -244,7 +253,8 @@ class LLM:
         """Run prompts to their ends.
 
         Args:
-            prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, which may have
+                a `"cache_salt"`: text; prompts of different ones share nothing in the prefix cache.
             sampling_params: for all, or one for each; the default ones for None. `output_kind` has no say here.
             use_tqdm: show a progress bar on stderr.
 
@@ -346,6 +356,7 @@ class LLM:
             InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
         """
         text, token_ids = self.prompts.read(prompt)
+        salt = cache_salt(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
         if self.tokenizer is None and (sampling.stop or sampling.bad_words):
@@ -364,6 +375,7 @@ class LLM:
                 max_total_tokens=longest,
                 seed=seed + index,
                 priority=priority,
+                cache_salt=salt,
                 eos_token_ids=self._eos_token_ids,
                 prompt=text,
                 detokenizer=self._detokenizer(sampling),
@@ -495,6 +507,8 @@ class LLM:
             return
         for entry in plan.entries:
             entry.request.advance(entry.end)
+            if len(entry) > 1:
+                self.scheduler.publish(entry.request)
         for request, token in zip(forward.sampled, tokens, strict=True):
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"

@@ -69,6 +69,7 @@ class RequestOutput:
             `prompt_logprobs` was asked for and the whole prompt has been computed.
         outputs: `n` completions; of a DELTA output, only those with news, and of them only the news.
         error: what went wrong, where a finish reason is "error".
+        num_cached_tokens: prompt tokens that were in the prefix cache.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: BaseException | None = None
+    num_cached_tokens: int = 0
 
 
 class RequestGroup:
@@ -118,6 +120,7 @@ class RequestGroup:
             outputs=completions,
             finished=finished,
             metrics=self._metrics(finished),
+            num_cached_tokens=first.num_cached_tokens,
             error=next((request.error for request in self.requests if request.error is not None), None),
         )
 

@@ -15,6 +15,18 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
+def cache_salt(prompt: Prompt) -> bytes:
+    """The prompt's `"cache_salt"`: prompts of different ones share no prefix in the cache.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(salt, str):
+        raise InvalidRequest(f"the prompt's cache_salt is {salt!r:.80}; give text")
+    return salt.encode()
+
+
 class PromptReader:
     """Prompts of one model.
 

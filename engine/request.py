@@ -88,6 +88,9 @@ class Request:
         arrival_number: the scheduler's count of requests when this one came.
         slot: the backend's slot; None while nothing is cached.
         saved: a copy of the cache from before a preemption, until it is back in a slot.
+        cache_salt: what else its keys and values depend on; prefixes are shared only under the same one.
+        num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
+        publishes: whether later requests may find its prefix: its slot came from the prefix cache.
         error: what went wrong, where `finish_reason` is ERROR.
         arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
         num_preemptions: how often its cache was taken away, to be computed again.
@@ -104,6 +107,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         prompt: str | None = None,
         priority: int = 0,
+        cache_salt: bytes = b"",
         detokenizer: Detokenizer | None = None,
         bad_words_ids: Sequence[list[int]] = (),
         parent_id: str | None = None,
@@ -135,6 +139,9 @@ class Request:
         self.arrival_number = 0
         self.slot: int | None = None
         self.saved: SavedKV | None = None
+        self.cache_salt = cache_salt
+        self.num_cached_tokens = 0
+        self.publishes = False
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -184,10 +191,18 @@ class Request:
             return self.prompt_token_ids[start:end]
         return self.prompt_token_ids[start:split] + self.output_token_ids[max(0, start - split) : end - split]
 
-    def admit(self, slot: int) -> None:
-        """WAITING or PREEMPTED -> PREFILLING: the request runs in `slot`, with what was saved computed, or nothing."""
+    def admit(self, slot: int, cached_tokens: int = 0) -> None:
+        """WAITING or PREEMPTED -> PREFILLING: the request runs in `slot`.
+
+        Args:
+            cached_tokens: tokens that are there already; where a copy was `saved`, that is what counts as computed.
+        """
         self._go(State.PREFILLING)
         self.slot = slot
+        if self.saved is None:
+            self.num_computed_tokens = cached_tokens
+        if self.first_scheduled_time is None:
+            self.num_cached_tokens = cached_tokens
         if self.first_scheduled_time is None:
             self.first_scheduled_time = time.monotonic()
 

@@ -25,6 +25,8 @@ from vattn.errors import ConfigError
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64
+# A request waits for another that computes the same prompt up to here; less is not worth waiting for.
+HEAD_TOKENS = 64
 
 Policy = Literal["fcfs", "priority"]
 SCHEDULING = ("continuous", "static")
@@ -109,6 +111,7 @@ class Scheduler:
         policy: how requests rank: "fcfs" by arrival, "priority" by their priority, the lower the earlier, then by
             arrival. The last one is preempted first.
         swap: where caches of preempted requests may go; None to compute them again.
+        prefix_caching: admit requests with what the backend's prefix cache has of them.
 
     Raises:
         ConfigError: a limit below 1, or a step too small for one token of every running request.
@@ -122,6 +125,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: Policy = "fcfs",
         swap: SwapSpace | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
         if policy not in get_args(Policy):
@@ -131,6 +135,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy = policy
         self.swap = swap
+        self.prefix_caching = prefix_caching
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._numbers = itertools.count()
@@ -190,9 +195,9 @@ class Scheduler:
         while self.waiting and admit and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             room -= self._reserve(request)
-            if room < 0 and self.running:
+            if (room < 0 and self.running) or self._prefix_is_underway(request):
                 break
-            request.admit(self.kv.allocate(request.num_tokens))
+            self._start(request)
             self.running.append(self.waiting.pop(0))
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
@@ -204,6 +209,7 @@ class Scheduler:
         request = max(self.running, key=self._rank)
         slot = request.slot
         assert slot is not None
+        self.publish(request)
         if request.saved is None and self.swap is not None:
             request.saved = self.swap.save(request)
         request.preempt()
@@ -226,9 +232,16 @@ class Scheduler:
         if request.slot is None:
             self.waiting.remove(request)
             return
+        if request.finish_reason is not FinishReason.ERROR:
+            self.publish(request)
         self.running.remove(request)
         self.kv.free(request.slot)
         request.slot = None
+
+    def publish(self, request: Request) -> None:
+        """Let later requests find what a running one has computed."""
+        if request.publishes and request.slot is not None:
+            self.kv.commit(request.slot, request.token_ids(0, request.num_computed_tokens))
 
     def check(self) -> None:
         """Assert the invariants of the queues."""
@@ -237,6 +250,27 @@ class Scheduler:
         assert self.waiting == sorted(self.waiting, key=self._rank), "the queue is out of order"
         slots = [request.slot for request in self.running]
         assert len(set(slots)) == len(slots) <= self.max_num_seqs, "two requests in one slot"
+
+    def _start(self, request: Request) -> None:
+        """Give a waiting request a slot, with what the cache has of its tokens."""
+        # The rows of cached tokens are never computed, and somebody may have asked for what they say.
+        request.publishes = self.prefix_caching and request.saved is None and request.prompt_logprobs is None
+        if request.publishes:
+            request.admit(*self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt))
+        else:
+            request.admit(self.kv.allocate(request.num_tokens))
+
+    def _prefix_is_underway(self, request: Request) -> bool:
+        """Whether a running request computes the start of the same prompt, so that it will soon be in the cache."""
+        head = request.prompt_token_ids[:HEAD_TOKENS]
+        return self.prefix_caching and any(
+            other.state is State.PREFILLING
+            and other.publishes
+            and other.cache_salt == request.cache_salt
+            and len(head) == HEAD_TOKENS
+            and other.prompt_token_ids[:HEAD_TOKENS] == head
+            for other in self.running
+        )
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival_number)

@@ -20,17 +20,21 @@ from vattn.errors import (
     ForkedProcess,
     InvalidLength,
     InvalidSlot,
+    InvalidTokens,
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
     StreamCapturing,
+    TokenMismatch,
     UnsupportedModel,
     VattnError,
 )
 from vattn.pool import PagePool
+from vattn.prefix import Admission
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 
 __all__ = [
+    "Admission",
     "CacheClosed",
     "CacheStats",
     "CallStats",
@@ -40,6 +44,7 @@ __all__ = [
     "ForkedProcess",
     "InvalidLength",
     "InvalidSlot",
+    "InvalidTokens",
     "KVCache",
     "KVConfig",
     "MappingLimit",
@@ -48,6 +53,7 @@ __all__ = [
     "PagePool",
     "SlotPages",
     "StreamCapturing",
+    "TokenMismatch",
     "UnsupportedModel",
     "VattnError",
     "alloc_reqid",

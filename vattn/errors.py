@@ -7,6 +7,8 @@ VattnError
 |   `-- MappingLimit                 memory is there, but the kernel's table of mappings is full
 |-- NoFreeSlot                       max_batch_size requests are running
 |-- InvalidLength (ValueError)       a length below 0 or over max_context_len
+|-- InvalidTokens (TypeError)       token ids that are no whole numbers, or a salt that is not bytes
+|-- TokenMismatch (ValueError)      token ids that cannot be what a request holds
 |-- InvalidSlot (KeyError)           a reqid that is out of range or not allocated
 |-- CacheClosed                      a call on a cache after close()
 |-- ForkedProcess                    a call in a child of the process that made the cache
@@ -53,6 +55,14 @@ class NoFreeSlot(VattnError):
 
 class InvalidLength(VattnError, ValueError):
     """A length that a slot cannot have: below 0 or over `max_context_len`."""
+
+
+class InvalidTokens(VattnError, TypeError):
+    """Token ids that are not whole numbers, or a salt that is not bytes."""
+
+
+class TokenMismatch(VattnError, ValueError):
+    """Token ids that are more or fewer than those a request holds, or others than those it was known to hold."""
 
 
 class InvalidSlot(VattnError, KeyError):

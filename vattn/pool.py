@@ -34,11 +34,11 @@ class Tenant(Protocol):
     """A cache, as its pool knows it."""
 
     @property
-    def parked_pages(self) -> int:
+    def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
 
     def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
-        """Plans to unmap up to `pages` pages that no request has, or a few more; returns how many.
+        """Plans to free up to `pages` pages that no request has, or a few more; returns how many.
 
         With `wait`, also pages that kernels may still read: the worker waits for those kernels first.
         """
@@ -85,7 +85,7 @@ class PagePool:
         self.mapper = _native.Mapper(self.driver.native, self.native)
         self.lock = threading.Lock()
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._left_behind: list[list[_native.AddressSpace]] = []
+        self._left_behind: list[Plan] = []
         self._refusal: VattnError | None = None
         self.failures = 0  # transactions that a driver call failed
         _pools.add(self)
@@ -131,11 +131,11 @@ class PagePool:
         if self.mapper.failed:
             self.settle()
         while self._left_behind:
-            spaces = self._left_behind.pop()
+            give_back = self._left_behind.pop()
             try:
-                self._unmap(spaces)
+                self.execute(give_back)
             except BaseException:
-                self._left_behind.append(spaces)
+                self._left_behind.append(give_back)
                 raise
 
     def settle(self) -> None:
@@ -188,12 +188,12 @@ class PagePool:
                 raise self._error(transaction)
 
     @property
-    def parked_pages(self) -> int:
+    def spare_pages(self) -> int:
         """Pages that caches hold without a request for them."""
-        return sum(tenant.parked_pages for tenant in self._tenants)
+        return sum(tenant.spare_pages for tenant in self._tenants)
 
     def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
-        """Plans to unmap parked pages of any cache; returns how many. `wait` as in `Tenant.reclaim`."""
+        """Plans to free pages of any cache that no request has; returns how many. `wait` as in `Tenant.reclaim`."""
         reclaimed = 0
         for tenant in self._tenants:
             if reclaimed < pages:
@@ -204,23 +204,23 @@ class PagePool:
         """Adds a cache."""
         self._tenants.add(tenant)
 
-    def leave(self, tenant: Tenant, spaces: list[_native.AddressSpace]) -> None:
-        """Unmaps what a cache still holds; the cache is gone afterwards.
+    def leave(self, tenant: Tenant, give_back: Plan) -> None:
+        """Takes back what a cache still holds, as `give_back` plans it; the cache is gone afterwards.
 
         On a pool that is broken only the books are cleared: an address space that goes unmaps whatever it finds mapped.
         """
         self._tenants.discard(tenant)
         if self.mapper.broken:
-            self._shrink_all(_native.Transaction(), spaces)
+            give_back(_native.Transaction())
         else:
             self.enter()
-            self._unmap(spaces)
+            self.execute(give_back)
 
     # Without the lock:
 
-    def leave_behind(self, spaces: list[_native.AddressSpace]) -> None:
+    def leave_behind(self, give_back: Plan) -> None:
         """`leave` for a cache that was collected: at once, or at the next operation if one is under way."""
-        self._left_behind.append(spaces)
+        self._left_behind.append(give_back)
         if self.lock.acquire(blocking=False):
             try:
                 if self._refusal is None:
@@ -241,17 +241,6 @@ class PagePool:
             self._refresh()
             raise
         return (0 if transaction.empty else self.mapper.submit(transaction)), transaction
-
-    def _unmap(self, spaces: list[_native.AddressSpace]) -> None:
-        self.execute(lambda transaction: self._shrink_all(transaction, spaces))
-
-    @staticmethod
-    def _shrink_all(transaction: _native.Transaction, spaces: list[_native.AddressSpace]) -> None:
-        if any(space.columns(slot) for space in spaces for slot in range(space.slots)):
-            transaction.wait_for(None)  # kernels that read them, on whichever stream
-        for space in spaces:
-            for slot in range(space.slots):
-                space.shrink(transaction, slot, space.columns(slot))
 
     def _error(self, transaction: _native.Transaction) -> VattnError:
         call, code = transaction.failed_call, transaction.failed_code

@@ -17,20 +17,24 @@ class CallStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """A snapshot of a cache: `owned + parked + other + free == budget`, in pages.
+    """A snapshot of a cache: `owned + parked + cached + other + free == budget`, in pages.
 
     Attributes:
         page_size: bytes of a page.
         budget_pages: the most that may be mapped.
-        owned_pages: mapped under running requests.
-        parked_pages: still mapped under slots that no request has.
+        owned_pages: that running requests have; shared ones count once.
+        parked_pages: still mapped, for no request, and in no cached token block.
+        cached_pages: of cached token blocks that no running request uses; they need not be mapped.
+        shared_pages: that several running requests have: a part of the owned ones.
         other_pages: held by other caches on the same pool.
         free_pages: held by nobody.
         created_pages: pages that exist, free ones kept for the next use included: physical memory of the pool.
-        peak_mapped_pages: most pages that were owned and parked at once.
+        peak_mapped_pages: most pages that were owned, parked and cached at once.
         reserved_bytes: address space of the virtual tensors.
         live_tokens: tokens in the running slots, as last given to `step`.
-        live_bytes: bytes of K and V of those tokens.
+        live_bytes: bytes of K and V of those tokens; shared ones count once.
+        query_tokens: tokens of all prompts that were admitted.
+        hit_tokens: those of them that were in the prefix cache.
         kernel_mappings: entries in the kernel's table of mappings, of all caches in the process (host driver).
         calls: driver calls by CUDA's names, of the whole pool.
         steps: calls of `step`.
@@ -44,6 +48,8 @@ class CacheStats:
     budget_pages: int
     owned_pages: int
     parked_pages: int
+    cached_pages: int
+    shared_pages: int
     other_pages: int
     free_pages: int
     created_pages: int
@@ -51,6 +57,8 @@ class CacheStats:
     reserved_bytes: int
     live_tokens: int
     live_bytes: int
+    query_tokens: int
+    hit_tokens: int
     kernel_mappings: int
     steps: int
     step_seconds: float
@@ -61,8 +69,8 @@ class CacheStats:
 
     @property
     def mapped_pages(self) -> int:
-        """Pages mapped under this cache's slots."""
-        return self.owned_pages + self.parked_pages
+        """Pages that this cache holds: nearly all of them mapped under its slots."""
+        return self.owned_pages + self.parked_pages + self.cached_pages
 
     @property
     def mapped_bytes(self) -> int:

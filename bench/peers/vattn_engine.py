@@ -10,7 +10,7 @@ from engine import LLM, SamplingParams
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[str, str, Callable[[list[dict[str, Any]]], int]]:
-    llm = LLM(model, skip_tokenizer_init=True, **options)
+    llm = LLM(model, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
 
     def run(requests: list[dict[str, Any]]) -> int:
         prompts = [{"prompt_token_ids": request["prompt_token_ids"]} for request in requests]

@@ -6,13 +6,15 @@ units are comparable within one backend only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from vattn.attention import KVSource, PackedBatch
+from vattn.errors import ConfigError
+from vattn.prefix import Admission
 
 BACKENDS = ("virtual", "paged", "static", "dynamic")
 
@@ -27,10 +29,12 @@ class KVStats:
     Attributes:
         reserved_bytes: address space, of which memory backs only `physical_bytes`.
         physical_bytes, peak_physical_bytes: memory that the backend holds, now and at most.
-        used_bytes: of it, what running requests hold.
-        live_bytes: bytes of the tokens that running requests have in the cache.
+        used_bytes: of it, what running requests hold; what they share counts once.
+        live_bytes: bytes of the tokens that running requests have in the cache; shared ones count once.
         map_calls: driver calls that mapped memory, since the start.
         wait_seconds: time that `prepare` waited for the driver, since the start.
+        query_tokens: tokens of all prompts that were admitted.
+        hit_tokens: those of them that were in the prefix cache.
     """
 
     reserved_bytes: int
@@ -40,6 +44,8 @@ class KVStats:
     live_bytes: int
     map_calls: int = 0
     wait_seconds: float = 0.0
+    query_tokens: int = 0
+    hit_tokens: int = 0
 
     @property
     def waste_bytes(self) -> int:
@@ -49,7 +55,8 @@ class KVStats:
 class KVBackend(KVSource, Protocol):
     """A store for the keys and values of running requests.
 
-    A slot is one request's: `allocate`, then any number of `prepare`, `write` and `read`, then `free`.
+    A slot is one request's: `allocate` or `admit`, then any number of `prepare`, `write` and `read`, then `free`. A
+    backend that keeps nothing for later requests inherits `NoPrefixCache`.
     """
 
     name: str
@@ -60,6 +67,50 @@ class KVBackend(KVSource, Protocol):
         Raises:
             NoFreeSlot: as many requests hold one as may run, or as slots were made in advance.
         """
+        ...
+
+    def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
+        """`allocate` for these tokens, with the longest cached prefix of them in the slot; takes no memory either.
+
+        Args:
+            token_ids: what is to be computed: all of the request's tokens, at least one.
+            salt: what else their keys and values depend on. Requests with different salts share nothing.
+
+        Returns:
+            The slot, and how many tokens at its start are there: fewer than all.
+
+        Raises:
+            NoFreeSlot: `max_num_seqs` requests hold one.
+            InvalidTokens: ids that are no whole numbers, or a salt that is not bytes.
+            InvalidLength: no token, or more than a slot can hold.
+        """
+        ...
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Let later requests find the whole token blocks of these tokens, which are stored.
+
+        Args:
+            token_ids: all of the request's tokens up to some point.
+
+        Raises:
+            InvalidSlot: it is not allocated.
+            InvalidTokens: ids that are no whole numbers.
+            TokenMismatch: ids that cannot be those of the request.
+        """
+        ...
+
+    def fork(self, slot: int) -> int:
+        """A second slot with the tokens of the first: whole token blocks shared, the rest copied.
+
+        Raises:
+            InvalidSlot: it is not allocated.
+            NoFreeSlot: `max_num_seqs` requests hold one.
+            OutOfPages: no memory for the copy; nothing changed.
+        """
+        ...
+
+    def evict_prefixes(self) -> int:
+        """Forget every cached block that no running request uses; how many units of memory that frees."""
         ...
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
@@ -77,7 +128,7 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def free(self, slot: int) -> None:
-        """Give the slot and its memory back.
+        """Give the slot back, and its memory, of which cached blocks stay until others need it.
 
         Raises:
             InvalidSlot: it is not allocated.
@@ -114,3 +165,22 @@ class KVBackend(KVSource, Protocol):
     def close(self) -> None:
         """Give everything back. After it every call raises or is undefined."""
         ...
+
+
+class NoPrefixCache:
+    """The prefix cache of a backend that has none: nothing is ever found."""
+
+    def allocate(self, num_tokens: int) -> int:
+        raise NotImplementedError
+
+    def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
+        return Admission(self.allocate(len(token_ids)), 0)
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def fork(self, slot: int) -> int:
+        raise ConfigError(f"slot {slot} cannot be forked: this KV backend shares nothing; use 'virtual' or 'paged'")
+
+    def evict_prefixes(self) -> int:
+        return 0

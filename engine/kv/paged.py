@@ -24,7 +24,7 @@ ones: on a CPU the gather costs up to 1.6 x while the cache is warm, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,24 +33,39 @@ from torch import Tensor
 from engine.kv import KVStats
 from engine.kv.slots import Slots, check_sizes
 from vattn.attention import Blocks, PackedBatch
-from vattn.errors import OutOfPages
+from vattn.errors import InvalidLength, OutOfPages, TokenMismatch
+from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
+
+
+@dataclass(eq=False, kw_only=True)
+class _Block(Block):
+    """A block of the pool that requests use, or that is cached; `users` counts the former."""
+
+    number: int
 
 
 @dataclass
 class _Slot:
-    """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`."""
+    """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`.
 
-    blocks: list[int] = field(default_factory=list)
+    `tokens` are the ids that are known, of whole blocks; the keys of these start from `salt`.
+    """
+
+    blocks: list[_Block] = field(default_factory=list)
     length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    salt: bytes = b""
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # gather indices by block range
 
 
 class PagedKV:
-    """Block allocator, block tables, scatter and gather.
+    """Block allocator, block tables, scatter and gather, and a prefix cache with the policy of `vattn.prefix`.
 
-    Conservation law: every block is in exactly one of the free list and one slot's list; together they are
-    `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)` blocks, so a request wastes less than
-    one block, unless `prepare` was asked for more than it has tokens.
+    Conservation law: every block is in exactly one of these: the free list, the blocks that slots use, the cached ones
+    that no slot uses; together they are `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)`
+    blocks, so a request wastes less than one block, unless `prepare` was asked for more than it has tokens. A block is
+    whole when it is shared, and lengths never go down into it, so nobody writes to it any more; the last block of a
+    forked request, which is not whole, is copied.
 
     Args:
         num_blocks: blocks in the pool; one block holds `block_size` tokens of every layer, keys and values.
@@ -118,35 +133,93 @@ class PagedKV:
 
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
+        self._index: PrefixIndex[_Block] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
     def allocate(self, num_tokens: int) -> int:
         return self._slots.take(_Slot())
 
+    def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
+        ids = as_ids(token_ids)
+        if not 1 <= len(ids) <= self._slots.max_model_len:
+            raise InvalidLength(f"{len(ids)} tokens; a request has from 1 to max_model_len={self._slots.max_model_len}")
+        blocks = self._index.find(ids, self.block_size, salt)
+        number = self.allocate(len(ids))
+        slot = self._slots[number]
+        self._index.acquire(blocks)
+        self._append(number, blocks)
+        slot.length = len(blocks) * self.block_size
+        slot.tokens, slot.salt = ids[: slot.length], salt
+        self._index.count(len(ids), slot.length)
+        return Admission(number, slot.length)
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        ids, mine = as_ids(token_ids), self._slots[slot]
+        check_extension(mine.tokens, ids, mine.length)
+        known, whole = len(mine.tokens), len(ids) // self.block_size * self.block_size
+        parent = mine.blocks[known // self.block_size - 1].key if known else root_key(mine.salt)
+        assert parent is not None
+        blocks = mine.blocks[known // self.block_size :]
+        keys = list(block_keys(parent, ids[known:], self.block_size))
+        for block, key in zip(blocks, keys, strict=False):
+            if block.key not in (None, key):
+                raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
+        for block, key in zip(blocks, keys, strict=False):
+            if not block.published:
+                self._index.publish(block, key)
+        mine.tokens = ids[:whole]
+
+    def fork(self, slot: int) -> int:
+        source = self._slots[slot]
+        whole, rest = divmod(source.length, self.block_size)
+        if rest and not self.available():
+            raise self._missing(1)
+        number = self.allocate(source.length)
+        shared = source.blocks[:whole]
+        self._index.acquire(shared)
+        self._append(number, shared)
+        if rest:
+            self._append(number, self._take(1, whole))
+            target, origin = self._slots[number].blocks[-1].number, source.blocks[whole].number
+            for pools in self._scatter_pools:
+                for pool in pools:
+                    rows = pool.view(self._heads, self.num_blocks, -1)
+                    rows[:, target] = rows[:, origin]
+        child = self._slots[number]
+        child.length, child.salt, child.tokens = source.length, source.salt, source.tokens.copy()
+        return number
+
+    def evict_prefixes(self) -> int:
+        before = len(self._free)
+        self._evict(self._index.unused)
+        return len(self._free) - before
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says. `next_lengths` has no use here: taking a block is popping a list."""
         self._slots.check_length(max(lengths.values(), default=0))
-        missing = sum(self.needed(length, slot) for slot, length in lengths.items()) - len(self._free)
+        for number, length in lengths.items():
+            slot = self._slots[number]
+            if length < slot.length and any(
+                b.users > 1 or b.published for b in slot.blocks[length // self.block_size :]
+            ):
+                raise InvalidLength(
+                    f"slot {number} cannot go from {slot.length} tokens down to {length}: blocks after that are shared "
+                    "or cached, and would be written again; free the request, and admit its tokens anew"
+                )
+        missing = sum(self.needed(length, slot) for slot, length in lengths.items()) - self.available()
         if missing > 0:
-            raise OutOfPages(
-                f"{missing} blocks of {self.block_size} tokens are missing: {len(self._free)} of {self.num_blocks} "
-                "are free; preempt or finish a request, or give the pool more memory",
-                missing_pages=missing,
-                missing_bytes=missing * self.block_size * self._token_bytes,
-            )
+            raise self._missing(missing)
         for number, length in lengths.items():
             slot = self._slots[number]
             slot.length = length
             have = len(slot.blocks)
-            more = self._blocks(length) - have
-            if more > 0:
-                taken = [self._free.pop() for _ in range(more)]
-                slot.blocks += taken
-                slot.rows.clear()
-                self.block_table[number, have : have + more] = torch.tensor(taken, dtype=torch.int32)
+            if (more := self._blocks(length) - have) > 0:
+                self._append(number, self._take(more, have))
 
     def free(self, slot: int) -> None:
-        self._free += reversed(self._slots[slot].blocks)
+        blocks = self._slots[slot].blocks
+        self._index.release(blocks)
+        self._free += [block.number for block in reversed(blocks) if not block.users and not block.published]
         del self._slots[slot]
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
@@ -154,7 +227,7 @@ class PagedKV:
         return max(0, self._blocks(num_tokens) - have)
 
     def available(self) -> int:
-        return len(self._free)
+        return len(self._free) + self._index.unused
 
     def total(self) -> int:
         return self.num_blocks
@@ -203,23 +276,38 @@ class PagedKV:
         block = self.block_size * self._token_bytes
         pool = self.num_blocks * block
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+        used = self.num_blocks - self.available()
+        saved = sum(len(slot.blocks) for slot in self._slots.values()) - used
+        live = sum(slot.length for slot in self._slots.values()) - saved * self.block_size
         return KVStats(
             reserved_bytes=pool + buffers,
             physical_bytes=pool,
             peak_physical_bytes=pool,
-            used_bytes=(self.num_blocks - len(self._free)) * block,
-            live_bytes=sum(slot.length for slot in self._slots.values()) * self._token_bytes,
+            used_bytes=used * block,
+            live_bytes=live * self._token_bytes,
+            query_tokens=self._index.query_tokens,
+            hit_tokens=self._index.hit_tokens,
         )
 
     def check(self) -> None:
-        owned = [block for slot in self._slots.values() for block in slot.blocks]
-        assert sorted(owned + self._free) == list(range(self.num_blocks)), "a block is lost, or in two places"
+        self._index.check()
+        users: dict[_Block, int] = dict.fromkeys(self._index, 0)
+        for slot in self._slots.values():
+            for block in slot.blocks:
+                users[block] = users.get(block, 0) + 1
+        assert all(block.users == count for block, count in users.items()), "a block's users are miscounted"
+        held = [block.number for block in users]
+        assert sorted(held + self._free) == list(range(self.num_blocks)), "a block is lost, or in two places"
         for number, slot in self._slots.items():
             assert len(slot.blocks) >= self._blocks(slot.length), f"slot {number} holds fewer blocks than it needs"
-            assert self.block_table[number, : len(slot.blocks)].tolist() == slot.blocks
+            numbers = [block.number for block in slot.blocks]
+            assert self.block_table[number, : len(numbers)].tolist() == numbers
+            for block in slot.blocks[slot.length // self.block_size :]:
+                assert block.users == 1, "a block that is not whole is shared"
 
     def close(self) -> None:
         self._slots.clear()
+        self._index = PrefixIndex()
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._gather_pools, self._scatter_pools, self._stored, self._buffers = [], [], [], []
 
@@ -229,6 +317,34 @@ class PagedKV:
     def _blocked(self, pool: Tensor) -> Tensor:
         """`[heads, tokens, dim]` as `[blocks, block_size, heads, dim]`."""
         return pool.view(self._heads, self.num_blocks, self.block_size, -1).permute(1, 2, 0, 3)
+
+    def _missing(self, blocks: int) -> OutOfPages:
+        return OutOfPages(
+            f"{blocks} blocks of {self.block_size} tokens are missing: {self.available()} of {self.num_blocks} are "
+            "free, or cached for nobody; preempt or finish a request, or give the pool more memory",
+            missing_pages=blocks,
+            missing_bytes=blocks * self.block_size * self._token_bytes,
+        )
+
+    def _take(self, count: int, depth: int) -> list[_Block]:
+        """Blocks for one request, from its `depth`-th on; `available()` has them."""
+        self._evict(count - len(self._free))
+        blocks = [_Block(depth=depth + i, number=self._free.pop()) for i in range(count)]
+        self._index.acquire(blocks)
+        return blocks
+
+    def _evict(self, count: int) -> None:
+        for _, block in zip(range(count), self._index.victims(), strict=False):
+            self._index.remove(block)
+            self._free.append(block.number)
+
+    def _append(self, number: int, blocks: list[_Block]) -> None:
+        slot = self._slots[number]
+        have, more = len(slot.blocks), len(blocks)
+        slot.blocks += blocks
+        slot.rows.clear()
+        numbers = [block.number for block in blocks]
+        self.block_table[number, have : have + more] = torch.tensor(numbers, dtype=torch.int32)
 
     def _gather_rows(self, number: int, first: int, last: int) -> Tensor:
         """Rows of the pool that hold blocks `[first, last)` of a slot, head by head; kept until the slot grows."""

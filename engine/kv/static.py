@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.kv import KVStats
+from engine.kv import KVStats, NoPrefixCache
 from engine.kv.contiguous import ContiguousKV
 from engine.kv.slots import Slots, check_sizes
 from vattn.config import default_kv_order
 
 
-class StaticKV(ContiguousKV):
+class StaticKV(ContiguousKV, NoPrefixCache):
     """Tensors of `num_slots` times `max_model_len` tokens; the unit of memory is the slot.
 
     Conservation law: a slot is free, allocated, or prepared; those that are prepared are what `available` lacks.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.kv import KVStats
 from engine.kv.contiguous import ContiguousKV
 from vattn.cache import KVCache
 from vattn.config import KVConfig
+from vattn.prefix import Admission
 
 
 class VirtualKV(ContiguousKV):
@@ -25,6 +26,18 @@ class VirtualKV(ContiguousKV):
 
     def allocate(self, num_tokens: int) -> int:
         return self.cache.alloc_reqid(num_tokens)
+
+    def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
+        return self.cache.admit(token_ids, salt)
+
+    def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.cache.commit(slot, token_ids)
+
+    def fork(self, slot: int) -> int:
+        return self.cache.fork(slot)
+
+    def evict_prefixes(self) -> int:
+        return self.cache.evict_prefixes()
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         self.cache.step(lengths, next_lengths)
@@ -52,6 +65,8 @@ class VirtualKV(ContiguousKV):
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
             wait_seconds=stats.wait_seconds,
+            query_tokens=stats.query_tokens,
+            hit_tokens=stats.hit_tokens,
         )
 
     def check(self) -> None:

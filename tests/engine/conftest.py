@@ -30,3 +30,10 @@ def whole_kv(request: pytest.FixtureRequest) -> str:
     """The backends that can show a kernel the whole of a layer."""
     backend: str = request.param
     return backend
+
+
+@pytest.fixture(params=["virtual", "paged"])
+def caching_kv(request: pytest.FixtureRequest) -> str:
+    """The backends that keep prefixes for later requests."""
+    backend: str = request.param
+    return backend

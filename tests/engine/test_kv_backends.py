@@ -16,12 +16,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv import KVBackend, make
+from engine.kv import KVBackend, NoPrefixCache, make
 from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
 from engine.kv.static import StaticKV
 from vattn.attention import PackedBatch, Span
-from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot, OutOfPages, VattnError
+from vattn.errors import (
+    ConfigError,
+    InvalidLength,
+    InvalidSlot,
+    InvalidTokens,
+    NoFreeSlot,
+    OutOfPages,
+    TokenMismatch,
+    VattnError,
+)
 from vattn.hf import KVShape
 
 LAYERS, HEADS, DIM, V_DIM, SLOTS, LENGTH = 2, 2, 8, 12, 4, 300
@@ -215,6 +224,141 @@ def test_stats(kv: str) -> None:
     backend.close()
 
 
+# Sharing. A token block has 16 tokens in the paged backend, 256 in the virtual one.
+
+PROMPT = list(range(280))
+WHOLE = {"paged": 272, "virtual": 256}
+
+
+def serve(model: Model, ids: list[int], salt: bytes = b"") -> tuple[int, int]:
+    """Admits, computes and commits a request; the slot, and what had been cached."""
+    backend = model.backend
+    slot, cached = backend.admit(ids, salt)
+    if cached:
+        origin = next(other for other in model.lengths if (0, other, 0) in model.rows)
+        for layer in range(LAYERS):
+            for position in range(cached):
+                model.rows[layer, slot, position] = model.rows[layer, origin, position]
+    model.lengths[slot] = cached
+    model.store([Span(slot, cached, len(ids))])
+    backend.commit(slot, ids)
+    return slot, cached
+
+
+def test_a_cached_prefix_is_read_where_it_was_not_written(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    model = Model(backend)
+    first, cached = serve(model, PROMPT)
+    assert cached == 0
+    used = backend.stats().used_bytes
+    for _ in range(2):
+        _, cached = serve(model, PROMPT)
+        assert cached == WHOLE[caching_kv]
+        model.compare()
+        backend.check()
+    stats = backend.stats()
+    assert stats.used_bytes < 2 * used
+    assert stats.live_bytes <= stats.used_bytes <= stats.physical_bytes
+    assert (stats.query_tokens, stats.hit_tokens) == (3 * 280, 2 * WHOLE[caching_kv])
+    backend.free(first)
+    del model.lengths[first]
+    model.compare()
+    backend.close()
+
+
+def test_other_salts_and_other_tokens_share_nothing(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    model = Model(backend)
+    serve(model, PROMPT, b"one")
+    assert serve(model, PROMPT, b"two")[1] == 0
+    assert serve(model, [7, *PROMPT[1:]], b"one")[1] == 0
+    model.compare()
+    backend.check()
+    backend.close()
+
+
+def test_a_fork_reads_the_same_and_writes_its_own(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    model = Model(backend)
+    parent, _ = serve(model, PROMPT)
+    child = backend.fork(parent)
+    for layer in range(LAYERS):
+        for position in range(280):
+            model.rows[layer, child, position] = model.rows[layer, parent, position]
+    model.lengths[child] = 280
+    backend.check()
+    model.compare()
+    model.store([Span(parent, 280, 290), Span(child, 280, 300)])
+    model.compare()
+    backend.free(parent)
+    del model.lengths[parent]
+    model.compare()
+    backend.check()
+    backend.close()
+
+
+def test_cached_memory_is_available_and_gives_way(caching_kv: str) -> None:
+    backend = make_backend(caching_kv, budget=LENGTH * TOKEN_BYTES * 5 // 2)
+    model = Model(backend)
+    slot, _ = serve(model, PROMPT)
+    backend.free(slot)
+    assert backend.available() == backend.total()
+    model.lengths.clear()
+    slots = [backend.allocate(LENGTH) for _ in range(2)]
+    assert backend.needed(LENGTH) * 2 <= backend.available()
+    backend.prepare(dict.fromkeys(slots, LENGTH))
+    backend.check()
+    assert backend.admit(PROMPT).cached_tokens < WHOLE[caching_kv]
+    backend.close()
+
+
+def test_eviction_spares_what_is_used(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    model = Model(backend)
+    slot, _ = serve(model, PROMPT)
+    assert backend.evict_prefixes() == 0
+    backend.free(slot)
+    assert backend.evict_prefixes() > 0
+    assert backend.admit(PROMPT).cached_tokens == 0
+    backend.check()
+    backend.close()
+
+
+def test_bad_sharing_changes_nothing(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    slot, _ = serve(Model(backend), PROMPT)
+    for ids in (PROMPT[:10], [*PROMPT, 1], [9, *PROMPT[1:]]):
+        with pytest.raises(TokenMismatch):
+            backend.commit(slot, ids)
+    for ids in ([], [0] * (LENGTH + 1)):
+        with pytest.raises(InvalidLength):
+            backend.admit(ids)
+    with pytest.raises(InvalidTokens):
+        backend.admit(PROMPT, "salt")  # type: ignore[arg-type]
+    for act in (lambda: backend.fork(slot + 1), lambda: backend.commit(slot + 1, [])):
+        with pytest.raises(InvalidSlot):
+            act()
+    for _ in range(SLOTS - 1):
+        backend.fork(slot)
+    for act in (lambda: backend.fork(slot), lambda: backend.admit(PROMPT)):
+        with pytest.raises(NoFreeSlot):
+            act()
+    backend.check()
+    backend.close()
+
+
+def test_a_backend_without_a_prefix_cache_finds_nothing() -> None:
+    class Plain(NoPrefixCache):
+        def allocate(self, num_tokens: int) -> int:
+            return num_tokens
+
+    assert Plain().admit(PROMPT) == (280, 0)
+    Plain().commit(0, PROMPT)
+    assert Plain().evict_prefixes() == 0
+    with pytest.raises(ConfigError, match="cannot be forked"):
+        Plain().fork(0)
+
+
 class BackendMachine(RuleBasedStateMachine):
     """Random operations against the arithmetic of lengths; each backend's own `check` after every one."""
 
@@ -224,6 +368,7 @@ class BackendMachine(RuleBasedStateMachine):
         super().__init__()
         self.backend = make_backend(self.kv, budget=96 << 10)
         self.lengths: dict[int, int] = {}
+        self.kinds: dict[int, int] = {}  # the token that all of the request's are
 
     @precondition(lambda self: len(self.lengths) < SLOTS)
     @rule(hint=st.integers(1, LENGTH))
@@ -259,18 +404,61 @@ class BackendMachine(RuleBasedStateMachine):
             key, value = (torch.zeros(batch.num_tokens, HEADS, dim) for dim in (DIM, V_DIM))
             self.backend.write(layer, batch, key, value)
 
+    @precondition(lambda self: len(self.lengths) < SLOTS)
+    @rule(kind=st.integers(0, 1), length=st.integers(1, LENGTH))
+    def admit(self, kind: int, length: int) -> None:
+        before = self.backend.available()
+        try:
+            slot, cached = self.backend.admit([kind] * length)
+        except NoFreeSlot:
+            assert self.kv == "static"
+            return
+        assert slot not in self.lengths
+        assert cached < length
+        assert self.backend.available() <= before
+        self.lengths[slot] = cached
+        self.kinds[slot] = kind
+
+    @precondition(lambda self: self.kinds)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.kinds)))
+        self.backend.commit(slot, [self.kinds[slot]] * self.lengths[slot])
+
+    @precondition(lambda self: 0 < len(self.lengths) < SLOTS)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from(sorted(self.lengths)))
+        try:
+            slot = self.backend.fork(source)
+        except OutOfPages:
+            return
+        except ConfigError:
+            assert self.kv in ("static", "dynamic")
+            return
+        assert slot not in self.lengths
+        self.lengths[slot] = self.lengths[source]
+        if source in self.kinds:
+            self.kinds[slot] = self.kinds[source]
+
+    @rule()
+    def evict(self) -> None:
+        self.backend.evict_prefixes()
+
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.lengths)))
         self.backend.free(slot)
         del self.lengths[slot]
+        self.kinds.pop(slot, None)
 
     @invariant()
     def books_balance(self) -> None:
         self.backend.check()
         stats = self.backend.stats()
-        assert stats.live_bytes == sum(self.lengths.values()) * TOKEN_BYTES
+        assert stats.live_bytes <= sum(self.lengths.values()) * TOKEN_BYTES
+        assert stats.live_bytes <= stats.used_bytes
         assert 0 <= self.backend.available() <= self.backend.total()
         if not self.lengths:
             assert self.backend.available() == self.backend.total()

@@ -158,3 +158,26 @@ def test_an_automatic_budget_is_measured_when_the_cache_is_made() -> None:
         budget = cache.capacity().budget_bytes
     assert abs(budget - 0.5 * free) <= 64 * 2**20
     del weights
+
+
+def test_a_shared_prefix_is_read_and_copied_on_write() -> None:
+    with make() as cache:
+        ids = list(range(2 * TOKENS + 5))
+        first, _ = cache.admit(ids)
+        cache.step({first: len(ids)})
+        k, v = cache.layer(0)
+        for tensor in (k, v):
+            tensor[first, : len(ids)] = 1
+        cache.commit(first, ids)
+        second, cached = cache.admit(ids)
+        assert cached == 2 * TOKENS
+        assert bool((k[second, :cached] == 1).all())
+        child = cache.fork(first)
+        assert bool((v[child, : len(ids)] == 1).all())
+        cache.step({second: TOKENS + 7})
+        cache.step({second: len(ids)})
+        k[second, TOKENS + 7 : len(ids)] = 2
+        assert bool((k[second, : TOKENS + 7] == 1).all())
+        assert bool((k[first, : len(ids)] == 1).all())
+        torch.cuda.synchronize()
+        cache.check()

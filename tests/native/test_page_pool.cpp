@@ -12,7 +12,7 @@ using namespace vattn;
 
 namespace {
 
-using Pages = std::vector<PageId>;
+using Ids = std::vector<PageId>;
 
 void check_counts(const PagePool& pool, std::size_t absent, std::size_t free, std::size_t taken) {
   pool.check();
@@ -29,7 +29,7 @@ struct Books {
     const PoolCounts counts = pool.counts();
     for (PageId page = 0; page < counts.budget; ++page) references.push_back(pool.references(page));
     PagePool copy = pool;
-    Pages created;
+    Ids created;
     for (const PageId page : copy.take(counts.free + counts.absent, nullptr, &created)) free.insert(page);
     absent.insert(created.begin(), created.end());
     for (const PageId page : absent) free.erase(page);
@@ -45,46 +45,46 @@ struct Books {
 TEST(pages_are_taken_in_sequence_and_created_once) {
   PagePool pool(4096, 8);
   check_counts(pool, 8, 0, 0);
-  Pages created;
-  CHECK(pool.take(3, nullptr, &created) == (Pages{0, 1, 2}));
-  CHECK(created == (Pages{0, 1, 2}));
+  Ids created;
+  CHECK(pool.take(3, nullptr, &created) == (Ids{0, 1, 2}));
+  CHECK(created == (Ids{0, 1, 2}));
   check_counts(pool, 5, 0, 3);
   pool.drop(1);
   check_counts(pool, 5, 1, 2);
   created.clear();
-  CHECK(pool.take(2, nullptr, &created) == (Pages{1, 3}));  // what is free first
-  CHECK(created == (Pages{3}));
+  CHECK(pool.take(2, nullptr, &created) == (Ids{1, 3}));  // what is free first
+  CHECK(created == (Ids{3}));
   check_counts(pool, 4, 0, 4);
 }
 
 TEST(neighbours_are_preferred) {
   PagePool pool(4096, 10);
-  Pages created;
+  Ids created;
   pool.take(10, nullptr, &created);
   for (const PageId page : {0, 2, 3, 6, 7, 8}) pool.drop(page);
   const PageId five = 5, one = 1, nine = 9;
-  CHECK(pool.take(2, &five, &created) == (Pages{6, 7}));  // next to `after`, then next to that
-  CHECK(pool.take(3, &one, &created) == (Pages{2, 3, 0}));
-  CHECK(pool.take(1, &nine, &created) == (Pages{8}));
+  CHECK(pool.take(2, &five, &created) == (Ids{6, 7}));  // next to `after`, then next to that
+  CHECK(pool.take(3, &one, &created) == (Ids{2, 3, 0}));
+  CHECK(pool.take(1, &nine, &created) == (Ids{8}));
   CHECK_EQ(created.size(), 10u);
 
   // Of absent pages as well.
   for (const PageId page : {2, 3, 4, 5}) pool.drop(page);
   pool.remove_free(4);
   created.clear();
-  CHECK(pool.take(3, &one, &created) == (Pages{2, 3, 4}));
-  CHECK(created == (Pages{2, 3, 4}));
+  CHECK(pool.take(3, &one, &created) == (Ids{2, 3, 4}));
+  CHECK(created == (Ids{2, 3, 4}));
   for (const PageId page : {2, 3, 4}) pool.drop(page);
   pool.remove_free(3);
   const PageId three = 3;
-  CHECK(pool.take(3, &three, &created) == (Pages{4, 5, 2}));
+  CHECK(pool.take(3, &three, &created) == (Ids{4, 5, 2}));
   const PageId far = std::numeric_limits<PageId>::max();
-  CHECK(pool.take(1, &far, &created) == (Pages{3}));
+  CHECK(pool.take(1, &far, &created) == (Ids{3}));
 }
 
 TEST(taking_more_than_there_is_throws_and_takes_nothing) {
   PagePool pool(4096, 4);
-  Pages created;
+  Ids created;
   pool.drop(pool.take(2, nullptr, &created).front());
   const Books before(pool);
   created.clear();
@@ -99,7 +99,7 @@ TEST(taking_more_than_there_is_throws_and_takes_nothing) {
 
 TEST(a_page_is_free_when_its_last_holder_drops_it) {
   PagePool pool(4096, 2);
-  Pages created;
+  Ids created;
   pool.take(1, nullptr, &created);
   pool.retain(0);
   CHECK_EQ(pool.references(0), 2u);
@@ -114,13 +114,13 @@ TEST(a_page_is_free_when_its_last_holder_drops_it) {
 
 TEST(remove_free_takes_free_pages_only) {
   PagePool pool(4096, 6);
-  Pages created;
+  Ids created;
   pool.take(5, nullptr, &created);
   for (const PageId page : {1, 2, 4}) pool.drop(page);
   CHECK(pool.remove_free(0).empty());
-  CHECK(pool.remove_free(2) == (Pages{4, 2}));  // the highest, so that what stays is compact
+  CHECK(pool.remove_free(2) == (Ids{4, 2}));  // the highest, so that what stays is compact
   check_counts(pool, 3, 1, 2);
-  CHECK(pool.remove_free(7) == (Pages{1}));
+  CHECK(pool.remove_free(7) == (Ids{1}));
   check_counts(pool, 4, 0, 2);
   CHECK(pool.remove_free(1).empty());
 }
@@ -138,7 +138,7 @@ TEST(a_budget_that_page_indices_cannot_name_is_refused) {
 
 TEST(check_sees_a_broken_law) {
   PagePool retained_while_free(4096, 2);
-  Pages created;
+  Ids created;
   retained_while_free.take(1, nullptr, &created);
   retained_while_free.drop(0);
   retained_while_free.undo_drop(0);
@@ -167,7 +167,7 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
     };
     std::vector<Done> log;
     const auto some_held = [&] {
-      Pages held;
+      Ids held;
       for (PageId page = 0; page < budget; ++page)
         if (references[page]) held.push_back(page);
       return held.empty() ? std::numeric_limits<PageId>::max() : held[random.below(held.size())];
@@ -181,8 +181,8 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
         case 1: {
           const std::size_t count = random.below(std::min<std::size_t>(counts.free + counts.absent, 5) + 1);
           const PageId after = static_cast<PageId>(random.below(budget));
-          Pages created;
-          const Pages pages = pool.take(count, random.one_in(2) ? &after : nullptr, &created);
+          Ids created;
+          const Ids pages = pool.take(count, random.one_in(2) ? &after : nullptr, &created);
           CHECK_EQ(pages.size(), count);
           for (const PageId page : pages) {
             CHECK_EQ(references[page]++, 0u);
@@ -216,7 +216,7 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
         }
         case 5: {
           const std::size_t count = random.below(4);
-          const Pages pages = pool.remove_free(count);
+          const Ids pages = pool.remove_free(count);
           CHECK_EQ(pages.size(), std::min(count, counts.free));
           for (const PageId page : pages) {
             CHECK(memory[page] && !references[page]);

@@ -142,6 +142,26 @@ TEST(pages_go_from_slot_to_slot_without_being_created_again) {
   CHECK_EQ(calls(Call::kRelease), 24u);
 }
 
+TEST(pages_that_are_held_are_attached_again_when_no_slot_has_them) {
+  World world(kShape, 2 * 4);
+  CHECK(world.grow(0, 2) == Status::kDone);
+  const Contents before = fill(world);
+  const auto held = std::make_shared<Pages>(world.space->pages(0, 0, 2));
+  for (const auto& column : held->columns)
+    for (const PageId page : column) world.pool->retain(page);
+  CHECK(world.shrink(0, 2) == Status::kDone);
+  CHECK_EQ(world.pool->counts().free, 0u);
+  check_references(*world.pool, {world.space}, {held});
+  CHECK(world.run([&](Transaction& t) { world.space->attach(t, 2, *held, Access::kRead); }) == Status::kDone);
+  CHECK(contents(world)[2] == before[0]);
+  CHECK(write_faults(world.at(0, 2, 0, 1)));
+  check_references(*world.pool, {world.space}, {held});
+  CHECK_THROWS(std::logic_error, check_references(*world.pool, {world.space}, {}));
+  for (const auto& column : held->columns)
+    for (const PageId page : column) world.pool->drop(page);
+  CHECK(world.clear() == Status::kDone);
+}
+
 TEST(lanes_grown_at_once_are_few_kernel_mappings) {
   World world({1, 2, 3, 16}, 3 * 16);
   const std::size_t before = host_usage().kernel_mappings;

@@ -16,7 +16,14 @@ import pytest
 import stub
 
 INNER = sorted(path.name for path in Path(__file__).with_name("inner").glob("test_*.py"))
-LIBRARY = ["test_cache.py", "test_faults.py", "test_pool.py", "test_state_machine.py"]
+LIBRARY = [
+    "test_cache.py",
+    "test_faults.py",
+    "test_pool.py",
+    "test_sharing.py",
+    "test_sharing_machine.py",
+    "test_state_machine.py",
+]
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:

@@ -134,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.table.heal()
         self.cache.check()
         stats = self.cache.stats()
-        assert stats.owned_pages + stats.parked_pages + stats.free_pages == BUDGET_PAGES
+        assert stats.owned_pages + stats.parked_pages + stats.cached_pages + stats.free_pages == BUDGET_PAGES
         assert stats.live_tokens == sum(map(len, self.tokens.values()))
         for reqid, tokens in self.tokens.items():
             for layer in range(2):

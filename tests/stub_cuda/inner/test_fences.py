@@ -357,3 +357,69 @@ def test_the_legacy_stream_cannot_be_used_while_another_captures(stub: Stub, cac
         cache.trim()
     stub.capture(captured, False)
     cache.free_reqid(reqid, 0)
+
+
+PROMPT = list(range(2 * TOKENS + 1))  # two blocks and a token
+
+
+def admit(stub: Stub, cache: vattn.KVCache, stream: int) -> int:
+    """A request whose kernels run."""
+    reqid, _ = cache.admit(PROMPT)
+    cache.step({reqid: len(PROMPT)}, stream=stream)
+    launch(stub, stream, cache, reqid, len(PROMPT))
+    cache.commit(reqid, PROMPT)
+    return reqid
+
+
+def test_pages_that_kernels_use_are_shared_without_waiting(stub: Stub, cache: vattn.KVCache) -> None:
+    stream = stub.stream()
+    admit(stub, cache, stream)
+    reqid, cached = cache.admit(PROMPT)
+    assert cached == 2 * TOKENS
+    cache.step({reqid: len(PROMPT)}, stream=stream)
+    assert not stub.waiters()
+    stub.complete(stream)
+
+
+def test_copy_on_write_waits_for_the_kernels_that_read_the_shared_pages(stub: Stub, cache: vattn.KVCache) -> None:
+    stream = stub.stream()
+    admit(stub, cache, stream)
+    reqid = admit(stub, cache, stream)
+    cache.step({reqid: TOKENS}, stream=stream)
+    before = stub.calls("cuMemUnmap")
+    step = Background(lambda: cache.step({reqid: TOKENS + 1}, stream=stream))
+    step.waits_for_an_event(stub)
+    assert stub.calls("cuMemUnmap") == before
+    stub.complete(stream)
+    step.finish()
+    assert stub.calls("cuMemUnmap") > before
+
+
+def test_eviction_waits_for_the_kernels_that_read_the_blocks(stub: Stub, cache: vattn.KVCache) -> None:
+    stream = stub.stream()
+    first = admit(stub, cache, stream)
+    cache.free_reqid(first, stream)
+    other = cache.alloc_reqid()
+    assert other != first
+    step = Background(lambda: cache.step({other: 8 * TOKENS}, stream=stream))
+    step.waits_for_an_event(stub)
+    stub.complete(stream)
+    step.finish()
+    assert cache.stats().cached_pages == 0
+
+
+def test_a_slot_whose_kernels_may_not_be_launched_yet_takes_no_pages(stub: Stub) -> None:
+    with make(max_batch_size=2) as cache:
+        stream = stub.stream()
+        admit(stub, cache, stream)
+        second = cache.alloc_reqid()
+        cache.step({second: 1}, stream=stream)
+        cache.free_reqid(second, stream)
+        launch(stub, stream, cache, second, 1)
+        reqid, cached = cache.admit(PROMPT)
+        assert (reqid, cached) == (second, 0)
+        stub.complete(stream)
+        cache.free_reqid(reqid, stream)
+        cache.step({}, stream=stream)
+        assert cache.admit(PROMPT).cached_tokens == 2 * TOKENS
+        cache.check()

@@ -1,0 +1,122 @@
+"""Requests with a common start compute it once, and nothing else about them changes."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import FAMILIES, expected, make_model, make_prompts
+
+from engine import LLM, InvalidRequest, RequestOutput, SamplingParams
+from engine.scheduler import HEAD_TOKENS
+
+MAX_TOKENS = 10
+PREFIX = make_prompts([90], seed=5)[0]
+
+
+def make_llm(family: str, kv: str, **options: object) -> LLM:
+    pages = {"kv_options": {"page_size": 4096, "layout": "fused"}} if kv == "virtual" else {}
+    return LLM(make_model(family), kv=kv, skip_tokenizer_init=True, **{**pages, **options})  # type: ignore[arg-type]
+
+
+def run(llm: LLM, prompts: list[list[int]], **params: int) -> list[RequestOutput]:
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, **params)  # type: ignore[arg-type]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    llm.check()
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_from_the_cache(family: str, caching_kv: str) -> None:
+    """A shared start, a prompt that was there before, a continued conversation; in chunks beside decodes."""
+    prompts = [PREFIX + tail for tail in make_prompts([3, 20, 1])]
+    with make_llm(family, caching_kv, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=200) as llm:
+        first = run(llm, prompts)
+        again = [*prompts, prompts[0] + first[0].outputs[0].token_ids + [7, 8, 9]]
+        outputs = run(llm, again)
+    want = [expected(family, prompt, MAX_TOKENS) for prompt in again]
+    assert tokens(first) == want[:3]
+    assert tokens(outputs) == want
+    assert first[0].num_cached_tokens == 0
+    if (family, caching_kv) != ("deepseek-v3", "virtual"):  # its K and V blocks first end together past these prompts
+        assert all(output.num_cached_tokens > 0 for output in [*first[1:], *outputs])
+    assert all(output.num_cached_tokens < len(prompt) for output, prompt in zip(outputs, again, strict=True))
+
+
+def test_requests_that_come_together_compute_their_start_once(caching_kv: str) -> None:
+    assert len(PREFIX) > HEAD_TOKENS
+    computed = []
+    with make_llm(
+        "llama", caching_kv, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=200, block_size=16
+    ) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        outputs = run(llm, [PREFIX + tail for tail in make_prompts([5] * 8)])
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 0
+    assert sum(computed) == sum(len(output.prompt_token_ids) for output in outputs) - sum(cached)
+
+
+def test_completions_of_one_prompt_share_it(caching_kv: str) -> None:
+    computed = []
+    with make_llm("llama", caching_kv, max_num_seqs=4, max_model_len=200) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        sampling = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=MAX_TOKENS)
+        shared = llm.generate(PREFIX, sampling, use_tqdm=False)[0]
+    assert sum(computed) < 2 * len(PREFIX)
+    with make_llm("llama", caching_kv, max_num_seqs=4, max_model_len=200, enable_prefix_caching=False) as llm:
+        alone = llm.generate(PREFIX, sampling, use_tqdm=False)[0]
+    assert [c.token_ids for c in shared.outputs] == [c.token_ids for c in alone.outputs]
+
+
+def test_salts_and_switching_off(caching_kv: str) -> None:
+    prompt = {"prompt_token_ids": PREFIX}
+    sampling = SamplingParams(temperature=0, max_tokens=2)
+    with make_llm("llama", caching_kv, max_model_len=200) as llm:
+        for salt, hit in (("a", False), ("b", False), ("a", True), ("", False), ("b", True)):
+            output = llm.generate({**prompt, "cache_salt": salt}, sampling, use_tqdm=False)[0]
+            assert (output.num_cached_tokens > 0) == hit
+        with pytest.raises(InvalidRequest, match="cache_salt is 5; give text"):
+            llm.generate({**prompt, "cache_salt": 5}, sampling, use_tqdm=False)
+    with make_llm("llama", caching_kv, max_model_len=200, enable_prefix_caching=False) as llm:
+        assert [run(llm, [PREFIX])[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_prompt_logprobs_skip_the_cache(caching_kv: str) -> None:
+    with make_llm("llama", caching_kv, max_model_len=200) as llm:
+        first = run(llm, [PREFIX], prompt_logprobs=0)[0]
+        second = run(llm, [PREFIX], prompt_logprobs=0)[0]
+    assert first.prompt_logprobs is not None
+    assert second.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == len(PREFIX)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_with_shared_prefixes(caching_kv: str, mode: str) -> None:
+    """A pool that holds less than all of them: cached blocks give way, nobody gets another token."""
+    prompts = [PREFIX[:40] + tail for tail in make_prompts([4, 5, 6, 7])]
+    with make_llm("llama", caching_kv, max_num_seqs=1) as llm:
+        budget = 20 * 128 * llm.token_bytes // 10
+    want = [expected("llama", prompt, 100) for prompt in prompts]
+    options = {"max_model_len": 170, "memory_budget": budget, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    with make_llm("llama", caching_kv, preemption_mode=mode, **options) as llm:
+        sampling = SamplingParams(temperature=0, max_tokens=100)
+        for _ in range(2):
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            llm.check()
+            assert tokens(outputs) == want
+        assert llm.kv.available() == llm.kv.total()
+
+
+def test_a_failed_forward_publishes_nothing(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = expected("llama", PREFIX, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_model_len=200) as llm:
+        run_step = llm.runner.run
+        monkeypatch.setattr(llm.runner, "run", lambda entries: 1 / 0)
+        assert run(llm, [PREFIX])[0].outputs[0].finish_reason == "error"
+        monkeypatch.setattr(llm.runner, "run", run_step)
+        output = run(llm, [PREFIX])[0]
+        assert output.num_cached_tokens == 0
+        assert output.outputs[0].token_ids == want

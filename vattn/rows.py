@@ -1,0 +1,37 @@
+"""Rows of token blocks as plain bytes, to be copied whatever they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vattn import _native
+from vattn.layout import Layout
+
+
+class Rows:
+    """The virtual tensors of a cache, by token."""
+
+    def __init__(self, layout: Layout, spaces: Sequence[_native.AddressSpace], dlpack_device: tuple[int, int]) -> None:
+        # Outside inference mode: a tensor made inside it could not be written outside it.
+        with torch.inference_mode(False):
+            self._tensors = [
+                (space.tensor(i, *dlpack_device).view(layout.slots, kind.runs, -1), kind.row_bytes)
+                for kind, space in zip(layout.kinds, spaces, strict=True)
+                for i in range(kind.tensors)
+            ]
+
+    def views(self, slot: int, start: int, end: int) -> list[torch.Tensor]:
+        """The rows of tokens `[start, end)`: per virtual tensor, `[runs, bytes]`."""
+        return [tensor[slot, :, start * size : end * size] for tensor, size in self._tensors]
+
+    def write(self, slot: int, start: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copies rows to the tokens from `start` on: one copy per virtual tensor, on torch's current stream."""
+        for (tensor, size), source in zip(self._tensors, rows, strict=True):
+            offset = start * size
+            tensor[slot, :, offset : offset + source.shape[1]].copy_(source)
+
+    def clear(self) -> None:
+        """Lets go of the tensors."""
+        self._tensors = []
