@@ -15,7 +15,7 @@ from engine.runner import ModelRunner
 from engine.sampling import SamplingParams
 from engine.scheduler import Entry
 from vattn import hf
-from vattn.attention import Attention, AttentionParams, PackedBatch, Span
+from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.attention import get as get_attention
 
 
@@ -55,7 +55,7 @@ class DecodeLoop:
     ) -> None:
         self.length = length
         self._kv = kv
-        self._attention = attention or get_attention()
+        self._attention = attention or get_attention("auto", Case(model.device, model.dtype))
         self._runner = ModelRunner(model, kv, self._attention, graphs_up_to=batch if graphs else None)
         self._shape = hf.kv_shape(model)
         self._dtype = model.dtype

@@ -265,6 +265,12 @@ def _draw_throughput(axes: Any, record: Record) -> None:
     axes.set(ylabel="output tokens per second")
 
 
+def _draw_prefix(axes: Any, record: Record) -> None:
+    rows = [row for row in record["figures"] if row["case"] == "shared prompt"]
+    axes.bar([row["cache"] for row in rows], [row["TTFT s"] for row in rows], label="shared prompt")
+    axes.set(ylabel="median time to first token, s")
+
+
 _DRAWINGS = {
     "step": _draw_step,
     "overlap": _draw_overlap,
@@ -276,6 +282,7 @@ _DRAWINGS = {
     "capacity": _draw_capacity,
     "backends": _draw_backends,
     "block_size": _draw_block_size,
+    "prefix": _draw_prefix,
     "profile": _draw_profile,
     "throughput": _draw_throughput,
 }

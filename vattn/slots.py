@@ -393,7 +393,12 @@ class Slots:
         for slot, length in self._length.items():
             if reclaimed >= pages:
                 break
-            if self._slot_pages(slot) > self.layout.pages(self._backed(length)):
+            backed = self._backed(length)
+            # By kind: a slot may have too many pages of one and too few of another.
+            if any(
+                space.columns(slot) > kind.columns(backed)
+                for kind, space in zip(self.layout.kinds, self._spaces, strict=True)
+            ):
                 if not reclaimed:
                     self._fences.guard_running(transaction, handle)
                 reclaimed += self._unmap(transaction, slot, pages - reclaimed)

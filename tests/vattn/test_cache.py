@@ -431,3 +431,17 @@ def test_module_functions_act_on_the_cache_made_last() -> None:
         vattn.alloc_reqid()
     with pytest.raises(vattn.ConfigError, match="unknown option layers"):
         vattn.init(**options, layers=3)
+
+
+def test_surplus_of_one_kind_is_found_where_the_other_is_short() -> None:
+    """K and V rows of different sizes: a slot may have pages of V beyond its length, and lack pages of K."""
+    changes = {"head_dim": 64, "v_head_dim": 32, "max_context_len": 40, "memory_budget": 40 * 4096, "kv_order": "NHD"}
+    changes |= {"layout": "sliced", "overlap": False, "deferred_reclamation": False, "eager_pages": 0, "guard_rows": 3}
+    with make(**changes) as cache:
+        for _ in range(4):
+            cache.alloc_reqid()
+        cache.step({3: 15})
+        cache.step({3: 0, 0: 1, 1: 34, 2: 38})
+        cache.step({3: 10})  # all 40 pages
+        assert cache.available_pages() == 0
+        cache.check()
