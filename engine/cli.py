@@ -98,7 +98,13 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
     parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
     parser.add_argument(
-        "--kv-cache-memory-bytes", default="4GiB", metavar="SIZE", help="bytes, text such as 512MiB, or auto"
+        "--kv-cache-memory-bytes", metavar="SIZE", help="bytes, text such as 512MiB, or auto; 4GiB if nothing is said"
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of the free memory, for the cache, in place of that",
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
     parser.add_argument(
@@ -149,6 +155,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         memory_budget=args.kv_cache_memory_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
         attention=args.attention,

@@ -40,6 +40,7 @@ from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
 from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
+from vattn.config import budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.units import parse_bytes
 
@@ -94,8 +95,10 @@ class LLM:
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
         max_model_len: most tokens of a request, prompt and output; the model's own limit by default.
-        memory_budget: of the cache: bytes, or text such as "4GiB"; "auto" takes a share of the memory that is free once
-            the model is loaded, see `vattn.KVConfig`.
+        memory_budget: of the cache: bytes, text such as "4GiB" (the default), or "auto": a share of the memory that is
+            free when the model is loaded, see `vattn.KVConfig`.
+        gpu_memory_utilization: that share, over 0 and up to 1, in place of `memory_budget`; of the machine's memory
+            where the device is a CPU.
         block_size: tokens per block, for `paged`.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         enable_prefix_caching: requests find what earlier ones with the same start (and the same `cache_salt`) have
@@ -130,7 +133,8 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
-        memory_budget: int | str = "4GiB",
+        memory_budget: int | str | None = None,
+        gpu_memory_utilization: float | None = None,
         block_size: int = 16,
         kv_options: Mapping[str, Any] | None = None,
         enable_prefix_caching: bool = True,
@@ -143,6 +147,7 @@ class LLM:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
+        _check_memory(memory_budget, gpu_memory_utilization)
         if scheduling not in SCHEDULING:
             raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
         self.model = _load_model(model, dtype)
@@ -188,7 +193,9 @@ class LLM:
                 device=self.model.device,
                 max_num_seqs=max_num_seqs,
                 max_model_len=self.max_model_len,
-                memory_budget=memory_budget,
+                memory_budget=(memory_budget or "4GiB")
+                if gpu_memory_utilization is None
+                else budget_bytes("auto", self.model.device, gpu_memory_utilization),
                 block_size=block_size,
                 guard_rows=kernel.guard_rows,
                 kv_options=dict(kv_options or {}),
@@ -587,6 +594,17 @@ def _progress_bar(total: int, shown: bool) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     return tqdm(total=total, desc="Processed prompts", unit="req", disable=not shown, dynamic_ncols=True)
+
+
+def _check_memory(memory_budget: int | str | None, utilization: float | None) -> None:
+    if utilization is None:
+        return
+    if memory_budget is not None:
+        raise ConfigError(
+            f"memory_budget={memory_budget!r} and gpu_memory_utilization={utilization} both size the cache; give one"
+        )
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {utilization}; give a share over 0 and up to 1")
 
 
 def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:

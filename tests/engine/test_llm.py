@@ -225,6 +225,12 @@ def test_the_budget_may_be_automatic(kv: str) -> None:
         assert llm.generate(make_prompts([9])[0], GREEDY, use_tqdm=False)[0].finished
 
 
+def test_a_share_of_the_memory(kv: str) -> None:
+    with LLM(make_model("llama"), kv=kv, max_num_seqs=4, max_model_len=64, gpu_memory_utilization=0.001) as llm:
+        assert llm.kv.total() > 0
+        llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+
+
 def test_names_of_unfinished_requests_are_taken() -> None:
     with make_llm() as llm:
         llm.add_request("a", [2, 3], GREEDY)
@@ -372,6 +378,8 @@ def test_close(kv: str) -> None:
         ({"block_size": 0}, "block_size is 0"),
         ({"kv_options": {"page_size": 4096}}, "takes no kv_options"),
         ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
+        ({"gpu_memory_utilization": 1.5, "memory_budget": None}, "a share over 0 and up to 1"),
+        ({"gpu_memory_utilization": 0.5, "memory_budget": "1MiB"}, "give one"),
     ],
 )
 def test_bad_options(keywords: dict[str, Any], message: str) -> None:
