@@ -193,9 +193,7 @@ class LLM:
                 device=self.model.device,
                 max_num_seqs=max_num_seqs,
                 max_model_len=self.max_model_len,
-                memory_budget=(memory_budget or "4GiB")
-                if gpu_memory_utilization is None
-                else budget_bytes("auto", self.model.device, gpu_memory_utilization),
+                memory_budget=_cache_budget(memory_budget, gpu_memory_utilization, self.model.device),
                 block_size=block_size,
                 guard_rows=kernel.guard_rows,
                 kv_options=dict(kv_options or {}),
@@ -605,6 +603,12 @@ def _check_memory(memory_budget: int | str | None, utilization: float | None) ->
         )
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {utilization}; give a share over 0 and up to 1")
+
+
+def _cache_budget(memory_budget: int | str | None, utilization: float | None, device: torch.device) -> int | str:
+    if utilization is not None:
+        return budget_bytes("auto", device, utilization)
+    return "4GiB" if memory_budget is None else memory_budget
 
 
 def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:

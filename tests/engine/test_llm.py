@@ -375,6 +375,7 @@ def test_close(kv: str) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": 600}, "raise the one or lower the other"),
         ({"memory_budget": 100}, "one block of 16 tokens"),
+        ({"memory_budget": 0}, "more than 0 bytes"),
         ({"block_size": 0}, "block_size is 0"),
         ({"kv_options": {"page_size": 4096}}, "takes no kv_options"),
         ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
