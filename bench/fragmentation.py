@@ -13,10 +13,11 @@ import random
 from dataclasses import dataclass
 
 from bench.common import Goal, Report, Row
-from vattn import layout
+from vattn import TensorGroup, layout
 
-_LAYERS, _KV_HEADS, _HEAD_DIM, _ITEMSIZE = 32, 8, 128, 2
-_TOKEN_BYTES = _LAYERS * _KV_HEADS * 2 * _HEAD_DIM * _ITEMSIZE
+_LAYERS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_GROUP = TensorGroup(layers=range(_LAYERS), num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, dtype="bfloat16")
+_TOKEN_BYTES = _GROUP.token_bytes
 _BLOCK_SIZE = 16
 _PAGE_SIZES = tuple(2**power for power in range(16, 22))
 _MIB = 2**20
@@ -95,10 +96,7 @@ def run(quick: bool) -> Report:
                 geometry = layout.build(
                     name,
                     order,
-                    num_layers=_LAYERS,
-                    num_kv_heads=_KV_HEADS,
-                    head_dims=(_HEAD_DIM, _HEAD_DIM),
-                    itemsize=_ITEMSIZE,
+                    groups=[_GROUP],
                     slots=1,
                     tokens=most,
                     page_size=page_size,

@@ -46,14 +46,15 @@ Address AddressSpace::address(std::size_t lane, std::size_t slot, std::size_t pa
 
 void AddressSpace::add_operations(Transaction& transaction, Operation::Kind kind, std::size_t slot, std::size_t from,
                                   std::size_t to) const {
-  const std::vector<Column>& columns = slots_[slot].columns;
+  const std::size_t first = slots_[slot].first;
+  const auto column = [&](std::size_t index) -> const Column& { return slots_[slot].columns[index - first]; };
   while (from < to) {
     std::size_t end = from + 1;
-    while (end < to && columns[end].access == columns[from].access) ++end;
+    while (end < to && column(end).access == column(from).access) ++end;
     for (std::size_t lane = 0; lane < lanes(); ++lane) {
-      Operation operation{kind, {}, address(lane, slot, from), columns[from].access};
+      Operation operation{kind, {}, address(lane, slot, from), column(from).access};
       operation.pages.reserve(end - from);
-      for (std::size_t column = from; column < end; ++column) operation.pages.push_back(columns[column].pages[lane]);
+      for (std::size_t i = from; i < end; ++i) operation.pages.push_back(column(i).pages[lane]);
       transaction.add(std::move(operation));
     }
     from = end;
@@ -61,18 +62,19 @@ void AddressSpace::add_operations(Transaction& transaction, Operation::Kind kind
 }
 
 void AddressSpace::push(Transaction& transaction, std::size_t slot, std::vector<Column> columns) {
-  std::vector<Column>& mapped = slots_.at(slot).columns;
-  const std::size_t before = mapped.size();
-  for (Column& column : columns) mapped.push_back(std::move(column));
-  slots_[slot].most_columns = std::max(slots_[slot].most_columns, mapped.size());
-  add_operations(transaction, Operation::Kind::kMap, slot, before, mapped.size());
+  Slot& mapped = slots_.at(slot);
+  const std::size_t before = mapped.columns.size();
+  const std::size_t from = this->columns(slot);
+  for (Column& column : columns) mapped.columns.push_back(std::move(column));
+  mapped.most_columns = std::max(mapped.most_columns, this->columns(slot));
+  add_operations(transaction, Operation::Kind::kMap, slot, from, this->columns(slot));
   transaction.on_revert([self = shared_from_this(), slot, before] { self->slots_[slot].columns.resize(before); });
 }
 
 void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t count) {
   const std::vector<Column>& mapped = slots_.at(slot).columns;
   const PoolCounts counts = pool_->counts();
-  if (mapped.size() + count > shape_.run_pages) throw std::logic_error("grew a slot past its end");
+  if (this->columns(slot) + count > shape_.run_pages) throw std::logic_error("grew a slot past its end");
   if (lanes() * count > counts.free + counts.absent) throw std::logic_error("grew a slot past the pool's budget");
   std::vector<Column> columns(count, Column{std::vector<PageId>(lanes()), Access::kReadWrite});
   std::vector<PageId> taken, created;
@@ -110,27 +112,46 @@ void AddressSpace::alias(Transaction& transaction, std::size_t slot, std::size_t
 }
 
 void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_t count) {
-  std::vector<Column>& mapped = slots_.at(slot).columns;
-  if (count > mapped.size()) throw std::logic_error("shrank a slot below nothing");
-  add_operations(transaction, Operation::Kind::kUnmap, slot, mapped.size() - count, mapped.size());
-  std::vector<Column> removed(std::make_move_iterator(mapped.end() - static_cast<std::ptrdiff_t>(count)),
-                              std::make_move_iterator(mapped.end()));
-  mapped.resize(mapped.size() - count);
+  if (count > slots_.at(slot).columns.size()) throw std::logic_error("shrank a slot below nothing");
+  remove(transaction, slot, columns(slot) - count, columns(slot));
+}
+
+void AddressSpace::retire(Transaction& transaction, std::size_t slot, std::size_t count) {
+  if (count > slots_.at(slot).columns.size()) throw std::logic_error("retired more columns than a slot has");
+  remove(transaction, slot, first(slot), first(slot) + count);
+  slots_[slot].first += count;
+  transaction.on_revert([self = shared_from_this(), slot, count] { self->slots_[slot].first -= count; });
+}
+
+void AddressSpace::place(Transaction& transaction, std::size_t slot, std::size_t column) {
+  if (!slots_.at(slot).columns.empty()) throw std::logic_error("placed a slot that has columns");
+  if (column > shape_.run_pages) throw std::logic_error("placed a slot past its end");
+  transaction.on_revert([self = shared_from_this(), slot, before = first(slot)] { self->slots_[slot].first = before; });
+  slots_[slot].first = column;
+}
+
+void AddressSpace::remove(Transaction& transaction, std::size_t slot, std::size_t from, std::size_t to) {
+  add_operations(transaction, Operation::Kind::kUnmap, slot, from, to);
+  std::vector<Column>& mapped = slots_[slot].columns;
+  const auto at = static_cast<std::ptrdiff_t>(from - first(slot));
+  const auto begin = mapped.begin() + at, end = begin + static_cast<std::ptrdiff_t>(to - from);
+  std::vector<Column> removed(std::make_move_iterator(begin), std::make_move_iterator(end));
+  mapped.erase(begin, end);
   for (const Column& column : removed)
     for (const PageId page : column.pages) pool_->drop(page);
-  transaction.on_revert([self = shared_from_this(), slot, removed = std::move(removed)] {
-    for (const Column& column : removed) {
+  transaction.on_revert([self = shared_from_this(), slot, at, removed = std::move(removed)] {
+    for (const Column& column : removed)
       for (const PageId page : column.pages) self->pool_->undo_drop(page);
-      self->slots_[slot].columns.push_back(column);
-    }
+    std::vector<Column>& columns = self->slots_[slot].columns;
+    columns.insert(columns.begin() + at, removed.begin(), removed.end());
   });
 }
 
 Pages AddressSpace::pages(std::size_t slot, std::size_t from, std::size_t to) const {
-  const std::vector<Column>& mapped = slots_.at(slot).columns;
-  if (from > to || to > mapped.size()) throw std::logic_error("asked for columns that the slot does not have");
+  if (from > to || to > columns(slot) || (from < to && from < first(slot)))
+    throw std::logic_error("asked for columns that the slot does not have");
   Pages pages;
-  for (std::size_t i = from; i < to; ++i) pages.columns.push_back(mapped[i].pages);
+  for (std::size_t i = from; i < to; ++i) pages.columns.push_back(slots_[slot].columns[i - first(slot)].pages);
   return pages;
 }
 
@@ -146,18 +167,19 @@ void AddressSpace::count(std::vector<std::uint32_t>& holders, std::vector<std::u
 void AddressSpace::check() const {
   const Driver::Scope scope(*driver_);
   for (std::size_t slot = 0; slot < shape_.slots; ++slot) {
-    const std::vector<Column>& mapped = slots_[slot].columns;
+    const std::size_t begin = first(slot), end = columns(slot);
     for (std::size_t lane = 0; lane < lanes(); ++lane) {
       Handle handle = 0;
       Access access = Access::kNone;
-      for (std::size_t page = 0; page < mapped.size(); ++page) {
+      for (std::size_t page = begin; page < end; ++page) {
+        const Column& column = slots_[slot].columns[page - begin];
         if (!driver_->mapped(address(lane, slot, page), &handle, &access))
           throw std::logic_error("a page in the books is not mapped");
-        if (handle != pool_->handle(mapped[page].pages[lane])) throw std::logic_error("another page is mapped");
-        if (access != mapped[page].access) throw std::logic_error("a page is mapped with another access");
+        if (handle != pool_->handle(column.pages[lane])) throw std::logic_error("another page is mapped");
+        if (access != column.access) throw std::logic_error("a page is mapped with another access");
       }
-      for (std::size_t page = mapped.size(); page < shape_.run_pages && page < mapped.size() + 2; ++page)
-        if (driver_->mapped(address(lane, slot, page), &handle, &access))
+      for (std::size_t page = begin > 2 ? begin - 2 : 0; page < shape_.run_pages && page < end + 2; ++page)
+        if ((page < begin || page >= end) && driver_->mapped(address(lane, slot, page), &handle, &access))
           throw std::logic_error("a page past the books is mapped");
     }
   }

@@ -45,12 +45,17 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   std::size_t lanes() const { return shape_.tensors * shape_.runs; }
   std::size_t tensor_bytes() const { return shape_.slots * shape_.runs * shape_.run_pages * pool_->page_size(); }
   Address base(std::size_t tensor) const { return bases_.at(tensor); }
-  std::size_t columns(std::size_t slot) const { return slots_.at(slot).columns.size(); }
+  // Columns [first(slot), columns(slot)) of the slot are mapped.
+  std::size_t first(std::size_t slot) const { return slots_.at(slot).first; }
+  std::size_t columns(std::size_t slot) const { return slots_.at(slot).first + slots_.at(slot).columns.size(); }
 
   // These change the books and add to the transaction what the worker has to do. The caller has checked that the pool
   // and the slot have room; std::logic_error otherwise.
   void grow(Transaction& transaction, std::size_t slot, std::size_t count);
-  void shrink(Transaction& transaction, std::size_t slot, std::size_t count);
+  void shrink(Transaction& transaction, std::size_t slot, std::size_t count);  // takes the last columns
+  void retire(Transaction& transaction, std::size_t slot, std::size_t count);  // takes the first columns
+  // Where the next column of a slot without any is to be.
+  void place(Transaction& transaction, std::size_t slot, std::size_t column);
   // Appends pages that somebody holds, as one range of columns.
   void attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access);
   // Attaches columns [columns(slot), upto) of `source`: the same physical pages, at the same place in their slot.
@@ -72,12 +77,15 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     Access access;
   };
   struct Slot {
-    std::vector<Column> columns;
-    std::size_t most_columns = 0;  // ever: no page beyond was touched
+    std::size_t first = 0;
+    std::vector<Column> columns;   // from the first on
+    std::size_t most_columns = 0;  // end of the last one, ever: no page beyond was touched
   };
 
   Address address(std::size_t lane, std::size_t slot, std::size_t page) const;
   void push(Transaction& transaction, std::size_t slot, std::vector<Column> columns);
+  // Takes away columns [from, to), at either end of the slot.
+  void remove(Transaction& transaction, std::size_t slot, std::size_t from, std::size_t to);
   // One operation per lane and stretch of equal access over columns [from, to) of the slot.
   void add_operations(Transaction& transaction, Operation::Kind kind, std::size_t slot, std::size_t from,
                       std::size_t to) const;

@@ -235,9 +235,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("slots", [](const AddressSpace& self) { return self.shape().slots; })
       .def_prop_ro("lanes", &AddressSpace::lanes)
       .def_prop_ro("tensor_bytes", &AddressSpace::tensor_bytes)
+      .def("first", &AddressSpace::first, "slot"_a)
       .def("columns", &AddressSpace::columns, "slot"_a)
       .def("grow", &AddressSpace::grow, "transaction"_a, "slot"_a, "count"_a)
       .def("shrink", &AddressSpace::shrink, "transaction"_a, "slot"_a, "count"_a)
+      .def("retire", &AddressSpace::retire, "transaction"_a, "slot"_a, "count"_a)
+      .def("place", &AddressSpace::place, "transaction"_a, "slot"_a, "column"_a)
       .def(
           "attach",
           [](AddressSpace& self, Transaction& transaction, std::size_t slot,

@@ -29,6 +29,7 @@ from vattn.errors import (
     UnsupportedModel,
     VattnError,
 )
+from vattn.groups import TensorGroup
 from vattn.pool import PagePool
 from vattn.prefix import Admission
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
@@ -53,6 +54,7 @@ __all__ = [
     "PagePool",
     "SlotPages",
     "StreamCapturing",
+    "TensorGroup",
     "TokenMismatch",
     "UnsupportedModel",
     "VattnError",

@@ -345,7 +345,7 @@ class KVCache(Slots):
             self._maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the cache's dtype.
+        """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
 
         Strides depend on layout and kv_order; the last is 1. Only what `step` backed may be written; other reads see
         zeros (or fault, see `KVConfig.guard`).
@@ -354,9 +354,14 @@ class KVCache(Slots):
             IndexError: for a layer that the cache does not have.
         """
         self._check_open()
-        if not 0 <= index < len(self._views):
-            raise IndexError(f"layer {index} is not in [0, {len(self._views)})")
+        if index not in self._views:
+            raise IndexError(f"layer {index} is not one of the cache's: {', '.join(map(str, self._views))}")
         return self._views[index]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that the cache has K and V of."""
+        return tuple(self.layout.views)
 
     @property
     def total_pages(self) -> int:
@@ -536,7 +541,7 @@ class KVCache(Slots):
                 return
             self._closed = True
             self._finalizer.detach()
-            self._views = []
+            self._views = {}
             self._rows.clear()
             try:
                 self._pool.leave(self, self._give_back())
@@ -584,21 +589,20 @@ class KVCache(Slots):
         self._check_open()
         self._pool.enter()
 
-    def _make_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        dtype = self.config.torch_dtype
-        shape = (self.layout.slots, self.config.max_context_len, self.config.num_kv_heads)
+    def _make_views(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         # Outside inference mode: a tensor made inside it could not be written outside it.
         with torch.inference_mode(False):
             bases = [
-                [space.tensor(i, *self._pool.driver.dlpack_device).view(dtype) for i in range(kind.tensors)]
+                [space.tensor(i, *self._pool.driver.dlpack_device) for i in range(kind.tensors)]
                 for kind, space in zip(self.layout.kinds, self._spaces, strict=True)
             ]
 
             def view(where: TensorView) -> torch.Tensor:
-                base = bases[where.kind][where.tensor]
-                return base.as_strided((*shape, where.head_dim), where.strides, where.offset)
+                base = bases[where.kind][where.tensor].view(where.dtype)
+                shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
+                return base.as_strided(shape, where.strides, where.offset)
 
-            return [(view(k), view(v)) for k, v in self.layout.views]
+            return {layer: (view(k), view(v)) for layer, (k, v) in self.layout.views.items()}
 
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
 from vattn import drivers
 from vattn.errors import ConfigError
+from vattn.groups import TensorGroup, check_int, parse_dtype
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
-
-_DTYPES = {
-    name: dtype
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-    for dtype in (getattr(torch, name),)
-}
 
 # An automatic page size keeps to half of the kernel's mappings, and to blocks of at least this many tokens: below that,
 # calls to the driver cost more than the memory that they save.
@@ -24,16 +20,24 @@ _MIN_AUTO_BLOCK_TOKENS = 64
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
+# Rows before a window that kernels read: on CUDA the rest of a tile of keys, of which the longest have 256.
+_WINDOW_GUARD = {"cpu": 0, "cuda": 256}
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """What a cache holds, where, and how it behaves.
 
+    What a token takes is said either by `num_layers`, `num_kv_heads` and `head_dim`, for layers that are alike, or by
+    `groups`.
+
     Attributes:
         num_layers: attention layers that keep K and V.
         num_kv_heads: K/V heads of each.
         head_dim: elements of a K head (and of a V head, unless `v_head_dim` says otherwise).
-        v_head_dim: elements of a V head, where it differs.
+        v_head_dim: elements of a V head, where it differs. 0: layers store K only, one latent say.
+        sliding_window: a query sees this many tokens, its own included, and memory behind them is given back.
+        groups: layers that differ: in heads, sizes, element type or window.
         dtype: element type, as torch has it or by name: float32, bfloat16, float16, or an 8-bit type.
         max_batch_size: slots, so requests at a time.
         max_context_len: tokens that a slot can grow to. Only address space depends on it.
@@ -62,13 +66,15 @@ class KVConfig:
         watermark: share of the budget below which free pages are replenished from finished requests. 0: only on demand.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype | str
     max_batch_size: int
     max_context_len: int
+    num_layers: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
     v_head_dim: int | None = None
+    sliding_window: int | None = None
+    groups: Sequence[TensorGroup] | None = None
+    dtype: torch.dtype | str | None = None
     device: str | torch.device = "cpu"
     memory_budget: int | str = "auto"
     memory_utilization: float | Literal["auto"] = "auto"
@@ -84,11 +90,15 @@ class KVConfig:
     watermark: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_context_len"):
+        for name in ("max_batch_size", "max_context_len"):
             self._check_int(name, at_least=1)
-        for name in ("v_head_dim", "block_tokens"):
-            if getattr(self, name) is not None:
-                self._check_int(name, at_least=1)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        if self.groups is not None:
+            object.__setattr__(self, "groups", tuple(self.groups))
+        _ = self.tensor_groups
+        if self.block_tokens is not None:
+            self._check_int("block_tokens", at_least=1)
         for name in ("guard_rows", "eager_pages"):
             self._check_int(name, at_least=0)
         self._check_choice("layout", ("auto", *LAYOUTS))
@@ -118,12 +128,6 @@ class KVConfig:
                 f"block_tokens={self.block_tokens} follows from layout={self.layout!r} and page_size={self.page_size}; "
                 "give at most two of the three"
             )
-        if isinstance(self.dtype, str):
-            if self.dtype not in _DTYPES:
-                raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}")
-            object.__setattr__(self, "dtype", _DTYPES[self.dtype])
-        elif self.dtype not in _DTYPES.values():
-            raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(f'torch.{n}' for n in _DTYPES)}")
 
     @classmethod
     def from_options(cls, **options: Any) -> KVConfig:
@@ -132,27 +136,49 @@ class KVConfig:
         unknown = [name for name in options if name not in known]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
-        required = list(known)[: list(known).index("v_head_dim")]
-        missing = [name for name in required if name not in options]
+        missing = [name for name in ("max_batch_size", "max_context_len") if name not in options]
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be given")
         return cls(**options)
 
     @property
-    def head_dims(self) -> tuple[int, int]:
-        """Head sizes of K and V."""
-        return self.head_dim, self.v_head_dim if self.v_head_dim is not None else self.head_dim
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
-        assert isinstance(self.dtype, torch.dtype)
-        return self.dtype
+    def tensor_groups(self) -> tuple[TensorGroup, ...]:
+        """The layers by groups, with their element types; one group where they are alike."""
+        plain = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window")
+        if self.groups is None:
+            missing = [name for name in (*plain[:3], "dtype") if getattr(self, name) is None]
+            if missing:
+                raise ConfigError(f"{', '.join(missing)} must be given, or groups=[vattn.TensorGroup(...), ...]")
+            self._check_int("num_layers", at_least=1)
+            assert self.num_layers is not None
+            assert self.num_kv_heads is not None
+            assert self.head_dim is not None
+            groups: Sequence[TensorGroup] = [
+                TensorGroup(
+                    layers=range(self.num_layers),
+                    num_kv_heads=self.num_kv_heads,
+                    head_dim=self.head_dim,
+                    v_head_dim=self.v_head_dim,
+                    sliding_window=self.sliding_window,
+                )
+            ]
+        else:
+            groups = self.groups
+            given = [name for name in plain if getattr(self, name) is not None]
+            if given:
+                raise ConfigError(f"{', '.join(given)} and groups contradict each other; let the groups say it")
+            if not groups or not all(isinstance(group, TensorGroup) for group in groups):
+                raise ConfigError(f"groups={groups!r} must be a list of one or more vattn.TensorGroup")
+            layers = [layer for group in groups for layer in group.indices]
+            if len(set(layers)) < len(layers):
+                twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+                raise ConfigError(f"layers {twice} are in several groups, or twice in one; a layer is in one group")
+            if self.dtype is None and any(group.dtype is None for group in groups):
+                raise ConfigError("dtype must be given, to the cache or to each of its groups")
+        return tuple(group if group.dtype is not None else replace(group, dtype=self.dtype) for group in groups)
 
     def _check_int(self, name: str, *, at_least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+        check_int(name, getattr(self, name), at_least=at_least)
 
     def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)
@@ -170,13 +196,11 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
     return build(
         name,
         default_kv_order(config.device) if config.kv_order == "auto" else config.kv_order,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dims=config.head_dims,
-        itemsize=config.torch_dtype.itemsize,
+        groups=config.tensor_groups,
         slots=config.max_batch_size,
         tokens=config.max_context_len + config.guard_rows,
         page_size=page_size,
+        window_guard=_WINDOW_GUARD[drivers.parse(config.device).type],
     )
 
 

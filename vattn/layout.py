@@ -13,14 +13,22 @@ of a head):
     fused    HND       1                H              N x (K: D, V: D)
 
 The longer the row, the fewer tokens a page covers: finer blocks, at the price of wider strides between tokens.
+
+Layers that differ are in tensor groups, each with virtual tensors of its own in the same layout (N its layers, H its
+heads). Groups with the same window form a *band*: what they back of a slot is the same range of tokens.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+
+from vattn.groups import TensorGroup
 
 LayoutName = Literal["layer", "sliced", "fused"]
 KVOrder = Literal["NHD", "HND"]
@@ -59,14 +67,52 @@ class TensorKind:
         """Columns that back tokens `[0, tokens)`."""
         return -(-tokens * self.row_bytes // self.page_size)
 
+    def column(self, token: int) -> int:
+        """The column in which a token begins."""
+        return token * self.row_bytes // self.page_size
+
     def tokens(self, columns: int) -> int:
         """Whole tokens that `columns` columns back."""
         return columns * self.page_size // self.row_bytes
 
 
 @dataclass(frozen=True)
+class Band:
+    """Kinds that back the same range of a slot's tokens: all of them, or those in a window.
+
+    Attributes:
+        window: tokens that stay backed before the first that is computed next, that one included; None for all.
+        kinds: one per group, or two where the rows of its K and of its V differ in size.
+        token_bytes: bytes of a token in all of its layers.
+    """
+
+    window: int | None
+    kinds: tuple[TensorKind, ...]
+    token_bytes: int
+
+    def floor(self, start: int) -> int:
+        """The first token that queries from token `start` on can see."""
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+    def pages(self, tokens: int, start: int = 0) -> int:
+        """Pages that back, of tokens `[0, tokens)` of one slot, what queries from token `start` on can see."""
+        floor = self.floor(start)
+        return sum(kind.lanes * max(0, kind.columns(tokens) - kind.column(floor)) for kind in self.kinds)
+
+    def most_pages(self, tokens: int) -> int:
+        """The most pages that `tokens` tokens of one slot take while they come one by one."""
+        if self.window is None or tokens <= self.window:
+            return self.pages(tokens)
+        return sum(kind.lanes * min(kind.columns(tokens), kind.columns(self.window) + 1) for kind in self.kinds)
+
+    def live_bytes(self, tokens: int) -> int:
+        """Bytes of those of `tokens` tokens that are still of use."""
+        return self.token_bytes * (tokens if self.window is None else min(tokens, self.window))
+
+
+@dataclass(frozen=True)
 class TensorView:
-    """Where one layer's K (or V) lies in its virtual tensor, in elements.
+    """Where one layer's K (or V) lies in its virtual tensor, in elements of type `dtype`.
 
     The view is `[max_batch_size, max_context_len, heads, head_dim]` over tensor `tensor` of kind `kind`.
     """
@@ -75,25 +121,41 @@ class TensorView:
     tensor: int
     offset: int
     strides: tuple[int, int, int, int]
+    heads: int
     head_dim: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of a cache. `kinds` has two entries where the rows of K and of V differ in size, else one."""
+    """The geometry of a cache.
+
+    Attributes:
+        bands: the kinds of virtual tensors, by what they back.
+        views: K and V of every layer that has them; `TensorView.kind` counts through all bands.
+    """
 
     name: LayoutName
     kv_order: KVOrder
     page_size: int
     slots: int
-    kinds: tuple[TensorKind, ...]
-    views: tuple[tuple[TensorView, TensorView], ...]
-    bytes_per_token: int
+    bands: tuple[Band, ...]
+    views: dict[int, tuple[TensorView, TensorView]]
+
+    @property
+    def kinds(self) -> tuple[TensorKind, ...]:
+        """The kinds of all bands."""
+        return tuple(kind for band in self.bands for kind in band.kinds)
 
     @property
     def block_tokens(self) -> int:
         """Whole tokens that a page covers in the virtual tensor with the longest rows."""
         return min(kind.block_tokens for kind in self.kinds)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in all layers."""
+        return sum(band.token_bytes for band in self.bands)
 
     @property
     def lanes(self) -> int:
@@ -105,46 +167,75 @@ class Layout:
         """Address space, in bytes."""
         return self.slots * sum(kind.lanes * kind.run_pages * self.page_size for kind in self.kinds)
 
-    def pages(self, tokens: int) -> int:
-        """Pages that back tokens `[0, tokens)` of one slot."""
-        return sum(kind.lanes * kind.columns(tokens) for kind in self.kinds)
+    def pages(self, tokens: int, start: int = 0) -> int:
+        """Pages that back, of tokens `[0, tokens)` of one slot, what queries from token `start` on can see."""
+        return sum(band.pages(tokens, start) for band in self.bands)
+
+    def most_pages(self, tokens: int) -> int:
+        """The most pages that `tokens` tokens of one slot take while they come one by one."""
+        return sum(band.most_pages(tokens) for band in self.bands)
 
     def most_tokens(self, pages: int, limit: int) -> int:
-        """Tokens of one slot, up to `limit`, that `pages` pages back."""
-        return bisect.bisect_right(range(limit + 1), pages, key=self.pages) - 1
+        """Tokens of one slot, up to `limit`, that come one by one into `pages` pages."""
+        return bisect.bisect_right(range(limit + 1), pages, key=self.most_pages) - 1
 
     @property
     def worst_waste(self) -> int:
-        """Bytes that a request can hold without using them: a last page of every lane with one token in it."""
-        return sum(kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) for kind in self.kinds)
+        """Bytes that a request can hold without using them: a last page of every lane with one token in it, and before
+        a window a first one.
+        """
+        return sum(
+            kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) * (1 if band.window is None else 2)
+            for band in self.bands
+            for kind in band.kinds
+        )
 
 
 def build(
     name: LayoutName,
     kv_order: KVOrder,
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dims: tuple[int, int],
-    itemsize: int,
+    groups: Sequence[TensorGroup],
     slots: int,
     tokens: int,
     page_size: int,
+    window_guard: int = 0,
 ) -> Layout:
     """The layout `name` for `slots` slots of `tokens` tokens (guard rows included).
 
     Args:
-        head_dims: head sizes of K and V, in elements.
-        itemsize: bytes of an element.
-        page_size: bytes of a page, a multiple of `itemsize`.
+        groups: the layers, each in one group; with their element types.
+        page_size: bytes of a page, a multiple of every element's.
+        window_guard: rows before a window that a kernel may read without using them.
     """
+    bands: list[Band] = []
+    views: dict[int, tuple[TensorView, TensorView]] = {}
+    first = 0
+    for window in dict.fromkeys(group.sliding_window for group in groups):
+        kinds: list[TensorKind] = []
+        members = [group for group in groups if group.sliding_window == window]
+        for group in members:
+            made, placed = _place(name, kv_order, group, first + len(kinds), tokens, page_size)
+            kinds += made
+            views |= placed
+        token_bytes = sum(group.token_bytes for group in members)
+        bands.append(Band(None if window is None else window + window_guard, tuple(kinds), token_bytes))
+        first += len(kinds)
+    return Layout(name, kv_order, page_size, slots, tuple(bands), views)
+
+
+def _place(
+    name: LayoutName, kv_order: KVOrder, group: TensorGroup, first_kind: int, tokens: int, page_size: int
+) -> tuple[list[TensorKind], dict[int, tuple[TensorView, TensorView]]]:
+    """The kinds of one group, of which the first is number `first_kind`, and the views of its layers."""
+    num_layers, head_dims, itemsize = len(group.indices), group.head_dims, group.torch_dtype.itemsize
     by_head = kv_order == "HND"
-    runs = num_kv_heads if by_head else 1
-    heads_per_row = 1 if by_head else num_kv_heads
+    runs = group.num_kv_heads if by_head else 1
+    heads_per_row = 1 if by_head else group.num_kv_heads
     layers_per_row = 1 if name == "layer" else num_layers
     sides = tuple(heads_per_row * dim for dim in head_dims)  # a layer's K and V in one row, in elements
 
-    rows = (layers_per_row * sum(sides),) if name == "fused" else tuple(layers_per_row * side for side in sides)
+    rows = (layers_per_row * sum(sides),) if name == "fused" else tuple(layers_per_row * side for side in sides if side)
     merged = len(rows) == 2 and rows[0] == rows[1]
     tensors_per_side = 1 if name == "fused" else num_layers // layers_per_row
     kinds = []
@@ -156,7 +247,8 @@ def build(
         kinds.append(TensorKind(tensors_per_side * (2 if merged else 1), runs, row_bytes, run_pages, page_size))
 
     def view(layer: int, side: int) -> TensorView:
-        kind = 0 if name == "fused" or merged else side
+        # A V of no elements is an empty view of K's tensor.
+        kind = 0 if len(kinds) == 1 else side
         tensor = 0 if name == "fused" else layer // layers_per_row
         if merged:
             tensor += side * tensors_per_side
@@ -165,14 +257,8 @@ def build(
         run = kinds[kind].run_pages * page_size // itemsize
         head_stride = run if by_head else head_dims[side]
         strides = (runs * run, kinds[kind].row_bytes // itemsize, head_stride, 1)
-        return TensorView(kind, tensor, offset, strides, head_dims[side])
+        return TensorView(
+            first_kind + kind, tensor, offset, strides, group.num_kv_heads, head_dims[side], group.torch_dtype
+        )
 
-    return Layout(
-        name=name,
-        kv_order=kv_order,
-        page_size=page_size,
-        slots=slots,
-        kinds=tuple(kinds),
-        views=tuple((view(layer, 0), view(layer, 1)) for layer in range(num_layers)),
-        bytes_per_token=num_layers * num_kv_heads * sum(head_dims) * itemsize,
-    )
+    return kinds, {layer: (view(i, 0), view(i, 1)) for i, layer in enumerate(group.indices)}

@@ -22,7 +22,7 @@ class VirtualKV(ContiguousKV):
 
     def __init__(self, config: KVConfig) -> None:
         self.cache = KVCache(config)
-        super().__init__([self.cache.layer(i) for i in range(config.num_layers)])
+        super().__init__([self.cache.layer(i) for i in self.cache.layers])
 
     def allocate(self, num_tokens: int) -> int:
         return self.cache.alloc_reqid(num_tokens)

@@ -39,7 +39,7 @@ def cache() -> Iterator[vattn.KVCache]:
 
 
 def fill(cache: vattn.KVCache, reqid: int, tokens: int, seed: int) -> None:
-    for layer in range(cache.config.num_layers):
+    for layer in cache.layers:
         for side, tensor in enumerate(cache.layer(layer)):
             tensor[reqid, :tokens] = content(tensor, tokens, seed + 10 * layer + side)
 
@@ -55,7 +55,7 @@ def memory_calls(stats: vattn.CacheStats) -> dict[str, vattn.CallStats]:
 
 
 def assert_holds(cache: vattn.KVCache, reqid: int, tokens: int, seed: int) -> None:
-    for layer in range(cache.config.num_layers):
+    for layer in cache.layers:
         for side, tensor in enumerate(cache.layer(layer)):
             expected = content(tensor, tokens, seed + 10 * layer + side)
             assert torch.equal(tensor[reqid, :tokens].float(), expected.float())

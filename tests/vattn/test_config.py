@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import sys
 from typing import Any
@@ -66,6 +67,52 @@ def test_missing_options_are_named() -> None:
         vattn.KVConfig.from_options(
             **{k: v for k, v in BASE.items() if k not in ("num_kv_heads", "head_dim")},
         )
+
+
+GROUP = vattn.TensorGroup(layers=[0], num_kv_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 2}, "num_layers and groups contradict"),
+        ({"sliding_window": 8}, "sliding_window and groups contradict"),
+        ({"groups": []}, "one or more vattn.TensorGroup"),
+        ({"groups": [{"layers": [0]}]}, "one or more vattn.TensorGroup"),
+        ({"groups": [GROUP, GROUP]}, "layers [0] are in several groups"),
+        ({"dtype": None}, "dtype must be given, to the cache or to each of its groups"),
+    ],
+)
+def test_groups_that_contradict_are_refused(change: dict[str, Any], says: str) -> None:
+    options = {"groups": [GROUP], "dtype": "float32", "max_batch_size": 1, "max_context_len": 10}
+    with pytest.raises(vattn.ConfigError, match=re.escape(says)):
+        vattn.KVConfig.from_options(**(options | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers": 3}, "layers=3 must be layer indices"),
+        ({"layers": []}, "without layers"),
+        ({"layers": [-1]}, "layers=-1"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"head_dim": 2.0}, "head_dim=2.0"),
+        ({"v_head_dim": -1}, "v_head_dim=-1"),
+        ({"dtype": "int4"}, "dtype='int4'"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], says: str) -> None:
+    options: dict[str, Any] = {"layers": [0], "num_kv_heads": 2, "head_dim": 16}
+    with pytest.raises(vattn.ConfigError, match=re.escape(says)):
+        vattn.TensorGroup(**(options | change))
+
+
+def test_a_config_with_groups_can_be_replaced() -> None:
+    config = vattn.KVConfig(groups=[GROUP], dtype="float32", max_batch_size=1, max_context_len=10)
+    wider = dataclasses.replace(config, max_batch_size=2)
+    assert wider.tensor_groups == config.tensor_groups
+    assert [group.torch_dtype for group in wider.tensor_groups] == [torch.float32]
 
 
 def test_config_is_frozen() -> None:
