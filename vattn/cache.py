@@ -26,7 +26,7 @@ from vattn.fences import refusal
 from vattn.layout import TensorView
 from vattn.pool import PagePool, Plan
 from vattn.prefix import Admission, as_ids
-from vattn.slots import Slots
+from vattn.slots import Known, Prefix, Slots
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 
@@ -93,7 +93,7 @@ class KVCache(Slots):
         """
         with self._pool.lock:
             self._enter()
-            slot = self._choose((), num_tokens)
+            slot = self._choose(self._prefix(()), num_tokens)
             self._take(slot, 0)
             self._prepare_idle_slot()
             return slot
@@ -126,17 +126,18 @@ class KVCache(Slots):
             )
         with self._pool.lock:
             self._enter()
-            blocks = self._shared.index.find(ids, self._shared.block_tokens, salt)
-            slot = self._choose(blocks, len(ids))
+            keys = self._find(ids, salt)
+            prefix = self._prefix(keys)
+            slot = self._choose(prefix, len(ids))
             if self._fences.is_open(slot):
-                del blocks[self._shared.common(slot, blocks) :]
-            self._pool.execute(lambda transaction: self._put(transaction, slot, blocks))
-            cached = len(blocks) * self._shared.block_tokens
+                del keys[self._in_place(slot, prefix) :]
+                prefix = self._prefix(keys)
+            self._pool.execute(lambda transaction: self._put(transaction, slot, prefix))
+            cached = prefix.count * self._block_tokens
             self._take(slot, cached)
-            self._shared.use(slot, len(blocks))
-            self._shared[slot].tokens = ids[:cached]
-            self._shared[slot].salt = salt
-            self._shared.index.count(len(ids), cached)
+            self._use(slot, prefix.count)
+            self._known[slot] = Known(ids[:cached], keys, salt)
+            self._bands[0].shared.index.count(len(ids), cached)
             self._ready[slot] = self._extent(slot)
             self._set_limit(slot)
             self._prepare_idle_slot()
@@ -161,13 +162,9 @@ class KVCache(Slots):
         ids = as_ids(token_ids)
         with self._pool.lock:
             self._enter()
-            length = self._length.get(reqid)
-            if length is None:
+            if reqid not in self._length:
                 raise self._invalid_slot(reqid)
-            blocks = self._shared[reqid].blocks
-            before = len(blocks)
-            self._shared.publish(reqid, ids, length)
-            self._private_active -= (len(blocks) - before) * self._shared.block_pages
+            self._publish(reqid, ids)
 
     def fork(self, reqid: int) -> int:
         """Gives a second request a slot with the tokens of a running one.
@@ -193,40 +190,44 @@ class KVCache(Slots):
                 raise self._invalid_slot(reqid)
             handle = self._fences.uncaptured(None, "fork was called")
             self._fences.launched()
-            shared, mine = self._shared, self._shared[reqid]
-            listed, count = len(mine.blocks), length // shared.block_tokens
-            shared.adopt(reqid, count)
+            count, start = length // self._block_tokens, self._start[reqid]
+            before = [(len(band.shared[reqid].blocks), band.shared[reqid].end) for band in self._bands]
+            end = self._ends.get(reqid, 0)
+            for band in self._bands:
+                band.shared.adopt(reqid, count)
+            self._set_end(reqid, max(end, count * self._block_tokens))
             self._recount()
-            blocks = mine.blocks[:count]
+            prefix = Prefix(count, [band.seen_blocks(reqid, count, start) for band in self._bands])
 
             def plan(transaction: _native.Transaction) -> None:
-                self._put(transaction, slot, blocks)
-                if shared.leftover(slot, shared.block_tokens * count):
-                    self._cut(transaction, slot, count)
-                shared.use(slot, count, transaction)
+                self._put(transaction, slot, prefix)
+                self._release(transaction, slot, count, handle)
+                self._use(slot, count, transaction)
                 self._grow_all(transaction, {slot: self._backed(length)}, now=True, handle=handle)
 
             idle = self._idle.copy()
             try:
-                slot = self._choose(blocks, length)
+                slot = self._choose(prefix, length)
                 if self._fences.is_open(slot):
                     raise refusal("fork was called")
-                self._take(slot, length)
+                self._take(slot, length, start)
                 self._execute(plan)
             except BaseException:
                 for taken in idle.keys() - self._idle.keys():
-                    del self._length[taken], self._limit[taken]
+                    self._leave(taken)
                 self._idle = idle
-                if count > listed:
-                    shared.disown(reqid, listed)
+                for band, (listed, used) in zip(self._bands, before, strict=True):
+                    band.shared.disown(reqid, listed, used)
+                self._set_end(reqid, end)
                 self.refresh()
                 raise
             self._ready[slot] = self._extent(slot)
-            self._shared[slot].tokens = mine.tokens[: count * shared.block_tokens]
-            self._shared[slot].salt = mine.salt
+            known = self._known[reqid]
+            self._known[slot] = Known(known.tokens.copy(), known.keys.copy(), known.salt)
             self._set_limit(slot)
-            start = count * shared.block_tokens
-            self._rows.write(slot, start, self._rows.views(reqid, start, length))
+            for band, blocks in zip(self._bands, prefix.blocks, strict=True):
+                first = count * self._block_tokens if blocks else band.band.floor(start)
+                band.rows.write(slot, first, band.rows.views(reqid, first, length))
             return slot
 
     def evict_prefixes(self) -> int:
@@ -257,9 +258,12 @@ class KVCache(Slots):
 
         What is not backed yet is mapped before this returns. With `overlap`, what the next call will need is queued for
         the worker: one token more in every slot, or what `next_lengths` announces. Slots that are not named keep what
-        they have. A length may go down; pages stay. Where it goes down into shared token blocks, the tokens from there
-        on become the request's own again, by a copy if need be, when the length next rises (copy-on-write): so before
-        committed tokens are written anew, step down to the first of them.
+        they have.
+
+        A length may go down; pages stay. Where it goes down into shared token blocks, the tokens from there on become
+        the request's own again, by a copy if need be, when the length next rises (copy-on-write): so before committed
+        tokens are written anew, step down to the first of them. In layers with a sliding window it may go down to what
+        the last step started from, or to 0; whole token blocks before that token's window are given back.
 
         Args:
             lengths: tokens per slot: a mapping from reqid, or a sequence of `max_batch_size` lengths, 0 = not named.
@@ -272,7 +276,7 @@ class KVCache(Slots):
             OutOfPages: the budget cannot cover it, with the pages that are missing. Nothing changed: preempt a request
                 and call again.
             InvalidSlot: a slot that is not allocated.
-            InvalidLength: a length below 0 or over `max_context_len`.
+            InvalidLength: a length below 0 or over `max_context_len`, or so far back that its window was given back.
             StreamCapturing: the stream captures a CUDA graph, and memory would have to be mapped. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
@@ -290,7 +294,10 @@ class KVCache(Slots):
                 raise self._invalid_slot(error.args[0]) from None
             if lengths and min(lengths.values()) < 0:
                 raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
-            ends = self._shared.ends
+            back = [slot for slot, n in lengths.items() if n < self._length[slot]] if self._windowed else ()
+            for slot in back:
+                self._check_seen(slot, lengths[slot])
+            ends = self._ends
             lowered = [slot for slot, end in ends.items() if lengths.get(slot, end) < end] if ends else ()
             closed = self._fences.launched()
             if crossing or next_lengths or closed or self._leaving:
@@ -301,12 +308,17 @@ class KVCache(Slots):
                 else:
                     self._length.update(lengths)
                 if not capturing:
+                    if self._windowed:
+                        self._release_windows(crossing, handle)
                     self._look_ahead(crossing, lengths, next_lengths or {})
                     self._maintain()
             else:
                 self._length.update(lengths)
             for slot in lowered:
                 self._rewind(slot)
+            for slot in back:
+                self._start[slot] = min(self._start[slot], lengths[slot])
+                self._set_limit(slot)
             self._steps += 1
             self._step_ns += time.perf_counter_ns() - start
 
@@ -332,15 +344,10 @@ class KVCache(Slots):
             if reqid not in self._length:
                 raise self._invalid_slot(reqid)
             self._fences.freed(reqid, self._fences.uncaptured(stream, "free_reqid was called"))
-            del self._length[reqid], self._limit[reqid]
-            self._idle[reqid] = None
-            self._shared.use(reqid, 0)
-            self._shared[reqid].tokens = []
-            self._shared[reqid].rewound = False
-            private = self._private_pages(reqid)
-            self._private_active -= private
-            self._private_idle += private
-            if not self.config.deferred_reclamation:
+            self._use(reqid, 0)
+            self._known[reqid] = Known()
+            self._leave(reqid)
+            if not self.config.deferred_reclamation or not all(band.begins(reqid) for band in self._bands):
                 self._leaving[reqid] = None
             self._maintain()
 
@@ -375,7 +382,7 @@ class KVCache(Slots):
         def alone(pages: int) -> int:
             return max(0, layout.most_tokens(pages, longest + guard) - guard)
 
-        requests, rest = divmod(self._budget, layout.pages(longest + guard))
+        requests, rest = divmod(self._budget, layout.most_pages(longest + guard))
         return Capacity(
             budget_bytes=self._budget * layout.page_size,
             requests=min(layout.slots, self._budget // layout.pages(1 + guard)),
@@ -390,12 +397,8 @@ class KVCache(Slots):
         """
         with self._pool.lock:
             self._enter()
-            needed = sum(
-                kind.lanes * sum(kind.columns(self._backed(length)) for length in self._length.values())
-                for kind in self.layout.kinds
-            )
             held = self._pool.free_pages + self._pool.spare_pages + self._stuck_pages() + self._owned
-            return min(self._budget, held) - needed + self._shared.saved_pages
+            return min(self._budget, held) - self._needed_pages()
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None) -> int:
         """Pages for `num_tokens` tokens: in all, or beyond those for the length of slot `reqid`, or a few more.
@@ -412,9 +415,10 @@ class KVCache(Slots):
         length = self._length.get(reqid)
         if length is None:
             raise self._invalid_slot(reqid)
-        more = max(0, pages - self.layout.pages(self._backed(length)))
-        if num_tokens > length and (replaced := self._shared[reqid].used - length // self._shared.block_tokens) > 0:
-            more += replaced * self._shared.block_pages
+        backed = self.layout.pages(self._backed(length), length)
+        more = max(0, self.layout.pages(self._backed(num_tokens), length) - backed)
+        if num_tokens > length:
+            more += sum(band.replaced_pages(reqid, length // self._block_tokens) for band in self._bands)
         return more
 
     def stats(self) -> CacheStats:
@@ -422,24 +426,27 @@ class KVCache(Slots):
         with self._pool.lock:
             self._enter()
             counts = self._pool.native.counts()
-            live = sum(self._length.values())
-            block_bytes = self._shared.block_tokens * self.layout.bytes_per_token
-            saved_bytes = self._shared.saved_pages // self._shared.block_pages * block_bytes
-            index = self._shared.index
+            lengths = self._length.items()
+            live_bytes = 0
+            for band in self._bands:
+                live_bytes += sum(band.band.live_bytes(length) for _, length in lengths)
+                shared_blocks = band.saved_pages(lengths) // band.shared.block_pages
+                live_bytes -= shared_blocks * band.band.live_bytes(self._block_tokens)
+            index = self._bands[0].shared.index
             return CacheStats(
                 page_size=self.layout.page_size,
                 budget_pages=self._budget,
                 owned_pages=self._owned,
                 parked_pages=self._parked,
                 cached_pages=self._cached,
-                shared_pages=self._shared.shared_pages(),
+                shared_pages=sum(band.shared.shared_pages() for band in self._bands),
                 other_pages=self._budget - self._held - self._free(),
                 free_pages=self._free(),
                 created_pages=counts.budget - counts.absent,
                 peak_mapped_pages=self._peak,
                 reserved_bytes=self.layout.reserved_bytes,
-                live_tokens=live,
-                live_bytes=max(0, live * self.layout.bytes_per_token - saved_bytes),
+                live_tokens=sum(self._length.values()),
+                live_bytes=max(0, live_bytes),
                 query_tokens=index.query_tokens,
                 hit_tokens=index.hit_tokens,
                 kernel_mappings=_native.host_usage().kernel_mappings,
@@ -506,9 +513,11 @@ class KVCache(Slots):
             self._pool.drain()
             try:
                 self._pool.native.check()
-                for space in self._spaces:
+                spaces = [space for band in self._bands for space in band.spaces]
+                for space in spaces:
                     space.check()
-                _native.check_references(self._pool.native, self._spaces, list(self._shared.held()))
+                held = [pages for band in self._bands for pages in band.shared.held()]
+                _native.check_references(self._pool.native, spaces, held)
             except RuntimeError as error:
                 raise AssertionError(str(error)) from error
             active, idle = set(self._length), set(self._idle)
@@ -516,7 +525,12 @@ class KVCache(Slots):
             assert set(self._leaving) <= idle, "the pages of a running request are to go"
             assert not active & idle, "a slot is both active and idle"
             assert active | idle == set(range(self.layout.slots)), "a slot is neither active nor idle"
-            self._shared.check()
+            assert active == set(self._start), "starts are not those of the active slots"
+            for slot, known in enumerate(self._known):
+                assert len(known.tokens) == len(known.keys) * self._block_tokens, "tokens without keys"
+                assert len(known.tokens) <= self._ends.get(slot, 0), "tokens are known that are not in blocks"
+            for band in self._bands:
+                band.shared.check()
             counted = self._private_active, self._private_idle
             self._recount()
             assert counted == (self._private_active, self._private_idle), "private pages are miscounted"
@@ -528,8 +542,12 @@ class KVCache(Slots):
                 extent = self._extent(slot)
                 assert self._ready[slot] <= extent, "a slot counts on tokens that are not backed"
                 # Guard rows are backed by a step, so not yet behind tokens that a request was admitted with.
-                admitted = length == self._shared[slot].used * self._shared.block_tokens
+                admitted = length == self._ends.get(slot, 0)
                 assert (length if admitted else self._backed(length)) <= extent, "a live token is not backed"
+                if self._windowed and length:
+                    assert self._start[slot] <= length, "an earlier query can come than what stays backed for it"
+                    seen = all(band.sees(slot, self._start[slot]) for band in self._bands)
+                    assert seen, "a token that is seen has left its window"
 
     def close(self) -> None:
         """Unmaps everything and gives the memory back. Idempotent; afterwards every call raises CacheClosed.
@@ -542,11 +560,10 @@ class KVCache(Slots):
             self._closed = True
             self._finalizer.detach()
             self._views = {}
-            self._rows.clear()
             try:
                 self._pool.leave(self, self._give_back())
             finally:
-                self._spaces.clear()  # the books of shared blocks have the same list
+                self._bands.clear()
             if self._owns_pool:
                 self._pool.shut()
 
@@ -594,7 +611,8 @@ class KVCache(Slots):
         with torch.inference_mode(False):
             bases = [
                 [space.tensor(i, *self._pool.driver.dlpack_device) for i in range(kind.tensors)]
-                for kind, space in zip(self.layout.kinds, self._spaces, strict=True)
+                for band in self._bands
+                for kind, space in zip(band.band.kinds, band.spaces, strict=True)
             ]
 
             def view(where: TensorView) -> torch.Tensor:

@@ -67,10 +67,6 @@ class TensorKind:
         """Columns that back tokens `[0, tokens)`."""
         return -(-tokens * self.row_bytes // self.page_size)
 
-    def column(self, token: int) -> int:
-        """The column in which a token begins."""
-        return token * self.row_bytes // self.page_size
-
     def tokens(self, columns: int) -> int:
         """Whole tokens that `columns` columns back."""
         return columns * self.page_size // self.row_bytes
@@ -81,29 +77,31 @@ class Band:
     """Kinds that back the same range of a slot's tokens: all of them, or those in a window.
 
     Attributes:
-        window: tokens that stay backed before the first that is computed next, that one included; None for all.
+        window: tokens that stay backed before the one that is computed next, that one included; None for all.
         kinds: one per group, or two where the rows of its K and of its V differ in size.
         token_bytes: bytes of a token in all of its layers.
+        block_tokens: tokens that slots share, or that leave a window, at a time: they fill whole pages of every kind.
     """
 
     window: int | None
     kinds: tuple[TensorKind, ...]
     token_bytes: int
+    block_tokens: int
 
     def floor(self, start: int) -> int:
-        """The first token that queries from token `start` on can see."""
-        return 0 if self.window is None else max(0, start - self.window + 1)
+        """The first token of the first block that queries from token `start` on can see."""
+        if self.window is None:
+            return 0
+        return max(0, start - self.window + 1) // self.block_tokens * self.block_tokens
 
     def pages(self, tokens: int, start: int = 0) -> int:
-        """Pages that back, of tokens `[0, tokens)` of one slot, what queries from token `start` on can see."""
+        """Pages that back tokens `[0, tokens)` of one slot, without blocks that queries from `start` on do not see."""
         floor = self.floor(start)
-        return sum(kind.lanes * max(0, kind.columns(tokens) - kind.column(floor)) for kind in self.kinds)
+        return sum(kind.lanes * max(0, kind.columns(tokens) - kind.columns(floor)) for kind in self.kinds)
 
     def most_pages(self, tokens: int) -> int:
         """The most pages that `tokens` tokens of one slot take while they come one by one."""
-        if self.window is None or tokens <= self.window:
-            return self.pages(tokens)
-        return sum(kind.lanes * min(kind.columns(tokens), kind.columns(self.window) + 1) for kind in self.kinds)
+        return self.pages(tokens if self.window is None else min(tokens, self.window + self.block_tokens - 1))
 
     def live_bytes(self, tokens: int) -> int:
         """Bytes of those of `tokens` tokens that are still of use."""
@@ -132,7 +130,7 @@ class Layout:
 
     Attributes:
         bands: the kinds of virtual tensors, by what they back.
-        views: K and V of every layer that has them; `TensorView.kind` counts through all bands.
+        views: K and V of every layer that has them, in their order; `TensorView.kind` counts through all bands.
     """
 
     name: LayoutName
@@ -168,7 +166,7 @@ class Layout:
         return self.slots * sum(kind.lanes * kind.run_pages * self.page_size for kind in self.kinds)
 
     def pages(self, tokens: int, start: int = 0) -> int:
-        """Pages that back, of tokens `[0, tokens)` of one slot, what queries from token `start` on can see."""
+        """Pages that back tokens `[0, tokens)` of one slot, without blocks that queries from `start` on do not see."""
         return sum(band.pages(tokens, start) for band in self.bands)
 
     def most_pages(self, tokens: int) -> int:
@@ -182,13 +180,10 @@ class Layout:
     @property
     def worst_waste(self) -> int:
         """Bytes that a request can hold without using them: a last page of every lane with one token in it, and before
-        a window a first one.
+        a window a block but for one token.
         """
-        return sum(
-            kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) * (1 if band.window is None else 2)
-            for band in self.bands
-            for kind in band.kinds
-        )
+        ends = sum(kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) for kind in self.kinds)
+        return ends + sum((band.block_tokens - 1) * band.token_bytes for band in self.bands if band.window is not None)
 
 
 def build(
@@ -208,20 +203,28 @@ def build(
         page_size: bytes of a page, a multiple of every element's.
         window_guard: rows before a window that a kernel may read without using them.
     """
-    bands: list[Band] = []
     views: dict[int, tuple[TensorView, TensorView]] = {}
-    first = 0
-    for window in dict.fromkeys(group.sliding_window for group in groups):
-        kinds: list[TensorKind] = []
-        members = [group for group in groups if group.sliding_window == window]
-        for group in members:
-            made, placed = _place(name, kv_order, group, first + len(kinds), tokens, page_size)
-            kinds += made
-            views |= placed
-        token_bytes = sum(group.token_bytes for group in members)
-        bands.append(Band(None if window is None else window + window_guard, tuple(kinds), token_bytes))
-        first += len(kinds)
-    return Layout(name, kv_order, page_size, slots, tuple(bands), views)
+    kinds: list[TensorKind] = []
+    members: dict[int | None, tuple[list[TensorKind], list[TensorGroup]]] = {}
+    for group in sorted(groups, key=lambda group: group.sliding_window or 0):
+        made, placed = _place(name, kv_order, group, len(kinds), tokens, page_size)
+        kinds += made
+        views |= placed
+        of_window = members.setdefault(group.sliding_window, ([], []))
+        of_window[0].extend(made)
+        of_window[1].append(group)
+    block_tokens = math.lcm(*(page_size // math.gcd(page_size, kind.row_bytes) for kind in kinds))
+    bands = tuple(
+        Band(
+            # At least two tokens, so that the last one stays whatever the next step is.
+            None if window is None else max(2, window + window_guard),
+            tuple(made),
+            sum(group.token_bytes for group in of_groups),
+            block_tokens,
+        )
+        for window, (made, of_groups) in members.items()
+    )
+    return Layout(name, kv_order, page_size, slots, bands, dict(sorted(views.items())))
 
 
 def _place(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeVar
@@ -48,7 +48,7 @@ class Block:
         key: what its values depend on; None where nobody has said.
         users: running requests that use it.
         published: it is in the index.
-        last_use: when the last user left, in the index's own time.
+        last_use: when the last user left, by a clock that all indexes share.
     """
 
     depth: int
@@ -59,6 +59,7 @@ class Block:
 
 
 B = TypeVar("B", bound=Block)
+_clock = itertools.count(1)
 
 
 def root_key(salt: bytes) -> Key:
@@ -132,7 +133,6 @@ class PrefixIndex(Generic[B]):
         # Blocks without users, the next to go first. An entry whose block was used since, or is gone, counts no more.
         self._order: list[tuple[int, int, int, B]] = []
         self._serial = itertools.count()
-        self._now = 0
         self.unused = 0  # blocks without users
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -142,6 +142,10 @@ class PrefixIndex(Generic[B]):
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def get(self, key: Key) -> B | None:
+        """The published block with that key."""
+        return self._blocks.get(key)
 
     def find(self, token_ids: Sequence[int], block_tokens: int, salt: bytes) -> list[B]:
         """The longest published prefix of a prompt in whole blocks, that leaves at least one token to compute."""
@@ -177,14 +181,14 @@ class PrefixIndex(Generic[B]):
 
     def release(self, blocks: Iterable[B]) -> None:
         """A request does no longer."""
-        self._now += 1
+        now = next(_clock)
         for block in blocks:
             assert block.users > 0, "released a block that nobody uses"
             block.users -= 1
-            block.last_use = self._now
+            block.last_use = now
             self._queue(block)
 
-    def victims(self) -> Iterator[B]:
+    def victims(self) -> Generator[B]:
         """Published blocks without users, in the order of eviction. Each may be removed while it is the current one."""
         seen = []
         try:
@@ -228,7 +232,12 @@ class PrefixIndex(Generic[B]):
         if len(self._order) > 2 * len(self._blocks) + 64:
             self._order = [entry for entry in self._order if self._counts(entry)]
             heapq.heapify(self._order)
-        heapq.heappush(self._order, (block.last_use, -block.depth, next(self._serial), block))
+        heapq.heappush(self._order, (*self.order(block), next(self._serial), block))
+
+    @staticmethod
+    def order(block: Block) -> tuple[int, int]:
+        """What victims are sorted by."""
+        return block.last_use, -block.depth
 
     @staticmethod
     def _counts(entry: tuple[int, int, int, B]) -> bool:

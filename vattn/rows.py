@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from vattn import _native
-from vattn.layout import Layout
+from vattn.layout import TensorKind
 
 
 class Rows:
-    """The virtual tensors of a cache, by token."""
+    """The virtual tensors of a band, by token."""
 
-    def __init__(self, layout: Layout, spaces: Sequence[_native.AddressSpace], dlpack_device: tuple[int, int]) -> None:
+    def __init__(
+        self, kinds: Sequence[TensorKind], spaces: Sequence[_native.AddressSpace], dlpack_device: tuple[int, int]
+    ) -> None:
         # Outside inference mode: a tensor made inside it could not be written outside it.
         with torch.inference_mode(False):
             self._tensors = [
-                (space.tensor(i, *dlpack_device).view(layout.slots, kind.runs, -1), kind.row_bytes)
-                for kind, space in zip(layout.kinds, spaces, strict=True)
+                (space.tensor(i, *dlpack_device).view(space.slots, kind.runs, -1), kind.row_bytes)
+                for kind, space in zip(kinds, spaces, strict=True)
                 for i in range(kind.tensors)
             ]
 

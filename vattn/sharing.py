@@ -1,10 +1,11 @@
-"""The books of token blocks that slots share: which slot has which block mapped, who uses it, and whether it is cached.
+"""The books of token blocks that slots share, per band: which slot has which block mapped, who uses it, and whether it
+is cached.
 
-A slot's pages start with blocks, in order; what follows is private. Only what is in a block can be in another slot, or
-stay when no slot has it.
+What a slot has mapped begins with blocks, in order; what follows is private. Only what is in a block can be in another
+slot, or stay when no slot has it. Behind a window, blocks have left the slot:
 
-    [ blocks used by the request | blocks left over | private pages )
-    0                       used * T            len(blocks) * T
+    [ left | blocks used by the request | blocks left over | private pages )
+    0      start * T                    end * T            (start + len(blocks)) * T
 
 Left over are blocks of an earlier request in this slot, or such that the length went down into. They must leave the
 slot before its request writes there; until then they are free for a request that wants just them.
@@ -17,15 +18,14 @@ Every block is in one state, and its pages are counted by it:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from vattn import _native
 from vattn.errors import TokenMismatch
-from vattn.layout import Layout
-from vattn.prefix import Block, PrefixIndex, block_keys, check_extension, root_key
+from vattn.layout import Band
+from vattn.prefix import Block, Key, PrefixIndex
 
 
 class State(Enum):
@@ -55,39 +55,44 @@ class SlotBlocks:
     """The blocks of one slot.
 
     Attributes:
-        blocks: those it has mapped at its start.
-        used: how many of them its request uses.
-        tokens: the ids of its request's tokens, as far as they are known: whole blocks.
-        salt: what the request's keys start from.
-        rewound: its length went down into its blocks, so kernels were launched that read what will have to leave.
+        blocks: those it has mapped, before all private pages.
+        start: the depth of the first.
+        end: the depth up to which its request uses blocks, of which those before `start` have left.
     """
 
     blocks: list[PageBlock] = field(default_factory=list)
-    used: int = 0
-    tokens: list[int] = field(default_factory=list)
-    salt: bytes = b""
-    rewound: bool = False
+    start: int = 0
+    end: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The depth behind the last block; 0 without any."""
+        return self.start + len(self.blocks) if self.blocks else 0
+
+    @property
+    def used(self) -> list[PageBlock]:
+        """The blocks that its request uses."""
+        return self.blocks[: max(0, self.end - self.start)]
 
 
 class SharedBlocks:
-    """The blocks of one cache; used under its pool's lock.
+    """The blocks of one band; used under its pool's lock.
+
+    Args:
+        band: what it backs; its blocks fill whole pages, so that no two share one.
+        slots: how many there are.
 
     Attributes:
-        block_tokens: tokens of a block: the fewest that fill whole pages of every kind, so that blocks share no page.
         columns: columns of a block, per kind.
         block_pages: pages of a block.
         index: the published ones.
-        ends: where the blocks end that a request uses, in tokens; for requests that use any.
     """
 
-    def __init__(self, layout: Layout, pool: _native.PagePool, spaces: Sequence[_native.AddressSpace]) -> None:
-        kinds = layout.kinds
-        self.block_tokens = math.lcm(*(k.page_size // math.gcd(k.page_size, k.row_bytes) for k in kinds))
-        self.columns = tuple(kind.columns(self.block_tokens) for kind in kinds)
-        self.block_pages = layout.pages(self.block_tokens)
+    def __init__(self, band: Band, slots: int, pool: _native.PagePool, spaces: Sequence[_native.AddressSpace]) -> None:
+        self.columns = tuple(kind.columns(band.block_tokens) for kind in band.kinds)
+        self.block_pages = band.pages(band.block_tokens)
         self.index: PrefixIndex[PageBlock] = PrefixIndex()
-        self.ends: dict[int, int] = {}
-        self._slots = [SlotBlocks() for _ in range(layout.slots)]
+        self._slots = [SlotBlocks() for _ in range(slots)]
         self._pool = pool
         self._spaces = spaces
         self._blocks = dict.fromkeys(State, 0)
@@ -103,53 +108,45 @@ class SharedBlocks:
     @property
     def saved_pages(self) -> int:
         """Pages that running requests would hold more if they shared nothing."""
-        return self.block_pages * (sum(slot.used for slot in self._slots) - self._blocks[State.USED])
+        return self.block_pages * (sum(len(slot.used) for slot in self._slots) - self._blocks[State.USED])
 
     def shared_pages(self) -> int:
         """Pages that several running requests use, each counted once."""
         return self.block_pages * self._several
 
-    def leftover(self, slot: int, length: int) -> bool:
-        """Whether blocks of the slot must leave before tokens past `length` are written."""
-        return len(self._slots[slot].blocks) * self.block_tokens > length
-
     def common(self, slot: int, blocks: Sequence[PageBlock]) -> int:
-        """How many of these blocks the slot starts with, in their order; equal keys are equal values."""
+        """How many of these blocks, from the first on, are in place in the slot; equal keys are equal values."""
+        mine = self._slots[slot]
+        if not blocks or mine.start > blocks[0].depth:
+            return 0
         count = 0
-        for mine, wanted in zip(self._slots[slot].blocks, blocks, strict=False):
-            if mine is not wanted and (mine.key is None or mine.key != wanted.key):
+        for own, wanted in zip(mine.blocks[blocks[0].depth - mine.start :], blocks, strict=False):
+            if own is not wanted and (own.key is None or own.key != wanted.key):
                 break
             count += 1
         return count
 
     def cached_prefix(self, slot: int) -> int:
-        """Blocks at the start of the slot that are in the index or in use."""
+        """How many blocks of the slot, from its first on, are in the index or in use."""
         blocks = self._slots[slot].blocks
         return next((i for i, block in enumerate(blocks) if not block.published and not block.users), len(blocks))
 
     # Changes
 
-    def use(self, slot: int, count: int, transaction: _native.Transaction | None = None) -> None:
-        """The slot's request uses its first `count` blocks from now on."""
+    def use(self, slot: int, end: int, transaction: _native.Transaction | None = None) -> None:
+        """The slot's request uses its blocks up to that depth from now on."""
         mine = self._slots[slot]
-        before = mine.used
+        before = mine.end
         if transaction is not None:
             transaction.on_revert(lambda: self.use(slot, before))
-        mine.used = count
-        self.index.acquire(mine.blocks[before:count])
-        self._several += sum(block.users == 2 for block in mine.blocks[before:count])
-        if count < before:
-            self.index.release(mine.blocks[count:before])
-            self._several -= sum(block.users == 1 for block in mine.blocks[count:before])
-        if count:
-            self.ends[slot] = count * self.block_tokens
-        else:
-            self.ends.pop(slot, None)
-        for block in mine.blocks[min(before, count) : max(before, count)]:
-            self._recount(block)
+        old = len(mine.used)
+        mine.end = end
+        new = len(mine.used)
+        self._acquire(mine.blocks[old:new])
+        self._release(mine.blocks[new:old])
 
     def attach(self, transaction: _native.Transaction, slot: int, blocks: Sequence[PageBlock]) -> None:
-        """Plans to map these blocks behind those of the slot, which has nothing behind them, read-only."""
+        """Plans to map these blocks, one or more, read-only behind those of the slot, which has nothing behind them."""
         for kind, space in enumerate(self._spaces):
             space.attach(transaction, slot, [block.pages[kind] for block in blocks])
         count = len(self._slots[slot].blocks)
@@ -157,52 +154,52 @@ class SharedBlocks:
         self._add(slot, blocks)
 
     def detach(self, transaction: _native.Transaction, slot: int, count: int) -> None:
-        """Notes that all blocks but the first `count`, which the request may use, leave the slot: they are unmapped."""
+        """Notes that all blocks of the slot but the first `count` leave it, which its request does not use."""
         removed = self._slots[slot].blocks[count:]
         transaction.on_revert(lambda: self._add(slot, removed))
         self._remove(slot, count)
 
-    def adopt(self, slot: int, count: int) -> None:
-        """Makes blocks of the slot's private pages, `count` in all, which its request uses."""
-        mine = self._slots[slot]
-        for depth in range(len(mine.blocks), count):
-            pages = tuple(
-                space.pages(slot, depth * columns, (depth + 1) * columns)
-                for space, columns in zip(self._spaces, self.columns, strict=True)
-            )
-            self._add(slot, [PageBlock(depth=depth, pages=pages)])
-        if count > mine.used:
-            self.use(slot, count)
+    def retire(self, transaction: _native.Transaction, slot: int, count: int) -> None:
+        """Notes that the first `count` blocks of the slot leave it, which its request uses no longer.
 
-    def disown(self, slot: int, count: int) -> None:
-        """Takes `adopt` back for all blocks but the first `count`, which nobody else has got meanwhile."""
-        self.use(slot, min(self._slots[slot].used, count))
-        self._remove(slot, count)
-
-    def publish(self, slot: int, token_ids: list[int], length: int) -> None:
-        """Publishes the whole blocks of these tokens, which are those of the slot's request up to some point.
-
-        Raises:
-            TokenMismatch: they cannot be.
+        To be called before the pages are planned to be unmapped: on a revert, their being mapped again comes first.
         """
         mine = self._slots[slot]
-        check_extension(mine.tokens, token_ids, length)
-        known = len(mine.tokens) // self.block_tokens
-        count = len(token_ids) // self.block_tokens
-        if count == known:
-            return
-        parent = mine.blocks[known - 1].key if known else root_key(mine.salt)
-        assert parent is not None
-        keys = list(block_keys(parent, token_ids[known * self.block_tokens :], self.block_tokens))
-        for block, key in zip(mine.blocks[known:count], keys, strict=False):
+        removed = mine.blocks[:count]
+        transaction.on_revert(lambda: self._bring_back(slot, removed))
+        self._release(mine.used[:count])
+        del mine.blocks[:count]
+        mine.start += count
+        for block in removed:
+            block.slots.discard(slot)
+            self._recount(block)
+
+    def adopt(self, slot: int, end: int) -> None:
+        """Makes blocks of the slot's private pages, up to that depth, and lets its request use them."""
+        mine = self._slots[slot]
+        start = mine.stop or self._spaces[0].first(slot) // self.columns[0]
+        self._add(slot, [self._private_block(slot, depth) for depth in range(start, end)])
+        if end > mine.end:
+            self.use(slot, end)
+
+    def disown(self, slot: int, count: int, end: int) -> None:
+        """Takes `adopt` back: all blocks but the first `count`, which nobody else has got meanwhile."""
+        self.use(slot, min(self._slots[slot].end, end))
+        self._remove(slot, count)
+
+    def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
+        """Raises TokenMismatch where a block of the slot, which others have as well, has another key than this one."""
+        for block, key in zip(self._slots[slot].blocks, keys[self._slots[slot].start :], strict=False):
             if block.key not in (None, key):
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
-        self.adopt(slot, count)
-        for block, key in zip(mine.blocks[known:count], keys, strict=True):
-            if not block.published and self.index.publish(block, key):
+
+    def publish(self, slot: int, keys: Sequence[Key]) -> None:
+        """Publishes the blocks that the slot's request uses; `keys` from depth 0 on."""
+        mine = self._slots[slot]
+        for block in mine.used:
+            if not block.published and self.index.publish(block, keys[block.depth]):
                 for pages in block.pages:
                     self._pool.hold(pages)
-        mine.tokens = token_ids[: count * self.block_tokens]
 
     def evict(self, transaction: _native.Transaction, block: PageBlock) -> None:
         """Plans to forget a cached block that no slot has mapped: its pages are free."""
@@ -229,13 +226,17 @@ class SharedBlocks:
         listed = {block for slot in self._slots for block in slot.blocks}
         users = dict.fromkeys(listed, 0)
         for number, slot in enumerate(self._slots):
-            assert slot.used <= len(slot.blocks), "a request uses blocks that its slot does not have"
-            assert len(slot.tokens) <= slot.used * self.block_tokens, "tokens are known that are not in blocks"
-            for depth, block in enumerate(slot.blocks):
+            for depth, block in enumerate(slot.blocks, slot.start):
                 assert number in block.slots, "a block does not know a slot that has it"
                 assert block.depth == depth, "a block is out of its place"
-            for block in slot.blocks[: slot.used]:
+            for block in slot.used:
                 users[block] += 1
+            for space, columns in zip(self._spaces, self.columns, strict=True):
+                if space.columns(number) > space.first(number):
+                    assert space.first(number) % columns == 0, "a slot begins within a block"
+                if slot.blocks:
+                    assert space.first(number) == slot.start * columns, "a slot does not begin with its first block"
+                    assert space.columns(number) >= slot.stop * columns, "a block is not mapped"
         everything = listed | set(self.index)
         counted = dict.fromkeys(State, 0)
         for block in everything:
@@ -247,6 +248,13 @@ class SharedBlocks:
         del counted[State.GONE]
         assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
 
+    def _private_block(self, slot: int, depth: int) -> PageBlock:
+        pages = tuple(
+            space.pages(slot, depth * columns, (depth + 1) * columns)
+            for space, columns in zip(self._spaces, self.columns, strict=True)
+        )
+        return PageBlock(depth=depth, pages=pages)
+
     def _restore(self, block: PageBlock) -> None:
         if not self.index.restore(block):
             transaction = _native.Transaction()  # never reverted: the block that was published since stays
@@ -254,18 +262,56 @@ class SharedBlocks:
                 self._pool.let_go(transaction, pages)
         self._recount(block)
 
+    def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
+        """Takes `retire` back; whether the request still runs that used the blocks is for `end` to say."""
+        if not blocks:
+            return
+        mine = self._slots[slot]
+        stop = blocks[-1].depth + 1
+        # What was private then, and is back, may have become blocks behind it since.
+        between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
+        back = [*blocks, *between]
+        mine.blocks[:0] = back
+        mine.start = back[0].depth
+        for block in back:
+            block.slots.add(slot)
+        self._acquire(block for block in back if block.depth < mine.end)
+        for block in back:
+            self._recount(block)
+
     def _add(self, slot: int, blocks: Sequence[PageBlock]) -> None:
-        self._slots[slot].blocks.extend(blocks)
+        mine = self._slots[slot]
+        if not mine.blocks and blocks:
+            mine.start = blocks[0].depth
+        assert not blocks or mine.stop in (0, blocks[0].depth), "blocks with a gap between them"
+        mine.blocks.extend(blocks)
         for block in blocks:
             block.slots.add(slot)
+        self._acquire(block for block in blocks if block.depth < mine.end)
+        for block in blocks:
             self._recount(block)
 
     def _remove(self, slot: int, count: int) -> None:
-        removed = self._slots[slot].blocks[count:]
-        assert count >= self._slots[slot].used, "removed a block that is in use"
-        del self._slots[slot].blocks[count:]
+        mine = self._slots[slot]
+        removed = mine.blocks[count:]
+        assert count >= len(mine.used), "removed a block that is in use"
+        del mine.blocks[count:]
         for block in removed:
             block.slots.discard(slot)
+            self._recount(block)
+
+    def _acquire(self, blocks: Iterable[PageBlock]) -> None:
+        for block in (found := list(blocks)):
+            self.index.acquire((block,))
+            self._several += block.users == 2
+        for block in found:
+            self._recount(block)
+
+    def _release(self, blocks: Sequence[PageBlock]) -> None:
+        if blocks:
+            self.index.release(blocks)
+        for block in blocks:
+            self._several -= block.users == 1
             self._recount(block)
 
     def _recount(self, block: PageBlock) -> None:

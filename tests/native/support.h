@@ -169,7 +169,10 @@ struct World {
   // Unmaps everything and gives the memory back.
   Status clear() {
     return run([&](Transaction& t) {
-      for (std::size_t slot = 0; slot < space->shape().slots; ++slot) space->shrink(t, slot, space->columns(slot));
+      for (std::size_t slot = 0; slot < space->shape().slots; ++slot) {
+        space->shrink(t, slot, space->columns(slot) - space->first(slot));
+        space->place(t, slot, 0);
+      }
       release_free(*pool, t, pool->counts().budget);
     });
   }

@@ -20,7 +20,7 @@ template <class Visit>
 void for_each_page(const World& world, Visit&& visit) {
   const AddressSpace::Shape& shape = world.space->shape();
   for (std::size_t slot = 0; slot < shape.slots; ++slot)
-    for (std::size_t column = 0; column < world.space->columns(slot); ++column)
+    for (std::size_t column = world.space->first(slot); column < world.space->columns(slot); ++column)
       for (std::size_t lane = 0; lane < world.space->lanes(); ++lane)
         visit(slot, world.at(lane / shape.runs, slot, lane % shape.runs, column) + kPage - 8);
 }
@@ -55,13 +55,16 @@ struct Books {
     const PoolCounts counts = world.pool->counts();
     absent = counts.absent, free = counts.free, taken = counts.taken;
     for (PageId page = 0; page < counts.budget; ++page) references.push_back(world.pool->references(page));
-    for (std::size_t slot = 0; slot < world.space->shape().slots; ++slot) columns.push_back(world.space->columns(slot));
+    for (std::size_t slot = 0; slot < world.space->shape().slots; ++slot) {
+      first.push_back(world.space->first(slot));
+      columns.push_back(world.space->columns(slot));
+    }
   }
   bool operator==(const Books&) const = default;
 
   std::size_t absent, free, taken;
   std::vector<std::uint32_t> references;
-  std::vector<std::size_t> columns;
+  std::vector<std::size_t> first, columns;
 };
 
 // With the log run dry: books, mappings and memory agree. `bytes` is what the process held before the world.
@@ -182,6 +185,35 @@ TEST(a_lane_grows_into_neighbouring_memory) {
   CHECK(world.grow(0, 1) == Status::kDone);  // by the page that was slot 2's, not slot 1's
   CHECK_EQ(host_usage().kernel_mappings, before);
   CHECK(world.clear() == Status::kDone);
+}
+
+// A window that moves on: columns come at the end and go at the front, and what stays is where it was.
+TEST(a_slot_gives_back_its_first_columns) {
+  const std::size_t bytes = host_usage().physical_bytes;
+  World world(kShape, 4 * 3);
+  CHECK(world.grow(1, 2) == Status::kDone);
+  for (std::size_t first = 1; first <= 4; ++first) {
+    const Contents words = fill(world);
+    const auto moved = world.submit([&](Transaction& t) {
+      world.space->retire(t, 1, 1);
+      world.space->grow(t, 1, 1);
+    });
+    world.mapper->wait(moved->ticket());
+    CHECK(moved->status() == Status::kDone);
+    CHECK_EQ(world.space->first(1), first);
+    CHECK_EQ(world.space->columns(1), first + 2);
+    const std::vector<std::uint64_t> before = words[1], after = contents(world)[1];
+    CHECK(std::equal(before.begin() + 4, before.end(), after.begin()));
+    check_world(world, bytes);
+  }
+  Transaction t;
+  CHECK_THROWS(std::logic_error, world.space->retire(t, 1, 3));
+  CHECK_THROWS(std::logic_error, world.space->place(t, 1, 0));        // it has columns
+  CHECK_THROWS(std::logic_error, world.space->place(t, 0, 7));        // past the slot's end
+  CHECK_THROWS(std::logic_error, (void)world.space->pages(1, 3, 5));  // has left
+  CHECK(t.empty());
+  CHECK(world.clear() == Status::kDone);
+  check_world(world, bytes);
 }
 
 TEST(aliases_show_the_same_memory) {
@@ -541,16 +573,24 @@ TEST(random_transactions_with_random_faults_keep_books_and_mappings_together) {
         const std::size_t slot = random.below(4), source = random.below(4);
         const std::size_t columns = world.space->columns(slot);
         const PoolCounts counts = world.pool->counts();
-        switch (random.below(5)) {
+        const std::size_t mapped = columns - world.space->first(slot);
+        switch (random.below(7)) {
           case 0:
           case 1:
             world.space->grow(t, slot, random.below(std::min((counts.free + counts.absent) / 2, 8 - columns) + 1));
             break;
           case 2:
-            world.space->shrink(t, slot, random.below(columns + 1));
+            world.space->shrink(t, slot, random.below(mapped + 1));
             break;
           case 3:
-            if (slot == source) break;
+            world.space->retire(t, slot, random.below(mapped + 1));
+            break;
+          case 4:
+            if (mapped) break;
+            world.space->place(t, slot, random.below(9));
+            break;
+          case 5:
+            if (slot == source || std::max(columns, world.space->first(source)) != columns) break;
             world.space->alias(t, slot, source, random.below(world.space->columns(source) + 1),
                                random.one_in(2) ? Access::kRead : Access::kReadWrite);
             break;

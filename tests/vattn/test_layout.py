@@ -92,7 +92,7 @@ def test_layers_that_differ_have_addresses_of_their_own(name: str, order: str) -
     ]
     made = make(name, order, groups)
     assert sorted(made.views) == [0, 1, 3, 4, 5, 6]
-    assert [band.window for band in made.bands] == [None, 3, 4]
+    assert {band.window: len(band.kinds) for band in made.bands} == {None: 1, 3: 3 if name != "fused" else 2, 4: 1}
     assert made.bytes_per_token == 2 * (2 * 8 * 2) + 3 * 10 * 4 + 6 * 2 + 2 * 2 * 8
     seen = set()
     for views in made.views.values():
@@ -105,7 +105,7 @@ def test_layers_that_differ_have_addresses_of_their_own(name: str, order: str) -
                 index = (slot, token, head, dim)
                 address = size * (view.offset + sum(i * s for i, s in zip(index, view.strides, strict=True)))
                 assert address // (run_bytes * kind.runs) == slot
-                assert kind.column(token) <= address % run_bytes // made.page_size < kind.columns(token + 1)
+                assert address % run_bytes // made.page_size < kind.columns(token + 1)
                 for byte in range(size):
                     key = (view.kind, view.tensor, address + byte)
                     assert key not in seen
@@ -114,22 +114,27 @@ def test_layers_that_differ_have_addresses_of_their_own(name: str, order: str) -
 
 
 def test_a_window_bounds_the_pages() -> None:
-    """One row is 16 bytes, four tokens a page: a window of 6 touches two or three pages, however long the context."""
+    """One row is 16 bytes, four tokens a page: a window of 6 touches up to three pages, however long the context."""
     made = make("layer", "NHD", [group(range(1), 2, 4, 4, window=6)], tokens=1000)
-    (kind,) = made.kinds
-    assert kind.lanes == 2
+    ((band,), (kind,)) = made.bands, made.kinds
+    assert (kind.lanes, band.block_tokens) == (2, 4)
     for start in range(1000):
-        floor = max(0, start - 5)
-        assert made.bands[0].floor(start) == floor
-        touched = {kind.column(token) for token in range(floor, start + 1)}
-        assert made.pages(start + 1, start) == 2 * len(touched)
-        assert len(touched) <= 3
+        seen = range(max(0, start - 5), start + 1)
+        assert band.floor(start) == seen[0] // 4 * 4
+        assert made.pages(start + 1, start) == 2 * len({token // 4 for token in seen})
         assert made.most_pages(start + 1) >= made.pages(start + 1, start)
     assert made.most_pages(1000) == 6
     assert made.most_tokens(6, 10_000) == 10_000
     assert make("layer", "NHD", [group(range(1), 2, 4, 4)], tokens=1000).most_tokens(6, 10_000) == 12
 
 
+def test_blocks_leave_a_window_together() -> None:
+    """Rows of 16 and of 24 bytes: three and eight pages of 64 bytes are the fewest with the same whole tokens."""
+    made = make("layer", "NHD", [group((0,), 2, 4, 4, window=6), group((1,), 2, 6, 6)], tokens=1000)
+    assert [band.block_tokens for band in made.bands] == [8, 8]
+    assert made.bands[1].floor(13) == 8 * (13 - 5 >= 8)
+
+
 def test_what_a_kernel_reads_before_a_window_stays_backed() -> None:
     made = make("layer", "NHD", [group(range(1), 2, 4, 4, window=6)], tokens=1000, window_guard=10)
-    assert made.bands[0].floor(100) == 100 - 16 + 1
+    assert made.bands[0].floor(100) == (100 - 16 + 1) // 4 * 4

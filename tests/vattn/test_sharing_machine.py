@@ -48,6 +48,7 @@ class SharingMachine(RuleBasedStateMachine):
         layout=st.sampled_from(["layer", "sliced", "fused"]),
         order=st.sampled_from(["NHD", "HND"]),
         v_head_dim=st.sampled_from([64, 64, 32, 48]),
+        windows=st.sampled_from([(None, None), (None, 10), (20, 20), (1, 30)]),
         overlap=st.booleans(),
         deferred=st.booleans(),
         eager=st.integers(0, 2),
@@ -59,6 +60,7 @@ class SharingMachine(RuleBasedStateMachine):
         layout: Any,
         order: Any,
         v_head_dim: int,
+        windows: tuple[int | None, int | None],
         overlap: bool,
         deferred: bool,
         eager: int,
@@ -69,10 +71,12 @@ class SharingMachine(RuleBasedStateMachine):
         self.pool = vattn.PagePool(BUDGET_PAGES * 4096, device=DEVICE, page_size=4096, table=self.table.addresses)
         self.cache = vattn.KVCache(
             vattn.KVConfig(
-                num_layers=2,
-                num_kv_heads=2,
-                head_dim=64,
-                v_head_dim=v_head_dim,
+                groups=[
+                    vattn.TensorGroup(
+                        layers=[layer], num_kv_heads=2, head_dim=64, v_head_dim=v_head_dim, sliding_window=window
+                    )
+                    for layer, window in enumerate(windows)
+                ],
                 dtype="float32",
                 max_batch_size=SLOTS,
                 max_context_len=CONTEXT,
@@ -90,8 +94,10 @@ class SharingMachine(RuleBasedStateMachine):
             pool=self.pool,
         )
         self.overlap = overlap
+        self.windows = windows
         self.ids: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.started: dict[int, int] = {}  # from where on the last step computed
         self.salts: dict[int, bytes] = {}
 
     def attempt(self, data: st.DataObject, call: Callable[[], Any]) -> Any:
@@ -125,6 +131,7 @@ class SharingMachine(RuleBasedStateMachine):
         assert reqid not in self.ids
         assert 0 <= cached < len(prompt)
         self.ids[reqid], self.computed[reqid], self.salts[reqid] = list(prompt), cached, salt
+        self.started[reqid] = cached
         if data.draw(st.integers(0, 3)):  # mostly, as it is done
             self.advance(data, {reqid: len(prompt)})
             self.cache.commit(reqid, self.ids[reqid][: self.computed[reqid]])
@@ -139,7 +146,13 @@ class SharingMachine(RuleBasedStateMachine):
             back = data.draw(st.integers(0, 9)) == 0
             low, high = (0, self.computed[reqid]) if back else (self.computed[reqid], CONTEXT)
             lengths[reqid] = data.draw(st.integers(low, high))
-        self.advance(data, lengths)
+        before = self.books()
+        try:
+            self.advance(data, lengths)
+        except vattn.InvalidLength:
+            assert self.books() == before
+            assert any(n < self.started[r] for r, n in lengths.items()), "cannot take back what was computed last"
+            assert any(self.windows)
 
     def advance(self, data: st.DataObject, lengths: dict[int, int]) -> None:
         needed = sum(self.cache.pages_needed(n, r) for r, n in lengths.items())
@@ -155,11 +168,13 @@ class SharingMachine(RuleBasedStateMachine):
 
         if not self.attempt(data, call):
             return
+        self.started = {r: min(n, lengths.get(r, n)) for r, n in self.computed.items()}
         for reqid, length in lengths.items():
             ids, start = self.ids[reqid], self.computed[reqid]
             if length < start:
                 self.ids[reqid] = ids[:length]
             else:
+                self.assert_seen(reqid, start)
                 while len(ids) < length:
                     ids.append(data.draw(st.integers(0, 2)))
                 self.write(reqid, start, values(ids[:length], self.salts[reqid])[start:])
@@ -180,13 +195,14 @@ class SharingMachine(RuleBasedStateMachine):
             assert reqid not in self.ids
             self.ids[reqid] = self.ids[source].copy()
             self.computed[reqid], self.salts[reqid] = self.computed[source], self.salts[source]
+            self.started[reqid] = self.started[source]
 
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         reqid = data.draw(st.sampled_from(sorted(self.ids)))
         self.cache.free_reqid(reqid)
-        del self.ids[reqid], self.computed[reqid], self.salts[reqid]
+        del self.ids[reqid], self.computed[reqid], self.salts[reqid], self.started[reqid]
 
     @rule(data=st.data(), trim=st.booleans(), evict=st.integers(0, 5))
     def give_back(self, data: st.DataObject, trim: bool, evict: int) -> None:
@@ -209,11 +225,16 @@ class SharingMachine(RuleBasedStateMachine):
         assert stats.shared_pages <= stats.owned_pages
         assert stats.live_tokens == sum(self.computed.values())
         for reqid, length in self.computed.items():
-            expected = values(self.ids[reqid][:length], self.salts[reqid])[:, None, None]
-            for layer in range(2):
-                for side, tensor in enumerate(self.cache.layer(layer)):
-                    found = tensor[reqid, :length]
-                    assert torch.equal(found, (expected * 4 + layer * 2 + side).expand_as(found))
+            self.assert_seen(reqid, length)
+
+    def assert_seen(self, reqid: int, start: int) -> None:
+        """What queries from token `start` on see is there."""
+        expected = values(self.ids[reqid][:start], self.salts[reqid])[:, None, None]
+        for layer, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, start - window + 1)
+            for side, tensor in enumerate(self.cache.layer(layer)):
+                found = tensor[reqid, first:start]
+                assert torch.equal(found, (expected[first:] * 4 + layer * 2 + side).expand_as(found))
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
@@ -223,7 +244,9 @@ class SharingMachine(RuleBasedStateMachine):
 
     def write(self, reqid: int, start: int, numbers: torch.Tensor) -> None:
         # A write there would end the process, and with it the search for the shortest example.
-        assert not len(numbers) or not self.cache._shared.leftover(reqid, start), "not the request's own"
+        assert not len(numbers) or all(
+            band.shared[reqid].stop * band.band.block_tokens <= start for band in self.cache._bands
+        ), "not the request's own"
         for layer in range(2):
             for side, tensor in enumerate(self.cache.layer(layer)):
                 rows = tensor[reqid, start : start + len(numbers)]

@@ -25,6 +25,7 @@ class CacheMachine(RuleBasedStateMachine):
         layout=st.sampled_from(["layer", "sliced", "fused"]),
         order=st.sampled_from(["NHD", "HND"]),
         v_head_dim=st.sampled_from([64, 32]),
+        windows=st.sampled_from([(None, None), (None, 6), (9, 9), (1, 14)]),
         overlap=st.booleans(),
         deferred=st.booleans(),
         eager=st.integers(0, 2),
@@ -36,6 +37,7 @@ class CacheMachine(RuleBasedStateMachine):
         layout: Any,
         order: Any,
         v_head_dim: int,
+        windows: tuple[int | None, int | None],
         overlap: bool,
         deferred: bool,
         eager: int,
@@ -44,10 +46,12 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.table = FaultyTable()
         config = vattn.KVConfig(
-            num_layers=2,
-            num_kv_heads=2,
-            head_dim=64,
-            v_head_dim=v_head_dim,
+            groups=[
+                vattn.TensorGroup(
+                    layers=[layer], num_kv_heads=2, head_dim=64, v_head_dim=v_head_dim, sliding_window=window
+                )
+                for layer, window in enumerate(windows)
+            ],
             dtype="float32",
             max_batch_size=SLOTS,
             max_context_len=CONTEXT,
@@ -64,7 +68,9 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.pool = vattn.PagePool(BUDGET_PAGES * 4096, device=DEVICE, page_size=4096, table=self.table.addresses)
         self.cache = vattn.KVCache(config, pool=self.pool)
+        self.windows = windows
         self.tokens: dict[int, list[int]] = {}
+        self.started: dict[int, int] = {}  # from where on the last step computed
         self.next_value = 1
 
     @rule(hint=st.one_of(st.none(), st.integers(1, CONTEXT)))
@@ -79,6 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert reqid not in self.tokens
         assert 0 <= reqid < SLOTS
         self.tokens[reqid] = []
+        self.started[reqid] = 0
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -99,14 +106,21 @@ class CacheMachine(RuleBasedStateMachine):
         before = self.books()
         try:
             self.cache.step(lengths, following, stream=self.stream)
+        except vattn.InvalidLength:
+            assert any(n < self.started[r] for r, n in lengths.items()), "cannot take back what was computed last"
+            assert any(self.windows)
+            assert self.books() == before
+            return
         except (vattn.OutOfPages, vattn.DriverError) as error:
             if not isinstance(error, vattn.DriverError) and self.table.failed is None:
                 assert self.pages(lengths) > BUDGET_PAGES
             assert self.books() == before
             return
+        self.started = {r: min(len(tokens), lengths.get(r, len(tokens))) for r, tokens in self.tokens.items()}
         for reqid, length in lengths.items():
             tokens = self.tokens[reqid]
             del tokens[length:]
+            self.assert_seen(reqid)
             for position in range(len(tokens), length):
                 self.write(reqid, position, self.next_value)
                 tokens.append(self.next_value)
@@ -136,12 +150,18 @@ class CacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats()
         assert stats.owned_pages + stats.parked_pages + stats.cached_pages + stats.free_pages == BUDGET_PAGES
         assert stats.live_tokens == sum(map(len, self.tokens.values()))
-        for reqid, tokens in self.tokens.items():
-            for layer in range(2):
-                for side, tensor in enumerate(self.cache.layer(layer)):
-                    found = tensor[reqid, : len(tokens)]
-                    expected = torch.tensor(tokens, dtype=torch.float32) * 10 + layer * 2 + side
-                    assert torch.equal(found, expected[:, None, None].expand_as(found))
+        for reqid in self.tokens:
+            self.assert_seen(reqid)
+
+    def assert_seen(self, reqid: int) -> None:
+        """What the next queries see is there."""
+        tokens = self.tokens[reqid]
+        for layer, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, len(tokens) - window + 1)
+            for side, tensor in enumerate(self.cache.layer(layer)):
+                found = tensor[reqid, first : len(tokens)]
+                expected = torch.tensor(tokens[first:], dtype=torch.float32) * 10 + layer * 2 + side
+                assert torch.equal(found, expected[:, None, None].expand_as(found))
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):

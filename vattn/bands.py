@@ -1,0 +1,224 @@
+"""The pages of one band of a cache: what is mapped under its slots, and at which end it grows and shrinks.
+
+Of every slot a range of columns is mapped, from the first block that is still seen to a little past the last token.
+Which slots have requests, how long those are and what kernels may still read is for `vattn.slots` to know.
+
+    [0 ...... floor ................... length .......... ]
+     released        mapped: blocks, then private pages    address space only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from vattn import _native
+from vattn.layout import Band, TensorKind
+from vattn.pool import PagePool
+from vattn.prefix import Key
+from vattn.rows import Rows
+from vattn.sharing import PageBlock, SharedBlocks
+
+
+class BandPages:
+    """One band's virtual tensors; used under the pool's lock.
+
+    Args:
+        band: its kinds, and its window.
+        slots: how many there are.
+
+    Attributes:
+        spaces: the virtual tensors, by kind.
+        shared: which blocks are in which slot.
+        rows: the tensors as plain bytes.
+    """
+
+    def __init__(self, band: Band, slots: int, pool: PagePool) -> None:
+        self.band = band
+        self.spaces = [
+            _native.AddressSpace(
+                pool.driver.native,
+                pool.native,
+                tensors=kind.tensors,
+                slots=slots,
+                runs=kind.runs,
+                run_pages=kind.run_pages,
+            )
+            for kind in band.kinds
+        ]
+        self.shared = SharedBlocks(band, slots, pool.native, self.spaces)
+        self.rows = Rows(band.kinds, self.spaces, pool.driver.dlpack_device)
+
+    # What there is
+
+    def begins(self, slot: int) -> bool:
+        """Whether what is mapped of the slot begins with its first token; or nothing is."""
+        return self.sees(slot, 0)
+
+    def sees(self, slot: int, start: int) -> bool:
+        """Whether what is mapped of the slot begins early enough for queries from token `start` on; or nothing is."""
+        floor = self.band.floor(start)
+        return all(
+            self._empty(space, slot) or space.first(slot) <= kind.columns(floor) for kind, space in self._kinds()
+        )
+
+    def outlived(self, slot: int, start: int) -> bool:
+        """Whether blocks of the slot are mapped that queries from token `start` on do not see."""
+        floor = self.band.floor(start)
+        return any(
+            not self._empty(space, slot) and space.first(slot) < kind.columns(floor) for kind, space in self._kinds()
+        )
+
+    def outlives_at(self, slot: int, default: int) -> int:
+        """The token from which on queries do not see the first block that is mapped; or the default, without any."""
+        if self.band.window is None or self._empty(self.spaces[0], slot):
+            return default
+        block = self.spaces[0].first(slot) // self.shared.columns[0]
+        return (block + 1) * self.band.block_tokens + self.band.window - 1
+
+    def extent(self, slot: int) -> int:
+        """The token up to which the slot is mapped; 0 where nothing is."""
+        return min(0 if self._empty(space, slot) else kind.tokens(space.columns(slot)) for kind, space in self._kinds())
+
+    def reaches(self, slot: int, depth: int) -> bool:
+        """Whether anything is mapped of the slot from that depth on."""
+        return any(
+            space.columns(slot) > max(space.first(slot), depth * columns)
+            for space, columns in zip(self.spaces, self.shared.columns, strict=True)
+        )
+
+    def pages(self, slot: int) -> int:
+        """Pages that are mapped under the slot."""
+        return sum(space.lanes * (space.columns(slot) - space.first(slot)) for space in self.spaces)
+
+    def private_pages(self, slot: int) -> int:
+        """Those of them that are in no block."""
+        return self.pages(slot) - len(self.shared[slot].blocks) * self.shared.block_pages
+
+    def growth(self, slot: int, tokens: int, start: int) -> int:
+        """Pages that the slot lacks for tokens `[0, tokens)`, as far as queries from token `start` on see them."""
+        return sum(
+            space.lanes * count for space, count in zip(self.spaces, self._lacking(slot, tokens, start), strict=True)
+        )
+
+    def eager_growth(self, slot: int, columns: int) -> int:
+        """Pages that the slot, which begins with its first token, lacks to have so many columns."""
+        return sum(space.lanes * count for space, count in zip(self.spaces, self._eager(slot, columns), strict=True))
+
+    def replaced_pages(self, slot: int, depth: int) -> int:
+        """Pages of the blocks from that depth on that the slot's request uses, and that writing there would replace."""
+        return self.shared.block_pages * sum(block.depth >= depth for block in self.shared[slot].used)
+
+    def saved_pages(self, lengths: Iterable[tuple[int, int]]) -> int:
+        """Pages more that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
+        if self.band.window is None:
+            return self.shared.saved_pages
+        seen = [
+            block
+            for slot, length in lengths
+            for block in self.shared[slot].used
+            if block.depth * self.band.block_tokens >= self.band.floor(length)
+        ]
+        return self.shared.block_pages * (len(seen) - len(set(seen)))
+
+    def has_surplus(self, slot: int, tokens: int) -> bool:
+        """Whether the slot has pages past `tokens` tokens."""
+        return any(space.columns(slot) > max(space.first(slot), kind.columns(tokens)) for kind, space in self._kinds())
+
+    def surplus(self, slot: int, tokens: int, pages: int) -> list[int]:
+        """Last columns of each kind that are private and past `tokens` tokens: `pages` pages or a few more."""
+        stop, counts = self.shared[slot].stop, []
+        for (kind, space), block_columns in zip(self._kinds(), self.shared.columns, strict=True):
+            keep = max(kind.columns(tokens), stop * block_columns, space.first(slot))
+            counts.append(max(0, min(space.columns(slot) - keep, -(-pages // space.lanes))))
+            pages -= counts[-1] * space.lanes
+        return counts
+
+    def first_block(self, count: int) -> int:
+        """The depth of the first block that queries behind `count` blocks see."""
+        return self.band.floor(count * self.band.block_tokens) // self.band.block_tokens
+
+    def cached_rows(self, keys: Iterable[Key]) -> list[int]:
+        """Up to every depth, from 0 on, how many blocks in a row are cached."""
+        rows = [0]
+        for key in keys:
+            rows.append(rows[-1] + 1 if self.shared.index.get(key) else 0)
+        return rows
+
+    def seen_blocks(self, slot: int, end: int, start: int) -> list[PageBlock]:
+        """The slot's blocks before depth `end` that queries from token `start` on see."""
+        first = self.band.floor(start) // self.band.block_tokens
+        return [block for block in self.shared[slot].blocks if first <= block.depth < end]
+
+    def in_place(self, slot: int, blocks: Sequence[PageBlock], end: int) -> bool:
+        """Whether the slot has these blocks, the last of which ends at depth `end`, without anything being mapped."""
+        return self.shared.common(slot, blocks) == len(blocks) and self.extent(slot) >= end * self.band.block_tokens
+
+    # Plans
+
+    def grow(self, transaction: _native.Transaction, slot: int, tokens: int, start: int) -> None:
+        """Plans the growth that `growth` counts."""
+        for (kind, space), count in zip(self._kinds(), self._lacking(slot, tokens, start), strict=True):
+            if count:
+                self._place(transaction, space, slot, kind.columns(self.band.floor(start)))
+                space.grow(transaction, slot, count)
+
+    def grow_eagerly(self, transaction: _native.Transaction, slot: int, columns: int) -> None:
+        """Plans the growth that `eager_growth` counts."""
+        for space, count in zip(self.spaces, self._eager(slot, columns), strict=True):
+            if count:
+                self._place(transaction, space, slot, 0)
+                space.grow(transaction, slot, count)
+
+    def put(self, transaction: _native.Transaction, slot: int, blocks: Sequence[PageBlock], end: int) -> None:
+        """Plans that the slot has these blocks, the last of which ends at depth `end`, and nothing behind them."""
+        kept = self.shared.common(slot, blocks)
+        self.cut(transaction, slot, blocks[0].depth + kept if kept else 0)
+        for space, columns in zip(self.spaces, self.shared.columns, strict=True):
+            self._place(transaction, space, slot, (end - len(blocks)) * columns)
+        if kept < len(blocks):
+            self.shared.attach(transaction, slot, blocks[kept:])
+
+    def cut(self, transaction: _native.Transaction, slot: int, depth: int) -> None:
+        """Plans to unmap all that the slot has from that depth on, which no request uses."""
+        for space, columns in zip(self.spaces, self.shared.columns, strict=True):
+            space.shrink(transaction, slot, max(0, space.columns(slot) - max(space.first(slot), depth * columns)))
+        self.shared.detach(transaction, slot, max(0, depth - self.shared[slot].start))
+
+    def drop(self, transaction: _native.Transaction, slot: int, columns: Sequence[int]) -> None:
+        """Plans to unmap that many of the slot's last columns of each kind, all private."""
+        for space, count in zip(self.spaces, columns, strict=True):
+            space.shrink(transaction, slot, count)
+
+    def retire(self, transaction: _native.Transaction, slot: int, start: int) -> None:
+        """Plans to unmap the blocks that queries from token `start` on do not see."""
+        floor = self.band.floor(start)
+        self.shared.retire(transaction, slot, max(0, floor // self.band.block_tokens - self.shared[slot].start))
+        for kind, space in self._kinds():
+            space.retire(transaction, slot, max(0, min(kind.columns(floor), space.columns(slot)) - space.first(slot)))
+
+    def _kinds(self) -> Iterator[tuple[TensorKind, _native.AddressSpace]]:
+        return zip(self.band.kinds, self.spaces, strict=True)
+
+    @staticmethod
+    def _empty(space: _native.AddressSpace, slot: int) -> bool:
+        return space.first(slot) == space.columns(slot)
+
+    def _place(self, transaction: _native.Transaction, space: _native.AddressSpace, slot: int, column: int) -> None:
+        """What is mapped next begins with that column, unless something is mapped."""
+        if self._empty(space, slot) and space.first(slot) != column:
+            space.place(transaction, slot, column)
+
+    def _lacking(self, slot: int, tokens: int, start: int) -> list[int]:
+        """Columns of each kind that the slot lacks."""
+        floor = self.band.floor(start)
+        return [
+            max(0, kind.columns(tokens) - (kind.columns(floor) if self._empty(space, slot) else space.columns(slot)))
+            for kind, space in self._kinds()
+        ]
+
+    def _eager(self, slot: int, columns: int) -> list[int]:
+        """Columns of each kind that the slot lacks to have so many."""
+        return [
+            max(0, min(columns, kind.run_pages) - (0 if self._empty(space, slot) else space.columns(slot)))
+            for kind, space in self._kinds()
+        ]
