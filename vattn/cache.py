@@ -138,7 +138,7 @@ class KVCache(Slots):
             self._use(slot, prefix.count)
             self._known[slot] = Known(ids[:cached], keys, salt)
             self._bands[0].shared.index.count(len(ids), cached)
-            self._ready[slot] = self._extent(slot)
+            self._note_growth(slot)
             self._set_limit(slot)
             self._prepare_idle_slot()
             return Admission(slot, cached)
@@ -210,6 +210,7 @@ class KVCache(Slots):
                 slot = self._choose(prefix, length)
                 if self._fences.is_open(slot):
                     raise refusal("fork was called")
+                self._await_growth({slot: self._backed(length)})
                 self._take(slot, length, start)
                 self._execute(plan)
             except BaseException:
@@ -221,7 +222,7 @@ class KVCache(Slots):
                 self._set_end(reqid, end)
                 self.refresh()
                 raise
-            self._ready[slot] = self._extent(slot)
+            self._note_growth(slot)
             known = self._known[reqid]
             self._known[slot] = Known(known.tokens.copy(), known.keys.copy(), known.salt)
             self._set_limit(slot)
