@@ -21,7 +21,7 @@ from engine.kv.make import make_backend
 from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.hf import KVShape
 
-_SHAPE = KVShape(num_layers=22, num_kv_heads=4, head_dim=64, v_head_dim=64)
+_SHAPE = KVShape.uniform(num_layers=22, num_kv_heads=4, head_dim=64, v_head_dim=64)
 _MAX_MODEL_LEN = 2048
 _TOKENS = 200
 _SIGMA = 0.6

@@ -40,6 +40,7 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 2, "vocab_size": 1000} if quick else {})
     model = qwen2(**sizes)
     shape = hf.kv_shape(model)
+    layer = shape.layers[0]
     batches, contexts = ((1, 8), (256, _LONG_CONTEXT)) if quick else (_BATCHES, _CONTEXTS)
     rounds = 5 if quick else 40
     calls = rounds + _WARMUP
@@ -50,8 +51,8 @@ def run(quick: bool) -> Report:
         for context in contexts:
             config = KVConfig(
                 num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
                 dtype=model.dtype,
                 max_batch_size=batch,
                 max_context_len=_MAX_LENGTH,
@@ -60,8 +61,8 @@ def run(quick: bool) -> Report:
             blocks = -(-(context + calls) // 16)
             paged = PagedKV(
                 num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
                 num_blocks=batch * blocks,
                 max_num_seqs=batch,
                 max_model_len=_MAX_LENGTH,

@@ -103,7 +103,7 @@ class DecodeLoop:
         self._kv.prepare(dict.fromkeys(self._slots, self.length))
         upcoming = iter(batches)
         query = torch.randn(
-            len(self._slots), self._query_heads, self._shape.head_dim, dtype=self._dtype, device=self._device
+            len(self._slots), self._query_heads, self._shape.layers[0].head_dim, dtype=self._dtype, device=self._device
         )
         key, value = self._random_rows(len(self._slots))
         params = AttentionParams()
@@ -118,7 +118,7 @@ class DecodeLoop:
         return action
 
     def _random_rows(self, count: int) -> tuple[Tensor, Tensor]:
-        shape = self._shape
+        shape = self._shape.layers[0]
         key, value = (
             torch.randn(count, shape.num_kv_heads, dim, dtype=self._dtype, device=self._device)
             for dim in (shape.head_dim, shape.v_head_dim)

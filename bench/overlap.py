@@ -40,6 +40,7 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | ({"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64} if quick else {})
     model = qwen2(**sizes)
     shape = hf.kv_shape(model)
+    layer = shape.layers[0]
     batch, blocks = (2, 2) if quick else (_BATCH, 12)
     cores = torch.get_num_threads()
     thread_counts = sorted({cores, max(1, cores - 1)}, reverse=True)
@@ -51,8 +52,8 @@ def run(quick: bool) -> Report:
             for mode, overlap in _MODES.items():
                 config = KVConfig(
                     num_layers=shape.num_layers,
-                    num_kv_heads=shape.num_kv_heads,
-                    head_dim=shape.head_dim,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
                     dtype=model.dtype,
                     max_batch_size=batch,
                     max_context_len=16_384,

@@ -174,18 +174,21 @@ class LLM:
         self.model.set_attn_implementation(hf.NAME)
         try:
             shape = hf.kv_shape(self.model)
-            case = Case(
-                self.model.device,
-                self.model.dtype,
-                shape.head_dim,
-                shape.v_head_dim,
-                block_size if kv == "paged" else None,
-                shape.softcap,
-                shape.sinks,
-            )
-            if kv == "dynamic" and attention == "auto" and case.device.type == "cuda":
+            cases = [
+                Case(
+                    self.model.device,
+                    self.model.dtype,
+                    head_dim,
+                    v_head_dim,
+                    block_size if kv == "paged" else None,
+                    shape.softcap,
+                    shape.sinks,
+                )
+                for head_dim, v_head_dim in shape.head_dims
+            ]
+            if kv == "dynamic" and attention == "auto" and self.model.device.type == "cuda":
                 attention = "torch_sdpa"  # the others want a layer in one tensor
-            kernel = get_attention(attention, case)
+            kernel = get_attention(attention, *cases)
             self.kv = make_backend(
                 kv,
                 shape,
@@ -196,12 +199,13 @@ class LLM:
                 memory_budget=_cache_budget(memory_budget, gpu_memory_utilization, self.model.device),
                 block_size=block_size,
                 guard_rows=kernel.guard_rows,
+                chunk_tokens=max_num_batched_tokens,
                 kv_options=dict(kv_options or {}),
             )
             self.token_bytes = shape.token_elements * self.model.dtype.itemsize
             self._swap = SwapSpace(
                 self.kv,
-                num_layers=shape.num_layers,
+                windows=[layer.window if kv == "virtual" else None for layer in shape.layers],
                 token_bytes=self.token_bytes,
                 budget=parse_bytes(swap_space, "swap_space"),
                 mode=preemption_mode,

@@ -58,10 +58,11 @@ _LEGAL = {
 
 @dataclass(frozen=True)
 class SavedKV:
-    """What a preempted request had in the cache: keys and values of tokens `[0, length)`.
+    """What a preempted request had in the cache of tokens `[0, length)`.
 
     Attributes:
-        layers: per layer `[length, num_kv_heads, head_dim]` and `[length, num_kv_heads, v_head_dim]`, on the CPU.
+        layers: keys and values of each layer on the CPU, `[tokens, num_kv_heads, *]`: of all tokens, or of the last
+            ones where a window shows no others.
     """
 
     length: int

@@ -258,7 +258,7 @@ class Scheduler:
         if request.publishes:
             request.admit(*self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt))
         else:
-            request.admit(self.kv.allocate(request.num_tokens))
+            request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
 
     def _prefix_is_underway(self, request: Request) -> bool:
         """Whether a running request computes the start of the same prompt, so that it will soon be in the cache."""

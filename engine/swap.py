@@ -8,6 +8,7 @@ copied.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +30,7 @@ class SwapSpace:
     """What preempted requests had in the cache, as far as a budget allows.
 
     Args:
+        windows: per layer, how many tokens a query sees, its own included, if no others are kept; None for all.
         budget: most bytes that are kept.
         token_bytes: bytes of a token in all layers.
         device: the backend's.
@@ -47,7 +49,7 @@ class SwapSpace:
         self,
         kv: KVBackend,
         *,
-        num_layers: int,
+        windows: Sequence[int | None],
         token_bytes: int,
         budget: int,
         mode: PreemptionMode = "auto",
@@ -56,7 +58,7 @@ class SwapSpace:
         if mode not in get_args(PreemptionMode):
             raise ConfigError(f"preemption_mode={mode!r} is not one of {', '.join(get_args(PreemptionMode))}")
         self._kv = kv
-        self._num_layers = num_layers
+        self._windows = windows
         self._token_bytes = token_bytes
         self._budget = budget
         self._mode = mode
@@ -78,11 +80,14 @@ class SwapSpace:
             return None
         start = time.perf_counter()
         layers = []
-        for layer in range(self._num_layers):
-            key, value = self._kv.read(layer, request.slot, length)
+        for layer, window in enumerate(self._windows):
+            # What no later query sees may be gone already.
+            first = 0 if window is None else max(0, length - window + 1)
+            key, value = self._kv.read(layer, request.slot, length, first)
             # A copy, since a backend may hand out a buffer that it uses again.
             layers.append((key[0].transpose(0, 1).to("cpu", copy=True), value[0].transpose(0, 1).to("cpu", copy=True)))
-        saved = SavedKV(length, layers, length * self._token_bytes)
+        num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
+        saved = SavedKV(length, layers, num_bytes)
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.used_bytes += saved.num_bytes
         self.num_saved += 1
@@ -95,7 +100,7 @@ class SwapSpace:
         assert slot is not None
         start = time.perf_counter()
         for layer, (key, value) in enumerate(saved.layers):
-            batch = PackedBatch((Span(slot, 0, saved.length),), self._device)
+            batch = PackedBatch((Span(slot, saved.length - len(key), saved.length),), self._device)
             self._kv.write(layer, batch, key.to(self._device), value.to(self._device))
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.num_loaded += 1

@@ -55,10 +55,11 @@ class BandPages:
         return self.sees(slot, 0)
 
     def sees(self, slot: int, start: int) -> bool:
-        """Whether what is mapped of the slot begins early enough for queries from token `start` on; or nothing is."""
+        """Whether what is mapped of the slot lies where it can be grown for queries from token `start` on."""
         floor = self.band.floor(start)
         return all(
-            self._empty(space, slot) or space.first(slot) <= kind.columns(floor) for kind, space in self._kinds()
+            self._empty(space, slot) or space.first(slot) <= kind.columns(floor) <= space.columns(slot)
+            for kind, space in self._kinds()
         )
 
     def outlived(self, slot: int, start: int) -> bool:

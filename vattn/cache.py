@@ -76,7 +76,7 @@ class KVCache(Slots):
 
     # The interface
 
-    def alloc_reqid(self, num_tokens: int | None = None) -> int:
+    def alloc_reqid(self, num_tokens: int | None = None, *, start: int = 0) -> int:
         """Gives a request a slot.
 
         The slot whose parked pages fit best, the fewest that back `num_tokens`, else the most; one that holds cached
@@ -84,6 +84,8 @@ class KVCache(Slots):
 
         Args:
             num_tokens: tokens that the request is known to need, its prompt say; a hint, nothing is mapped for it.
+            start: the token with which its computation goes on: those before it are going to be copied in, and layers
+                with a sliding window back no others than the window shows.
 
         Returns:
             The slot's index in `[0, max_batch_size)`.
@@ -94,7 +96,7 @@ class KVCache(Slots):
         with self._pool.lock:
             self._enter()
             slot = self._choose(self._prefix(()), num_tokens)
-            self._take(slot, 0)
+            self._take(slot, 0, start)
             self._prepare_idle_slot()
             return slot
 
@@ -401,26 +403,31 @@ class KVCache(Slots):
             held = self._pool.free_pages + self._pool.spare_pages + self._stuck_pages() + self._owned
             return min(self._budget, held) - self._needed_pages()
 
-    def pages_needed(self, num_tokens: int, reqid: int | None = None) -> int:
+    def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages for `num_tokens` tokens: in all, or beyond those for the length of slot `reqid`, or a few more.
 
         A step to these lengths succeeds if the sum over its slots is at most `available_pages()`.
+
+        Args:
+            chunk_tokens: the most tokens by which one step grows a slot. Layers with a sliding window then need less
+                for what takes several steps; None: all comes in one.
 
         Raises:
             InvalidSlot: if `reqid` is not allocated.
         """
         self._check_open()
-        pages = self.layout.pages(self._backed(num_tokens))
+        most = self.layout.most_pages(self._backed(num_tokens), self._backed(chunk_tokens or num_tokens))
         if reqid is None:
-            return pages
+            return most
         length = self._length.get(reqid)
         if length is None:
             raise self._invalid_slot(reqid)
-        backed = self.layout.pages(self._backed(length), length)
-        more = max(0, self.layout.pages(self._backed(num_tokens), length) - backed)
-        if num_tokens > length:
-            more += sum(band.replaced_pages(reqid, length // self._block_tokens) for band in self._bands)
-        return more
+        has = self.layout.pages(self._backed(length), length)
+        if num_tokens <= length:
+            # A window that moves back needs what lies before it; what lies behind leaves with the next step only.
+            return self.layout.pages(self._backed(length), num_tokens) - has
+        replaced = sum(band.replaced_pages(reqid, length // self._block_tokens) for band in self._bands)
+        return max(0, min(self.layout.pages(self._backed(num_tokens), length), most) - has) + replaced
 
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""

@@ -99,9 +99,9 @@ class Band:
         floor = self.floor(start)
         return sum(kind.lanes * max(0, kind.columns(tokens) - kind.columns(floor)) for kind in self.kinds)
 
-    def most_pages(self, tokens: int) -> int:
-        """The most pages that `tokens` tokens of one slot take while they come one by one."""
-        return self.pages(tokens if self.window is None else min(tokens, self.window + self.block_tokens - 1))
+    def most_pages(self, tokens: int, chunk: int = 1) -> int:
+        """The most pages that `tokens` tokens of one slot take while they come up to `chunk` at a time."""
+        return self.pages(tokens if self.window is None else min(tokens, self.window + self.block_tokens + chunk - 2))
 
     def live_bytes(self, tokens: int) -> int:
         """Bytes of those of `tokens` tokens that are still of use."""
@@ -169,9 +169,9 @@ class Layout:
         """Pages that back tokens `[0, tokens)` of one slot, without blocks that queries from `start` on do not see."""
         return sum(band.pages(tokens, start) for band in self.bands)
 
-    def most_pages(self, tokens: int) -> int:
-        """The most pages that `tokens` tokens of one slot take while they come one by one."""
-        return sum(band.most_pages(tokens) for band in self.bands)
+    def most_pages(self, tokens: int, chunk: int = 1) -> int:
+        """The most pages that `tokens` tokens of one slot take while they come up to `chunk` at a time."""
+        return sum(band.most_pages(tokens, chunk) for band in self.bands)
 
     def most_tokens(self, pages: int, limit: int) -> int:
         """Tokens of one slot, up to `limit`, that come one by one into `pages` pages."""

@@ -169,7 +169,7 @@ class SharedBlocks:
         transaction.on_revert(lambda: self._bring_back(slot, removed))
         self._release(mine.used[:count])
         del mine.blocks[:count]
-        mine.start += count
+        mine.start += len(removed)
         for block in removed:
             block.slots.discard(slot)
             self._recount(block)
@@ -194,10 +194,10 @@ class SharedBlocks:
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
 
     def publish(self, slot: int, keys: Sequence[Key]) -> None:
-        """Publishes the blocks that the slot's request uses; `keys` from depth 0 on."""
+        """Publishes the blocks that the slot's request uses and that have keys; `keys` from depth 0 on."""
         mine = self._slots[slot]
-        for block in mine.used:
-            if not block.published and self.index.publish(block, keys[block.depth]):
+        for block, key in zip(mine.used, keys[mine.start :], strict=False):
+            if not block.published and self.index.publish(block, key):
                 for pages in block.pages:
                     self._pool.hold(pages)
 

@@ -84,7 +84,9 @@ class Slots:
         self._windowed = any(band.window is not None for band in layout.bands)
 
         self._length: dict[int, int] = {}  # of active slots
-        self._start: dict[int, int] = {}  # of active slots: no query that is not launched yet is for an earlier token
+        self._start: dict[
+            int, int
+        ] = {}  # of active slots: no query that is still to be launched is for an earlier token
         self._limit: dict[int, int] = {}  # of active slots: up to here, a step has nothing to do
         self._idle: dict[int, None] = dict.fromkeys(range(layout.slots))  # longest idle first
         self._ready = [0] * layout.slots  # tokens whose backing is in place
@@ -147,7 +149,9 @@ class Slots:
             raise refusal(f"step has to map memory for {len(short)} slots")
         before, begun = self._length.copy(), self._start.copy()
         # What was computed before this step can be taken back by this step at the latest.
-        self._start = {slot: min(length, lengths.get(slot, length)) for slot, length in before.items()}
+        for slot, length in before.items():
+            start = max(length, begun[slot])  # more than the length before what it holds is copied in
+            self._start[slot] = min(start, lengths.get(slot, start))
         # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
         blocks = {slot: before[slot] // self._block_tokens for slot in leftover}
         saved = {
@@ -565,7 +569,7 @@ class Slots:
                 break
             backed, start = self._backed(length), self._start[slot]
             # By kind: a slot may have too many pages of one and too few of another.
-            outlived = not self._leftover(slot) and any(band.outlived(slot, start) for band in self._bands)
+            outlived = any(band.outlived(slot, start) for band in self._bands)
             if not outlived and not any(band.has_surplus(slot, backed) for band in self._bands):
                 continue
             if not guarded:
@@ -586,11 +590,7 @@ class Slots:
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues that what has left the windows of these slots is unmapped, once what was launched has ended."""
-        slots = [
-            slot
-            for slot in slots
-            if not self._leftover(slot) and any(band.outlived(slot, self._start[slot]) for band in self._bands)
-        ]
+        slots = [slot for slot in slots if any(band.outlived(slot, self._start[slot]) for band in self._bands)]
         if not slots:
             return
 

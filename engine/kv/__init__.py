@@ -61,8 +61,11 @@ class KVBackend(KVSource, Protocol):
 
     name: str
 
-    def allocate(self, num_tokens: int) -> int:
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
         """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
+
+        Args:
+            start: the first token that will be computed; those before it are written back from a copy.
 
         Raises:
             NoFreeSlot: as many requests hold one as may run, or as slots were made in advance.
@@ -170,7 +173,7 @@ class KVBackend(KVSource, Protocol):
 class NoPrefixCache:
     """The prefix cache of a backend that has none: nothing is ever found."""
 
-    def allocate(self, num_tokens: int) -> int:
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
         raise NotImplementedError
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:

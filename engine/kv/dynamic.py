@@ -78,7 +78,7 @@ class DynamicKV(NoPrefixCache):
         self._physical = 0
         self._peak = 0
 
-    def allocate(self, num_tokens: int) -> int:
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
         key, value = self._empty
         return self._slots.take(_Slot([(key, value)] * self._num_layers))
 

@@ -31,6 +31,7 @@ def make_backend(
     memory_budget: int | str,
     block_size: int = 16,
     guard_rows: int = 0,
+    chunk_tokens: int | None = None,
     kv_options: dict[str, Any] | None = None,
 ) -> KVBackend:
     """The backend called `kv`, sized for `shape`: as many units as the budget holds, and no more than can be used.
@@ -39,6 +40,7 @@ def make_backend(
         memory_budget: bytes, text such as "4GiB", or "auto"; see `vattn.KVConfig`.
         block_size: tokens per block, of `paged`.
         guard_rows: rows past a length that the kernel may read, which `virtual` then backs.
+        chunk_tokens: most tokens of a request in one step.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
 
     Raises:
@@ -46,29 +48,35 @@ def make_backend(
     """
     if kv not in BACKENDS:
         raise ConfigError(f"kv={kv!r} is not a backend; choose one of {', '.join(BACKENDS)}")
-    sizes = {
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "v_head_dim": shape.v_head_dim,
-    }
     if kv == "virtual":
-        return VirtualKV(
-            KVConfig.from_options(
-                **sizes,
-                dtype=dtype,
-                device=device,
-                max_batch_size=max_num_seqs,
-                max_context_len=max_model_len,
-                memory_budget=memory_budget,
-                **{"guard_rows": guard_rows, **(kv_options or {})},
-            )
+        config = KVConfig.from_options(
+            groups=shape.groups(max_model_len),
+            dtype=dtype,
+            device=device,
+            max_batch_size=max_num_seqs,
+            max_context_len=max_model_len,
+            memory_budget=memory_budget,
+            **{"guard_rows": guard_rows, **(kv_options or {})},
         )
+        return VirtualKV(config, chunk_tokens=chunk_tokens)
     if kv_options:
         raise ConfigError(f"kv={kv!r} takes no kv_options, but was given {sorted(kv_options)}; they are for 'virtual'")
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size}; it must be at least 1")
 
+    layer = shape.stored_alike
+    if layer is None:
+        shapes = sorted({(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in shape.layers})
+        raise ConfigError(
+            f"kv={kv!r} stores all layers alike, but the model's differ in (KV heads, key size, value size): {shapes}; "
+            "use kv='virtual'"
+        )
+    sizes = {
+        "num_layers": shape.num_layers,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "v_head_dim": layer.v_head_dim,
+    }
     budget = budget_bytes(memory_budget, device)
     token_bytes = shape.token_elements * dtype.itemsize
     unit, unit_tokens, advice = {

@@ -136,7 +136,7 @@ class PagedKV:
         self._index: PrefixIndex[_Block] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
-    def allocate(self, num_tokens: int) -> int:
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
         return self._slots.take(_Slot())
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:

@@ -73,7 +73,7 @@ class StaticKV(ContiguousKV, NoPrefixCache):
                 layers.append((pair[0], pair[1]))
         super().__init__(layers)
 
-    def allocate(self, num_tokens: int) -> int:
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
         return self._lengths.take(0)
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:

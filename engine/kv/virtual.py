@@ -14,18 +14,23 @@ from vattn.prefix import Admission
 class VirtualKV(ContiguousKV):
     """A `vattn.KVCache` behind the engine's protocol; its unit of memory is the page.
 
+    Args:
+        config: of the cache.
+        chunk_tokens: most tokens of a request in one step; what layers with a window need depends on it.
+
     Raises:
         ConfigError: the configuration cannot fit.
     """
 
     name = "virtual"
 
-    def __init__(self, config: KVConfig) -> None:
+    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
         self.cache = KVCache(config)
+        self._chunk_tokens = chunk_tokens
         super().__init__([self.cache.layer(i) for i in self.cache.layers])
 
-    def allocate(self, num_tokens: int) -> int:
-        return self.cache.alloc_reqid(num_tokens)
+    def allocate(self, num_tokens: int, start: int = 0) -> int:
+        return self.cache.alloc_reqid(num_tokens, start=start)
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         return self.cache.admit(token_ids, salt)
@@ -46,7 +51,7 @@ class VirtualKV(ContiguousKV):
         self.cache.free_reqid(slot)
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
-        return self.cache.pages_needed(num_tokens, slot)
+        return self.cache.pages_needed(num_tokens, slot, self._chunk_tokens)
 
     def available(self) -> int:
         return self.cache.available_pages()

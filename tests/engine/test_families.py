@@ -8,9 +8,11 @@ from tiny_models import FAMILIES, expected, make_model, make_prompts
 
 from engine import LLM, SamplingParams
 from engine.kv.paged import PagedKV
+from engine.kv.virtual import VirtualKV
 from engine.swap import PreemptionMode
 
 MAX_TOKENS = 14
+WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,11 +66,48 @@ def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
         llm.check()
         swap = llm.scheduler.swap
         assert swap is not None
-        assert (swap.num_saved > 0) == (mode == "swap" and kv != "static")
+        # Static has two slots in this budget, and nobody can take memory from either; behind windows there is more.
+        roomy = kv == "static" or (kv == "virtual" and family in WITH_WINDOWS)
+        assert (swap.num_saved > 0) == (mode == "swap" and not roomy)
         assert swap.num_loaded == swap.num_saved
         assert swap.used_bytes == 0
-    # Static has two slots in this budget, and nobody can take memory from either.
-    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (kv != "static")
+    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == (not roomy)
+    want = [expected(family, prompt, max_tokens) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == want
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "window" in family or family in WITH_WINDOWS])
+def test_memory_behind_windows_is_given_back(family: str, mode: PreemptionMode) -> None:
+    """Contexts of many windows, in pages of few tokens; requests that are preempted and find their prefixes again."""
+    prompts = make_prompts([150, 130, 170, 10])
+    prompts.append(prompts[0][:140] + prompts[1][:20])
+    max_tokens = 60
+    with LLM(
+        make_model(family),
+        max_num_seqs=3,
+        max_num_batched_tokens=24,
+        kv_options={"page_size": 4096, "eager_pages": 0, "layout": "fused"},
+        preemption_mode=mode,
+    ) as llm:
+        assert isinstance(llm.kv, VirtualKV)
+        cache = llm.kv.cache
+        taken: list[int] = []
+
+        def watch(_: object) -> None:
+            taken.append(max((slot.pages for slot in cache.page_map() if slot.active), default=0))
+            if len(taken) % 20 == 0 and llm.scheduler.running:
+                llm.scheduler.preempt_last()
+
+        llm.on_step = watch
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+        llm.check()
+        most = cache.layout.most_pages(170 + max_tokens, 2 * 24)  # a chunk, and one mapped ahead
+        assert max(taken) <= most < cache.layout.pages(170 + max_tokens)
+        swap = llm.scheduler.swap
+        assert swap is not None
+        assert (swap.num_loaded > 0) == (mode == "swap")
+    assert sum(output.metrics.num_preemptions for output in outputs) > 1
     want = [expected(family, prompt, max_tokens) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == want
 

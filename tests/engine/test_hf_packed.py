@@ -61,18 +61,35 @@ def test_the_library_does_not_load_transformers_unasked() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def _windows(*windows: int | None) -> tuple[hf.LayerShape, ...]:
+    return tuple(hf.LayerShape(2, 8, 8, window) for window in windows)
+
+
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("llama", hf.KVShape(3, 2, 8, 8)),
-        ("gpt-oss", hf.KVShape(3, 2, 8, 8, sinks=True)),
-        ("gemma2", hf.KVShape(3, 2, 8, 8, softcap=True)),
-        ("deepseek-v3", hf.KVShape(3, 4, 16, 12)),
+        ("llama", hf.KVShape.uniform(3, 2, 8, 8)),
+        ("mistral-window", hf.KVShape.uniform(3, 2, 8, 8, window=9)),
+        ("gpt-oss", hf.KVShape(_windows(6, None, 6), sinks=True)),
+        ("gemma2", hf.KVShape(_windows(8, None, 8), softcap=True)),
+        ("qwen2-moe-window", hf.KVShape(_windows(7, None, 7))),
+        ("phimoe-window", hf.KVShape.uniform(3, 2, 8, 8, window=7)),
+        ("deepseek-v3", hf.KVShape.uniform(3, 4, 16, 12)),
     ],
 )
 def test_kv_shape(family: str, shape: hf.KVShape) -> None:
     with under_vattn(make_model(family)) as model:
         assert hf.kv_shape(model) == shape
+
+
+def test_layers_by_what_they_store_and_for_how_long() -> None:
+    shape = hf.KVShape((*_windows(8, None, 8), hf.LayerShape(1, 16, 8)))
+    groups = [(g.indices, g.num_kv_heads, g.head_dims, g.sliding_window) for g in shape.groups(100)]
+    assert groups == [((0, 2), 2, (8, 8), 8), ((1,), 2, (8, 8), None), ((3,), 1, (16, 8), None)]
+    assert [group.indices for group in shape.groups(8)] == [(0, 1, 2), (3,)]  # a window that hides nothing is none
+    assert shape.token_elements == 3 * 2 * 16 + 24
+    assert shape.stored_alike is None
+    assert hf.KVShape(_windows(8, None)).stored_alike == hf.LayerShape(2, 8, 8)
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:

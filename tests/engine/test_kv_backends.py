@@ -37,7 +37,7 @@ LAYERS, HEADS, DIM, V_DIM, SLOTS, LENGTH = 2, 2, 8, 12, 4, 300
 TOKEN_BYTES = LAYERS * HEADS * (DIM + V_DIM) * 4
 
 
-SHAPE = KVShape(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_head_dim=V_DIM)
+SHAPE = KVShape.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_head_dim=V_DIM)
 
 
 def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:

@@ -26,7 +26,7 @@ def make(*, budget: int = 1 << 20, mode: PreemptionMode = "auto") -> tuple[SwapS
     rows = torch.arange(20 * 16.0).view(20, 2, 8)
     kv.write(0, PackedBatch.pack([Span(request.slot, 0, 20)]), rows, -rows)
     request.advance(20)
-    return SwapSpace(kv, num_layers=1, token_bytes=TOKEN_BYTES, budget=budget, mode=mode), kv, request
+    return SwapSpace(kv, windows=[None], token_bytes=TOKEN_BYTES, budget=budget, mode=mode), kv, request
 
 
 def test_out_and_back() -> None:

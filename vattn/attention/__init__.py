@@ -57,26 +57,30 @@ def names() -> tuple[str, ...]:
     return tuple(_ADAPTERS)
 
 
-def get(name: str | Attention = "auto", case: Case | None = None, *, device: torch.device | str = "cpu") -> Attention:
+def get(name: str | Attention = "auto", *cases: Case, device: torch.device | str = "cpu") -> Attention:
     """The adapter called `name`, or an adapter itself; `"auto"` takes the first that can be used.
 
     Args:
-        case: what it is wanted for; by default float32 on `device`.
+        cases: what it is wanted for, all of them; by default float32 on `device`.
 
     Raises:
-        ConfigError: no adapter has that name, or it cannot be used for `case`: why not, and which can.
+        ConfigError: no adapter has that name, or it cannot be used for a case: why not, and which can.
     """
-    case = case or Case(torch.device(device))
+    cases = cases or (Case(torch.device(device)),)
+
+    def refusal(adapter: Attention) -> str | None:
+        return next((why for case in cases if (why := adapter.refusal(case)) is not None), None)
+
     if name == "auto":
-        return next(adapter for adapter in adapters() if adapter.refusal(case) is None)
+        return next(adapter for adapter in adapters() if refusal(adapter) is None)
     if isinstance(name, str) and name not in _ADAPTERS:
         raise ConfigError(f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}")
     adapter = _ADAPTERS[name]() if isinstance(name, str) else name
-    refusal = adapter.refusal(case)
-    if refusal is not None:
-        usable = [other.name for other in adapters() if other.refusal(case) is None]
+    why = refusal(adapter)
+    if why is not None:
+        usable = [other.name for other in adapters() if refusal(other) is None]
         raise ConfigError(
-            f"the attention kernel {adapter.name!r} cannot be used here: {refusal}; possible: "
+            f"the attention kernel {adapter.name!r} cannot be used here: {why}; possible: "
             f"{', '.join(('auto', *usable))}"
         )
     return adapter

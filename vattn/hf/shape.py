@@ -1,0 +1,136 @@
+"""What a model stores per token, asked of the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vattn.attention.base import AttentionParams
+from vattn.errors import UnsupportedModel
+from vattn.groups import TensorGroup
+from vattn.hf.packed import run_packed
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores per token; a query sees `window` tokens, its own included, or all for None."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None = None
+
+    @property
+    def token_elements(self) -> int:
+        """Elements that one token takes, keys and values together."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model stores per token, layer by layer; and what its attention asks for.
+
+    Attributes:
+        softcap: any layer caps its scores.
+        sinks: any layer has sinks.
+    """
+
+    layers: tuple[LayerShape, ...]
+    softcap: bool = False
+    sinks: bool = False
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        *,
+        window: int | None = None,
+        softcap: bool = False,
+        sinks: bool = False,
+    ) -> KVShape:
+        """The shape of a model whose layers are alike."""
+        return cls((LayerShape(num_kv_heads, head_dim, v_head_dim, window),) * num_layers, softcap, sinks)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def token_elements(self) -> int:
+        """Elements that one token takes in all layers."""
+        return sum(layer.token_elements for layer in self.layers)
+
+    @property
+    def stored_alike(self) -> LayerShape | None:
+        """What every layer stores, whatever their windows; None where they differ."""
+        stored = {replace(layer, window=None) for layer in self.layers}
+        return stored.pop() if len(stored) == 1 else None
+
+    @property
+    def head_dims(self) -> list[tuple[int, int]]:
+        """The sizes of key and value heads that there are."""
+        return sorted({(layer.head_dim, layer.v_head_dim) for layer in self.layers})
+
+    def groups(self, max_context_len: int) -> list[TensorGroup]:
+        """The layers as tensor groups; a window that hides nothing of `max_context_len` tokens is none."""
+        members: dict[LayerShape, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.window is not None and layer.window >= max_context_len:
+                layer = replace(layer, window=None)
+            members.setdefault(layer, []).append(index)
+        return [
+            TensorGroup(
+                layers=indices,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                v_head_dim=layer.v_head_dim,
+                sliding_window=layer.window,
+            )
+            for layer, indices in members.items()
+        ]
+
+
+class _Probe:
+    """A packed step of one token that records what each layer stores; a token alone attends to its own value."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.params: list[AttentionParams] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        if layer in self.layers:
+            raise UnsupportedModel(
+                f"two attention modules of the model share the layer index {layer}; each needs its own cache"
+            )
+        self.params.append(params)
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], params.window)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """What `model` stores, read from one forward pass of one token; its attention must be `"vattn"`.
+
+    Asking the model, not its config, because families name heads, head sizes and windows differently, and because a
+    layer that never calls the attention function would be served wrong without notice.
+
+    Raises:
+        UnsupportedModel: layers are missing or share an index.
+    """
+    probe = _Probe()
+    zero = torch.zeros(1, dtype=torch.int64, device=model.device)
+    run_packed(model, probe, zero, zero, zero)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if sorted(probe.layers) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has {num_layers} layers, but layers {sorted(probe.layers)} called the attention "
+            "function; every layer must. Use model.generate() for this model."
+        )
+    softcap = any(params.softcap is not None for params in probe.params)
+    sinks = any(params.sinks is not None for params in probe.params)
+    return KVShape(tuple(probe.layers[layer] for layer in range(num_layers)), softcap, sinks)
