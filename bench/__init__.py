@@ -18,6 +18,7 @@ BENCHMARKS = {
     "batching": "static against continuous batching: waste per request, latency of short ones behind long ones",
     "memory": "memory of each kind of cache for the same requests, by how many run at a time",
     "blocks": "blocks that each request uses, of those that a reservation would take",
+    "windows": "bytes per request against context where layers have sliding windows",
     "capacity": "sequences that fit a memory budget, by backend",
     "backends": "decode steps of all four backends, by batch size",
     "block_size": "what a larger block wastes, and what a smaller one costs",

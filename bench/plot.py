@@ -178,6 +178,16 @@ def _draw_fragmentation(axes: Any, record: Record) -> None:
     )
 
 
+def _draw_windows(axes: Any, record: Record) -> None:
+    for model in dict.fromkeys(row["model"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["model"] == model]
+        tokens = [row["tokens"] for row in rows]
+        (line,) = axes.plot(tokens, [row["groups MiB"] for row in rows], marker="o", label=f"{model}, groups")
+        uniform = [row["uniform MiB"] for row in rows]
+        axes.plot(tokens, uniform, linestyle="--", color=line.get_color(), label=f"{model}, every token")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a request", ylabel="MiB that it holds")
+
+
 def _draw_decode(axes: Any, record: Record) -> None:
     for batch in dict.fromkeys(row["batch"] for row in record["figures"]):
         rows = [row for row in record["figures"] if row["batch"] == batch]
@@ -275,6 +285,7 @@ _DRAWINGS = {
     "step": _draw_step,
     "overlap": _draw_overlap,
     "fragmentation": _draw_fragmentation,
+    "windows": _draw_windows,
     "decode": _draw_decode,
     "batching": _draw_batching,
     "memory": _draw_memory,
