@@ -109,8 +109,9 @@ class LLM:
             memory, and back), or "auto": what is estimated cheaper.
         swap_space: most memory for such copies: bytes or text; taken only when it is used.
         attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
-        enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, and without the
-            packed weights and fused products of `engine.optimize`.
+        enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, without the packed
+            weights and fused products of `engine.optimize`, and with the keys and values of all heads in the cache
+            where others store latents (`vattn.hf.mla`).
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -174,6 +175,8 @@ class LLM:
         self.model.set_attn_implementation(hf.NAME)
         try:
             shape = hf.kv_shape(self.model)
+            latents = {} if enforce_eager else hf.find_latents(self.model, shape)
+            shape = hf.store_latents(shape, latents)
             cases = [
                 Case(
                     self.model.device,
@@ -231,7 +234,7 @@ class LLM:
             self.model.set_attn_implementation(self._previous_attention)
             raise
         graphs_up_to = None if enforce_eager else max_num_seqs
-        self.runner = ModelRunner(self.model, self.kv, kernel, graphs_up_to=graphs_up_to)
+        self.runner = ModelRunner(self.model, self.kv, kernel, latents=latents, graphs_up_to=graphs_up_to)
 
     def __enter__(self) -> LLM:
         return self

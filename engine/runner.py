@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from engine.kv import KVBackend
 from engine.request import Request
 from engine.scheduler import Entry
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
-from vattn.hf import run_packed
+from vattn.hf import LatentAttention, handing_on, run_packed
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,13 @@ class _Step:
     kv: KVBackend
     attention: Attention
     batch: PackedBatch
+    latents: Mapping[int, LatentAttention]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         self.kv.write(layer, self.batch, key, value)
+        latent = self.latents.get(layer)
+        if latent is not None:
+            return latent.attend(self.attention, query, self.kv, self.batch, params)
         return self.attention(query, self.kv, layer, self.batch, params)
 
 
@@ -52,16 +56,24 @@ class ModelRunner:
 
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
+        latents: the layers of which the backend stores latents; see `vattn.hf.mla`.
         graphs_up_to: run decode steps of at most so many requests as CUDA graphs, where there is CUDA and the kernel
             can be captured; None for none.
     """
 
     def __init__(
-        self, model: PreTrainedModel, kv: KVBackend, attention: Attention, *, graphs_up_to: int | None = None
+        self,
+        model: PreTrainedModel,
+        kv: KVBackend,
+        attention: Attention,
+        *,
+        latents: Mapping[int, LatentAttention] | None = None,
+        graphs_up_to: int | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.attention = attention
+        self.latents = latents or {}
         self.graphs = None
         if graphs_up_to is not None and DecodeGraphs.possible(model.device, attention):
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
@@ -103,4 +115,6 @@ class ModelRunner:
         return Forward(sampled, logits[: len(sampled)], scored, logits[len(sampled) :])
 
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
-        return run_packed(self.model, _Step(self.kv, self.attention, batch), tokens, batch.positions, rows)
+        step = _Step(self.kv, self.attention, batch, self.latents)
+        with handing_on(self.latents.values()):
+            return run_packed(self.model, step, tokens, batch.positions, rows)

@@ -46,7 +46,8 @@ class Slots(dict[int, State]):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise a ConfigError for a size below 1."""
+    """Raise a ConfigError for a size below 1; values may have no elements, beside keys that are all there is."""
     for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{name} is {size}; it must be at least 1")
+        least = 0 if name == "v_head_dim" else 1
+        if size < least:
+            raise ConfigError(f"{name} is {size}; it must be at least {least}")

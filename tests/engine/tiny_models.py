@@ -72,6 +72,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe-window": ("PhimoeConfig", {**_MOE, "sliding_window": 7}),
     "stablelm": ("StableLmConfig", {}),
     "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
     "deepseek-v3": (
         "DeepseekV3Config",
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,12 +17,17 @@ from vattn.hf.packed import run_packed
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token; a query sees `window` tokens, its own included, or all for None."""
+    """What one layer stores per token; a query sees `window` tokens, its own included, or all for None.
+
+    Attributes:
+        attended: the sizes of key and value heads that attention kernels see, where they are not the stored ones.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     window: int | None = None
+    attended: tuple[tuple[int, int], ...] = ()
 
     @property
     def token_elements(self) -> int:
@@ -74,8 +80,9 @@ class KVShape:
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        """The sizes of key and value heads that there are."""
-        return sorted({(layer.head_dim, layer.v_head_dim) for layer in self.layers})
+        """The sizes of key and value heads that attention kernels see."""
+        pairs = (layer.attended or ((layer.head_dim, layer.v_head_dim),) for layer in self.layers)
+        return sorted(set(itertools.chain.from_iterable(pairs)))
 
     def groups(self, max_context_len: int) -> list[TensorGroup]:
         """The layers as tensor groups; a window that hides nothing of `max_context_len` tokens is none."""
