@@ -188,6 +188,15 @@ def _draw_windows(axes: Any, record: Record) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens of a request", ylabel="MiB that it holds")
 
 
+def _draw_mla(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for shift, way in ((-0.25, "absorbed"), (0, "expanded"), (0.25, "stored")):
+        places = [place + shift for place in range(len(rows))]
+        axes.bar(places, [row[f"{way} ms"] for row in rows], width=0.25, label=way)
+    axes.set_xticks(range(len(rows)), [f"{row['new tokens']} of {row['context']}" for row in rows])
+    axes.set(yscale="log", xlabel="new tokens of a context", ylabel="ms, attention of a layer")
+
+
 def _draw_decode(axes: Any, record: Record) -> None:
     for batch in dict.fromkeys(row["batch"] for row in record["figures"]):
         rows = [row for row in record["figures"] if row["batch"] == batch]
@@ -286,6 +295,7 @@ _DRAWINGS = {
     "overlap": _draw_overlap,
     "fragmentation": _draw_fragmentation,
     "windows": _draw_windows,
+    "mla": _draw_mla,
     "decode": _draw_decode,
     "batching": _draw_batching,
     "memory": _draw_memory,

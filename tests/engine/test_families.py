@@ -43,7 +43,7 @@ def test_late_arrivals(kv: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
 def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
     prompts = make_prompts([20, 21, 22, 23])
@@ -120,7 +120,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         self: PagedKV, layer: int, slot: int, length: int, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = read(self, layer, slot, length, start)
-        value[:, :, ::10] = 0
+        key[:, :, ::10], value[:, :, ::10] = 0, 0
         return key, value
 
     monkeypatch.setattr(PagedKV, "read", forgetful)

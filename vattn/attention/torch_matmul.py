@@ -11,6 +11,13 @@ Measured (us, two cores, 14 query heads on 2 KV heads of 64, bfloat16; new token
     this one                 248       776      2293         9513        21359
 
 In float32 there is nothing to gain. Decodes go to the fused kernel: with one query the calls cost more than they win.
+But not where many long heads share their keys, as over latents; nor do short chunks there (us, one core, 16 heads of
+576 on one KV head):
+
+    decode over           64      512     2048     8192
+    fused                 38      282     1134     4824
+    this one              45      111      315     1160
+
 It needs no guard rows, and appends nothing.
 """
 
@@ -19,18 +26,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource
+from vattn.attention.base import AttentionParams, Case
 from vattn.attention.batch import PackedBatch, Span
 from vattn.attention.torch_sdpa import TorchSDPA
 
 # Rows of queries per product. Fewer would leave the products small, more would compute scores that causality hides.
 _BLOCK = 128
-# Below this many queries the fused kernel is ahead.
+# Below this many queries the fused kernel is ahead,
 _LEAST = 96
+# unless all heads have the same keys, and together so many elements.
+_WIDE = 4096
 
 
 class TorchMatmul(TorchSDPA):
-    """Matrix products for chunks of a prefill, torch_sdpa for all else; bfloat16 on a CPU, any head size."""
+    """Matrix products for a prefill, and for long heads that share keys; torch_sdpa for all else; bfloat16 on a CPU."""
 
     name = "torch_matmul"
 
@@ -39,15 +48,23 @@ class TorchMatmul(TorchSDPA):
             return f"it is for bfloat16 on a CPU; torch_sdpa takes {case.dtype} on {case.device.type}"
         return None
 
-    def _prefill(
-        self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, span: Span, params: AttentionParams
+    def _single(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        _, num_kv_heads, group, head_dim = query.shape
+        if not _wide(num_kv_heads, group * head_dim):
+            return super()._single(query, key, value, scale)
+        alpha = head_dim**-0.5 if scale is None else scale
+        scores = torch.addmm(query.new_empty(()), query[0, 0], key[0, 0].t(), beta=0, alpha=alpha)
+        return (scores.softmax(dim=-1) @ value[0, 0])[None, None]
+
+    def _chunk(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, span: Span, params: AttentionParams
     ) -> Tensor:
-        if len(span) < _LEAST or params.softcap is not None or params.sinks is not None:
-            return super()._prefill(query, kv, layer, batch, span, params)
-        first = params.first_key(span)
-        key, value = kv.read(layer, span.slot, span.end, first)
         count, num_heads, head_dim = query.shape
         num_kv_heads = key.shape[1]
+        few = count < _LEAST and not _wide(num_kv_heads, num_heads * head_dim)
+        if few or params.softcap is not None or params.sinks is not None:
+            return super()._chunk(query, key, value, batch, span, params)
+        first = params.first_key(span)
         group = num_heads // num_kv_heads
         scale = head_dim**-0.5 if params.scale is None else params.scale
         # [num_kv_heads, count, group, head_dim]: a block of queries of one KV head is one matrix.
@@ -73,6 +90,10 @@ class TorchMatmul(TorchSDPA):
                 mixed = scores.softmax(dim=-1) @ value[0, head, start:end]
                 output[low:high, head] = mixed.view(rows, group, -1)
         return output.view(count, num_heads, -1)
+
+
+def _wide(num_kv_heads: int, query_elements: int) -> bool:
+    return num_kv_heads == 1 and query_elements >= _WIDE
 
 
 def _hidden(like: Tensor, size: int) -> Tensor:

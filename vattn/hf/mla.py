@@ -8,13 +8,14 @@ What is stored of a token is then one row, the latent and the part of the key th
 Attention over latents is attention with one KV head whose keys are its values too, once the projection is folded into
 the query and the output (*absorbed*); or the latents are *expanded* by the module first. A query and key cost a head
 `2 kv_lora_rank + qk_rope_head_dim` products absorbed, three times as many as expanded in published shapes; expanding
-a key costs it `kv_lora_rank` times the size of its key and value. So single tokens and short chunks are absorbed.
-
+a token costs it `kv_lora_rank` for each element of its key and value. So single tokens and short chunks are absorbed;
+measured (`python -m bench mla`), the ways meet where the products do, near 160 new tokens.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,9 +28,6 @@ from transformers import PreTrainedModel
 from vattn.attention import Attention, AttentionParams, Blocks, KVSource, PackedBatch, Slots, Span, TorchSDPA
 from vattn.hf.shape import KVShape, LayerShape
 
-# Chunks of this many tokens or more are expanded.
-EXPAND_FROM = 128
-
 
 class LatentAttention:
     """One attention module whose latents are stored.
@@ -37,6 +35,7 @@ class LatentAttention:
     Attributes:
         layer: its index.
         stored: what it stores per token.
+        expand_from: chunks of this many tokens or more are expanded.
     """
 
     def __init__(self, module: Any, window: int | None = None) -> None:
@@ -48,9 +47,14 @@ class LatentAttention:
         v_head_dim: int = module.v_head_dim
         width = self._rank + rope
         self.stored = LayerShape(1, width, 0, window, attended=((width, width), (self._nope + rope, v_head_dim)))
+        # Of the products of a query and a stored token, what expansion saves; it has to pay for that of the token.
+        saved = 2 * width - (self._nope + rope + v_head_dim)
+        self.expand_from = self._rank * (self._nope + v_head_dim) / saved if saved > 0 else math.inf
         weight = module.kv_b_proj.weight.detach().view(-1, self._nope + v_head_dim, self._rank)
-        self._to_keys, to_values = weight.split([self._nope, v_head_dim], dim=1)
-        self._to_values = to_values.transpose(1, 2)
+        to_keys, to_values = torch.split(weight, [self._nope, v_head_dim], dim=1)
+        # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]. Copies, since a product
+        # of a batch with a part of the weight is slow: for one row in bfloat16 1015 us where a copy takes 80.
+        self._to_keys, self._to_values = to_keys.contiguous(), to_values.transpose(1, 2).contiguous()
 
     @classmethod
     def of(cls, module: nn.Module, shape: LayerShape) -> LatentAttention | None:
@@ -72,7 +76,7 @@ class LatentAttention:
         rows = torch.randn(1, 1, 3, self.stored.head_dim, generator=generator).to(self._to_keys)
         with torch.inference_mode():
             key, value = self._expand(rows)
-            latent, rope = rows[0].split([self._rank, rows.shape[-1] - self._rank], dim=-1)
+            latent, rope = rows[0, ..., : self._rank], rows[0, ..., self._rank :]
             keys = torch.cat((latent @ self._to_keys.mT, rope.expand(len(self._to_keys), -1, -1)), dim=-1)
             values = latent @ self._to_values
         if (key.shape[1:], value.shape[1:]) != (keys.shape, values.shape):
@@ -86,8 +90,7 @@ class LatentAttention:
 
     def _expand(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[1, num_heads, n, head_dim]` and values of stored rows `[1, 1, n, kv_lora_rank + rope]`."""
-        latent, rope = rows.split([self._rank, rows.shape[-1] - self._rank], dim=-1)
-        key, value = type(self._module).expand_kv(self._module, latent, rope)
+        key, value = type(self._module).expand_kv(self._module, rows[..., : self._rank], rows[..., self._rank :])
         return key, value
 
     def hand_on(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,22 +104,35 @@ class LatentAttention:
         """Attention over the stored latents, with the arguments and the result of attention over keys and values."""
         if params.scale is None:
             params = replace(params, scale=query.shape[-1] ** -0.5)
-        outputs = []
         # Kernels that take a layer as it lies have nothing to take once it is expanded.
-        expands = isinstance(attention, TorchSDPA)
-        for rows, part, expanded in batch.once(("latents", expands), lambda: _parts(batch, expands)):
-            if expanded:
-                outputs.append(attention(query[rows], _Expanded(kv, self), self.layer, part, params))
-            else:
-                latents = attention(self._absorb(query[rows]), _Latents(kv), self.layer, part, params)
-                mixed = latents[..., : self._rank].transpose(0, 1) @ self._to_values
-                outputs.append(mixed.transpose(0, 1))
+        expand_from = self.expand_from if isinstance(attention, TorchSDPA) else math.inf
+        outputs = [
+            self.attend_as(attention, query[rows], kv, part, params, expanded=expanded)
+            for rows, part, expanded in batch.once(("latents", expand_from), lambda: _parts(batch, expand_from))
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_as(
+        self,
+        attention: Attention,
+        query: Tensor,
+        kv: KVSource,
+        batch: PackedBatch,
+        params: AttentionParams,
+        *,
+        expanded: bool,
+    ) -> Tensor:
+        """The same one way for all of the batch; expanded only with kernels that read request by request."""
+        if expanded:
+            return attention(query, _Expanded(kv, self), self.layer, batch, params)
+        latents = attention(self._absorb(query), _Latents(kv), self.layer, batch, params)
+        output: Tensor = latents[..., : self._rank].transpose(0, 1) @ self._to_values
+        return output.transpose(0, 1)
 
     def _absorb(self, query: Tensor) -> Tensor:
         """Queries `[n, num_heads, head_dim]` for latents as keys, `[n, num_heads, kv_lora_rank + rope]`."""
-        nope, rope = query.split([self._nope, query.shape[-1] - self._nope], dim=-1)
-        return torch.cat(((nope.transpose(0, 1) @ self._to_keys).transpose(0, 1), rope), dim=-1)
+        absorbed = query[..., : self._nope].transpose(0, 1) @ self._to_keys
+        return torch.cat((absorbed.transpose(0, 1), query[..., self._nope :]), dim=-1)
 
 
 def find_latents(model: PreTrainedModel, shape: KVShape) -> dict[int, LatentAttention]:
@@ -151,11 +167,11 @@ def store_latents(shape: KVShape, latents: Mapping[int, LatentAttention]) -> KVS
     return replace(shape, layers=tuple(layers))
 
 
-def _parts(batch: PackedBatch, expands: bool) -> list[tuple[slice, PackedBatch, bool]]:
+def _parts(batch: PackedBatch, expand_from: float) -> list[tuple[slice, PackedBatch, bool]]:
     """The batch in runs of spans that are expanded, or are not."""
 
     def expanded(span: Span) -> bool:
-        return expands and len(span) >= EXPAND_FROM
+        return len(span) >= expand_from
 
     if not any(map(expanded, batch.spans)):
         return [(slice(None), batch, False)]

@@ -1,0 +1,140 @@
+"""Latents in the cache (MLA): what is stored, both ways to attend over it, and which modules it is for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import expected, make_model, make_prompts
+from torch import Tensor, nn
+
+from engine import LLM, SamplingParams
+from engine.kv.static import StaticKV
+from vattn import hf
+from vattn.attention import AttentionParams, PackedBatch, Span, TorchMatmul, TorchSDPA
+from vattn.hf import LatentAttention, find_latents, kv_shape
+
+FAMILIES = ("deepseek-v2", "deepseek-v3")
+RANK, ROPE, NOPE, V_HEAD_DIM, HEADS, LAYERS = 16, 8, 8, 12, 4, 3  # of the tiny models
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    """A model of its own, as a packed step needs it."""
+    model: Any = copy.deepcopy(make_model(request.param))
+    hf.register()
+    model.set_attn_implementation("vattn")
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_per_token(family: str, kv: str) -> None:
+    """One row of latent and rotary part for all heads; every head's key and value with enforce_eager."""
+    tokens = {}
+    for eager in (False, True):
+        with LLM(make_model(family), kv=kv, enforce_eager=eager, max_num_seqs=2) as llm:
+            per_head = HEADS * (NOPE + ROPE + V_HEAD_DIM)
+            assert llm.token_bytes == 4 * LAYERS * (per_head if eager else RANK + ROPE)
+            prompts = make_prompts([30, 3])
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+            tokens[eager] = [output.outputs[0].token_ids for output in outputs]
+    assert tokens[False] == tokens[True] == [expected(family, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kernel", [TorchSDPA(), TorchMatmul()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (40, 41), (0, 40), (23, 40)])
+def test_absorbed_and_expanded_agree(model: Any, kernel: TorchSDPA, start: int, end: int) -> None:
+    latent = find_latents(model, kv_shape(model))[1]
+    kv = StaticKV(
+        num_layers=LAYERS, num_kv_heads=1, head_dim=RANK + ROPE, v_head_dim=0, dtype=torch.float32, device="cpu",
+        num_slots=1, max_model_len=end,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    kv.prepare({kv.allocate(end): end})
+    rows = torch.randn(end, 1, RANK + ROPE, generator=generator)
+    kv.write(1, PackedBatch((Span(0, 0, end),)), rows, rows[..., :0])
+    query = torch.randn(end - start, HEADS, NOPE + ROPE, generator=generator)
+    batch, params = PackedBatch((Span(0, start, end),)), AttentionParams()
+    params = AttentionParams(scale=query.shape[-1] ** -0.5)
+    with torch.inference_mode():
+        ways = [latent.attend_as(kernel, query, kv, batch, params, expanded=expanded) for expanded in (False, True)]
+        torch.testing.assert_close(ways[0], ways[1])
+        torch.testing.assert_close(latent.attend(kernel, query, kv, batch, AttentionParams()), ways[0])
+
+
+def test_each_chunk_goes_the_cheaper_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes and chunks below `expand_from` are absorbed, longer ones expanded, in one step and in the right rows."""
+    ways: list[list[tuple[int, bool]]] = []
+    attend_as = LatentAttention.attend_as
+
+    def note(
+        self: LatentAttention, attention: Any, query: Tensor, kv: Any, batch: PackedBatch, *a: Any, **k: Any
+    ) -> Any:
+        if self.layer == 0:
+            ways.append([(len(span), k["expanded"]) for span in batch.spans])
+        return attend_as(self, attention, query, kv, batch, *a, **k)
+
+    monkeypatch.setattr(LatentAttention, "attend_as", note)
+    prompts = make_prompts([1, 20, 10, 25, 8])
+    with LLM(make_model("deepseek-v3"), max_num_seqs=5, max_num_batched_tokens=512) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+    # The threshold is 16 * (8 + 12) / (2 * (16 + 8) - (8 + 8 + 12)) = 16.
+    assert ways[:4] == [[(1, False)], [(20, True)], [(10, False)], [(25, True)]]
+    assert ways[4] == [(8, False)]
+    assert not any(expanded for way in ways[5:] for _, expanded in way)
+    assert [o.outputs[0].token_ids for o in outputs] == [expected("deepseek-v3", prompt, 5) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_of_latents_is_found(family: str) -> None:
+    start = make_prompts([140])[0]  # blocks are of 128 tokens: what 4 KiB and a row of 96 bytes have in common
+    prompts = [start + tail for tail in make_prompts([3, 9, 20], seed=7)]
+    options = {"page_size": 4096, "layout": "layer"}
+    with LLM(make_model(family), max_num_seqs=2, max_num_batched_tokens=40, kv_options=options) as llm:
+        outputs = [
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)[0] for prompt in prompts
+        ]
+        llm.check()
+    assert [output.num_cached_tokens for output in outputs] == [0, 128, 128]
+    assert [o.outputs[0].token_ids for o in outputs] == [expected(family, prompt, 6) for prompt in prompts]
+
+
+def test_others_may_use_the_model_in_between() -> None:
+    """Another engine with another kind of cache, transformers' own generate, and the model as it was afterwards."""
+    model = make_model("deepseek-v2")
+    prompt = make_prompts([25])[0]
+    want = expected("deepseek-v2", prompt, 6)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    ids = torch.tensor([prompt])
+    with LLM(model) as latents, LLM(model, enforce_eager=True) as keys:
+        for llm in (latents, keys):
+            llm.add_request("0", prompt, params)
+        got: dict[LLM, list[int]] = {}
+        while latents.has_unfinished() or keys.has_unfinished():
+            for llm in (latents, keys):
+                for output in llm.step():
+                    got[llm] = output.outputs[0].token_ids
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            assert alone[0, len(prompt) :].tolist() == want
+    assert got == {latents: want, keys: want}
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_modules_that_expand_otherwise_are_left_alone(model: Any) -> None:
+    shape = kv_shape(model)
+    assert sorted(find_latents(model, shape)) == list(range(LAYERS))
+    attention = [layer.self_attn for layer in model.model.layers]
+
+    class Twice(type(attention[0])):  # type: ignore[misc]
+        def expand_kv(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+            key, value = super().expand_kv(latent, rope)
+            return key, 2 * value
+
+    class Adapted(nn.Linear):
+        pass
+
+    attention[0].__class__ = Twice
+    attention[1].kv_b_proj.__class__ = Adapted
+    assert sorted(find_latents(model, shape)) == [2]
