@@ -108,6 +108,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
     parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", "int8"),
+        help="element type of the cache: the model's, or 8 bits with a scale per token and head (--kv virtual)",
+    )
+    parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -157,6 +163,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         memory_budget=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
         block_size=args.block_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
         attention=args.attention,
         enforce_eager=args.enforce_eager,

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from engine import optimize
 from engine.detokenizer import Detokenizer
 from engine.kv import KVStats
-from engine.kv.make import make_backend
+from engine.kv.make import KVCacheDtype, make_backend
+from engine.kv.virtual import VirtualKV
 from engine.logprobs import token_logprobs
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
@@ -38,7 +39,7 @@ from engine.scheduler import SCHEDULING, Plan, Policy, Scheduler, check_limits
 from engine.scheduling_static import StaticScheduler
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
-from vattn.attention import Attention, Case
+from vattn.attention import Attention, Case, TorchSDPA
 from vattn.attention import get as get_attention
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
@@ -100,6 +101,8 @@ class LLM:
         gpu_memory_utilization: that share, over 0 and up to 1, in place of `memory_budget`; of the machine's memory
             where the device is a CPU.
         block_size: tokens per block, for `paged`.
+        kv_cache_dtype: of the cache: "auto", the model's, or "int8": 8 bits with a scale per token and head, for
+            `virtual`; with kernels that read request by request.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
         enable_prefix_caching: requests find what earlier ones with the same start (and the same `cache_salt`) have
             computed; with `virtual` and `paged`. Cached blocks give way as soon as memory is needed.
@@ -137,6 +140,7 @@ class LLM:
         memory_budget: int | str | None = None,
         gpu_memory_utilization: float | None = None,
         block_size: int = 16,
+        kv_cache_dtype: KVCacheDtype = "auto",
         kv_options: Mapping[str, Any] | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: Policy = "fcfs",
@@ -189,9 +193,15 @@ class LLM:
                 )
                 for head_dim, v_head_dim in shape.head_dims
             ]
-            if kv == "dynamic" and attention == "auto" and self.model.device.type == "cuda":
+            one_by_one = kv == "dynamic" or kv_cache_dtype != "auto"
+            if one_by_one and attention == "auto" and self.model.device.type == "cuda":
                 attention = "torch_sdpa"  # the others want a layer in one tensor
             kernel = get_attention(attention, *cases)
+            if kv_cache_dtype != "auto" and not isinstance(kernel, TorchSDPA):
+                raise ConfigError(
+                    f"the attention kernel {kernel.name!r} takes a layer as it is stored, and cannot read "
+                    f"kv_cache_dtype={kv_cache_dtype!r}; use attention='torch_sdpa', or kv_cache_dtype='auto'"
+                )
             self.kv = make_backend(
                 kv,
                 shape,
@@ -201,11 +211,16 @@ class LLM:
                 max_model_len=self.max_model_len,
                 memory_budget=_cache_budget(memory_budget, gpu_memory_utilization, self.model.device),
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 guard_rows=kernel.guard_rows,
                 chunk_tokens=max_num_batched_tokens,
                 kv_options=dict(kv_options or {}),
             )
-            self.token_bytes = shape.token_elements * self.model.dtype.itemsize
+            self.token_bytes = (
+                self.kv.cache.layout.bytes_per_token
+                if isinstance(self.kv, VirtualKV)
+                else shape.token_elements * self.model.dtype.itemsize
+            )
             self._swap = SwapSpace(
                 self.kv,
                 windows=[layer.window if kv == "virtual" else None for layer in shape.layers],

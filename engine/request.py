@@ -61,12 +61,12 @@ class SavedKV:
     """What a preempted request had in the cache of tokens `[0, length)`.
 
     Attributes:
-        layers: keys and values of each layer on the CPU, `[tokens, num_kv_heads, *]`: of all tokens, or of the last
-            ones where a window shows no others.
+        layers: what the backend's `copy_out` gave of each layer: of all tokens, or of the last ones where a window
+            shows no others.
     """
 
     length: int
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[tuple[Tensor, ...]]
     num_bytes: int
 
 

@@ -83,9 +83,7 @@ class SwapSpace:
         for layer, window in enumerate(self._windows):
             # What no later query sees may be gone already.
             first = 0 if window is None else max(0, length - window + 1)
-            key, value = self._kv.read(layer, request.slot, length, first)
-            # A copy, since a backend may hand out a buffer that it uses again.
-            layers.append((key[0].transpose(0, 1).to("cpu", copy=True), value[0].transpose(0, 1).to("cpu", copy=True)))
+            layers.append(self._kv.copy_out(layer, request.slot, length, first))
         num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
         saved = SavedKV(length, layers, num_bytes)
         self._copied(saved.num_bytes, time.perf_counter() - start)
@@ -99,9 +97,9 @@ class SwapSpace:
         assert saved is not None
         assert slot is not None
         start = time.perf_counter()
-        for layer, (key, value) in enumerate(saved.layers):
-            batch = PackedBatch((Span(slot, saved.length - len(key), saved.length),), self._device)
-            self._kv.write(layer, batch, key.to(self._device), value.to(self._device))
+        for layer, rows in enumerate(saved.layers):
+            batch = PackedBatch((Span(slot, saved.length - len(rows[0]), saved.length),), self._device)
+            self._kv.copy_in(layer, batch, [tensor.to(self._device) for tensor in rows])
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.num_loaded += 1
         self.forget(request)

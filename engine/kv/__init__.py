@@ -159,6 +159,14 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
+        """Copies in the machine's memory of what is stored of tokens `[start, length)`, each `[tokens, ...]`."""
+        ...
+
+    def copy_in(self, layer: int, batch: PackedBatch, rows: Sequence[Tensor]) -> None:
+        """Store what `copy_out` returned, on the backend's device, as the tokens of `batch`."""
+        ...
+
     def stats(self) -> KVStats: ...
 
     def check(self) -> None:
@@ -168,6 +176,27 @@ class KVBackend(KVSource, Protocol):
     def close(self) -> None:
         """Give everything back. After it every call raises or is undefined."""
         ...
+
+
+class CopiesWhatIsRead:
+    """Copies for a backend that stores keys and values as they are."""
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        raise NotImplementedError
+
+    def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
+        return to_host(*self.read(layer, slot, length, start))
+
+    def copy_in(self, layer: int, batch: PackedBatch, rows: Sequence[Tensor]) -> None:
+        self.write(layer, batch, *rows)
+
+
+def to_host(*heads_first: Tensor) -> tuple[Tensor, ...]:
+    """Copies `[tokens, num_kv_heads, *]`, as they are written, of tensors `[1, num_kv_heads, tokens, *]`."""
+    return tuple(tensor[0].transpose(0, 1).to("cpu", copy=True) for tensor in heads_first)
 
 
 class NoPrefixCache:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine.kv import CopiesWhatIsRead
 from vattn.attention import PackedBatch, Slots
 
 
-class ContiguousKV:
+class ContiguousKV(CopiesWhatIsRead):
     """`write` and `read` over plain tensors: no block table, no gather, nothing before the kernel.
 
     Args:

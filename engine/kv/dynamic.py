@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from engine.kv import KVStats, NoPrefixCache
+from engine.kv import CopiesWhatIsRead, KVStats, NoPrefixCache
 from engine.kv.slots import Slots, check_sizes
 from vattn.attention import PackedBatch
 from vattn.errors import ConfigError, OutOfPages
@@ -26,7 +26,7 @@ class _Slot:
     granted: int = 0  # most tokens that `prepare` was asked for
 
 
-class DynamicKV(NoPrefixCache):
+class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
     """Concatenation; the unit of memory is the token.
 
     Conservation law: a token of the budget is free, or granted to one slot; a slot stores no more than it was granted.

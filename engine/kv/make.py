@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from engine.kv import BACKENDS, KVBackend
 from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
+from engine.kv.quantised import QuantisedKV
 from engine.kv.static import StaticKV
 from engine.kv.virtual import VirtualKV
 from vattn import drivers
@@ -18,6 +19,8 @@ from vattn.units import format_bytes
 
 if TYPE_CHECKING:
     from vattn.hf import KVShape
+
+KVCacheDtype = Literal["auto", "int8"]
 
 
 def make_backend(
@@ -30,6 +33,7 @@ def make_backend(
     max_model_len: int,
     memory_budget: int | str,
     block_size: int = 16,
+    kv_cache_dtype: KVCacheDtype = "auto",
     guard_rows: int = 0,
     chunk_tokens: int | None = None,
     kv_options: dict[str, Any] | None = None,
@@ -39,6 +43,7 @@ def make_backend(
     Args:
         memory_budget: bytes, text such as "4GiB", or "auto"; see `vattn.KVConfig`.
         block_size: tokens per block, of `paged`.
+        kv_cache_dtype: "auto", as `dtype` says, or "int8": quantised, in `virtual`.
         guard_rows: rows past a length that the kernel may read, which `virtual` then backs.
         chunk_tokens: most tokens of a request in one step.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
@@ -48,6 +53,10 @@ def make_backend(
     """
     if kv not in BACKENDS:
         raise ConfigError(f"kv={kv!r} is not a backend; choose one of {', '.join(BACKENDS)}")
+    if kv_cache_dtype not in get_args(KVCacheDtype):
+        raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
+    if kv_cache_dtype != "auto" and kv != "virtual":
+        raise ConfigError(f"kv={kv!r} stores keys and values in the model's type only; use kv='virtual' for int8")
     if kv == "virtual":
         config = KVConfig.from_options(
             groups=shape.groups(max_model_len),
@@ -58,7 +67,8 @@ def make_backend(
             memory_budget=memory_budget,
             **{"guard_rows": guard_rows, **(kv_options or {})},
         )
-        return VirtualKV(config, chunk_tokens=chunk_tokens)
+        backend = QuantisedKV if kv_cache_dtype == "int8" else VirtualKV
+        return backend(config, chunk_tokens=chunk_tokens)
     if kv_options:
         raise ConfigError(f"kv={kv!r} takes no kv_options, but was given {sorted(kv_options)}; they are for 'virtual'")
     if block_size < 1:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.kv import KVStats
+from engine.kv import CopiesWhatIsRead, KVStats
 from engine.kv.slots import Slots, check_sizes
 from vattn.attention import Blocks, PackedBatch
 from vattn.errors import InvalidLength, OutOfPages, TokenMismatch
@@ -58,7 +58,7 @@ class _Slot:
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # gather indices by block range
 
 
-class PagedKV:
+class PagedKV(CopiesWhatIsRead):
     """Block allocator, block tables, scatter and gather, and a prefix cache with the policy of `vattn.prefix`.
 
     Conservation law: every block is in exactly one of these: the free list, the blocks that slots use, the cached ones

@@ -1,0 +1,87 @@
+"""The virtual backend with keys and values in 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.kv import to_host
+from engine.kv.contiguous import ContiguousKV
+from engine.kv.virtual import VirtualKV
+from vattn.attention import PackedBatch, Slots
+from vattn.config import KVConfig
+from vattn.errors import ConfigError
+from vattn.quantised import dequantise, quantise, quantised_groups
+
+
+class QuantisedKV(VirtualKV):
+    """`VirtualKV` that stores codes and scales: quantises what is written, and dequantises what a kernel reads.
+
+    Args:
+        config: of a cache for the values in full, in the model's element type.
+
+    Raises:
+        ConfigError: the configuration cannot fit, or an element type that has no scales.
+    """
+
+    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
+        dtypes = {group.torch_dtype for group in config.tensor_groups}
+        if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+            raise ConfigError(f"only floating point of one type can be quantised, not {sorted(map(str, dtypes))}")
+        self._dtype = dtypes.pop()
+        layers = sorted(index for group in config.tensor_groups for index in group.indices)
+        groups, places = quantised_groups(config.tensor_groups, self._dtype)
+        super().__init__(replace(config, groups=groups), chunk_tokens=chunk_tokens)
+        views = []
+        for layer in layers:
+            place = places[layer]
+            row, heads = self.cache.layer(place.layer)[0][:, :, 0], self.cache.layer(layer)[1].shape[2]
+            # As heads of one element, like the codes' heads; heads without elements have no scale.
+            values = (
+                row[:, :, place.values, None] if place.values.start < place.values.stop else row[:, :, :heads, None]
+            )
+            views.append((row[:, :, place.keys, None], values[..., : place.values.stop - place.values.start]))
+        self._scales = ContiguousKV(views)
+        self._buffers = [torch.empty(0, dtype=self._dtype, device=config.device)] * 2
+
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        (key, key_scales), (value, value_scales) = quantise(key), quantise(value)
+        super().write(layer, batch, key, value)
+        self._scales.write(layer, batch, key_scales, value_scales)
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        codes = super().read(layer, slot, length, start)
+        scales = self._scales.read(layer, slot, length, start)
+        key, value = (dequantise(codes[side], scales[side], self._buffer(side, codes[side].shape)) for side in (0, 1))
+        return key, value
+
+    def stored(self, layer: int) -> Slots:
+        raise ConfigError(
+            "keys and values in 8 bits have to be dequantised, so kernels that take a whole layer cannot have "
+            "them; use attention='torch_sdpa', or kv_cache_dtype='auto'"
+        )
+
+    def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
+        codes, scales = super().read(layer, slot, length, start), self._scales.read(layer, slot, length, start)
+        return to_host(*codes, *scales)
+
+    def copy_in(self, layer: int, batch: PackedBatch, rows: Sequence[Tensor]) -> None:
+        super().write(layer, batch, *rows[:2])
+        self._scales.write(layer, batch, *rows[2:])
+
+    def close(self) -> None:
+        self._scales.close()
+        self._buffers = []
+        super().close()
+
+    def _buffer(self, side: int, shape: Sequence[int]) -> Tensor:
+        """Room for keys (0) or values (1) of a slot: the same memory for all, as a kernel reads one at a time."""
+        size = math.prod(shape)
+        if self._buffers[side].numel() < size:
+            with torch.inference_mode(False):
+                self._buffers[side] = self._buffers[side].new_empty(size + size // 4)
+        return self._buffers[side][:size].view(shape)
