@@ -20,6 +20,7 @@ BENCHMARKS = {
     "blocks": "blocks that each request uses, of those that a reservation would take",
     "windows": "bytes per request against context where layers have sliding windows",
     "mla": "latents in place of keys and values: bytes per token, and the time of attention over them",
+    "quantised": "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step",
     "capacity": "sequences that fit a memory budget, by backend",
     "backends": "decode steps of all four backends, by batch size",
     "block_size": "what a larger block wastes, and what a smaller one costs",

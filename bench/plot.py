@@ -197,6 +197,14 @@ def _draw_mla(axes: Any, record: Record) -> None:
     axes.set(yscale="log", xlabel="new tokens of a context", ylabel="ms, attention of a layer")
 
 
+def _draw_quantised(axes: Any, record: Record) -> None:
+    for model in dict.fromkeys(row["model"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["model"] == model]
+        axes.plot([row["context"] for row in rows], [row["step ratio"] for row in rows], marker="o", label=model)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens per request", ylabel="decode step, int8 over float", ylim=(0, None))
+
+
 def _draw_decode(axes: Any, record: Record) -> None:
     for batch in dict.fromkeys(row["batch"] for row in record["figures"]):
         rows = [row for row in record["figures"] if row["batch"] == batch]
@@ -296,6 +304,7 @@ _DRAWINGS = {
     "fragmentation": _draw_fragmentation,
     "windows": _draw_windows,
     "mla": _draw_mla,
+    "quantised": _draw_quantised,
     "decode": _draw_decode,
     "batching": _draw_batching,
     "memory": _draw_memory,
