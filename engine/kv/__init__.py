@@ -13,7 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 from vattn.attention import KVSource, PackedBatch
-from vattn.errors import ConfigError
 from vattn.prefix import Admission
 
 BACKENDS = ("virtual", "paged", "static", "dynamic")
@@ -100,11 +99,13 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A second slot with the tokens of the first: whole token blocks shared, the rest copied.
+        """A second slot with the tokens of the first, written independently from there on.
+
+        Whole token blocks are shared and the rest is copied; a backend that shares nothing copies all.
 
         Raises:
             InvalidSlot: it is not allocated.
-            NoFreeSlot: `max_num_seqs` requests hold one.
+            NoFreeSlot: as for `allocate`.
             OutOfPages: no memory for the copy; nothing changed.
         """
         ...
@@ -178,9 +179,6 @@ class NoPrefixCache:
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         pass
-
-    def fork(self, slot: int) -> int:
-        raise ConfigError(f"slot {slot} cannot be forked: this KV backend shares nothing; use 'virtual' or 'paged'")
 
     def evict_prefixes(self) -> int:
         return 0
