@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -496,19 +496,20 @@ class LLM:
                     self.scheduler.preempt_last()
                     preempted += 1
                 else:
-                    self._fail(plan, error, changed)
+                    self._fail(plan.requests, error, changed)
             except VattnError as error:
-                self._fail(plan, error, changed)
+                self._fail(plan.requests, error, changed)
             seconds += time.monotonic() - start
 
     def _compute(self, plan: Plan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed are added to `changed`."""
+        forked: list[Request] = []
         try:
-            forward = self.runner.run(plan.entries)
+            forward = self._fork(self.runner.run(plan.entries), forked)
             tokens = self._sampler.sample(forward.logits, forward.sampled)
             self._note_logprobs(forward, tokens)
         except Exception as error:
-            self._fail(plan, error, changed)
+            self._fail([*plan.requests, *forked], error, changed)
             return
         for entry in plan.entries:
             entry.request.advance(entry.end)
@@ -527,6 +528,20 @@ class LLM:
             if request.state is State.DONE:
                 self.scheduler.release(request)
         changed += forward.sampled
+
+    def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
+        """Start the other completions of prompts that were computed; they are sampled from the same logits.
+
+        Args:
+            forked: gets those that were started, whatever happens.
+        """
+        leaders = {request: row for row, request in enumerate(forward.sampled) if request.sampling.n > 1}
+        pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
+        if not pairs:
+            return forward
+        forked += [sibling for _, sibling in pairs]
+        rows = [*range(len(forward.sampled)), *(leaders[leader] for leader, _ in pairs)]
+        return replace(forward, sampled=[*forward.sampled, *forked], logits=forward.logits[rows])
 
     def _note_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> None:
         """Add the log probabilities that are asked for, of prompts and of the tokens that requests are about to get."""
@@ -550,12 +565,12 @@ class LLM:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
 
-    def _fail(self, plan: Plan, error: Exception, changed: list[Request]) -> None:
-        logger.error("a step of %d requests failed", len(plan.entries), exc_info=error)
+    def _fail(self, requests: Sequence[Request], error: Exception, changed: list[Request]) -> None:
+        logger.error("a step of %d requests failed", len(requests), exc_info=error)
         error.__traceback__ = None  # its frames would keep the step's tensors alive as long as the outputs
-        for entry in plan.entries:
-            self.scheduler.finish(entry.request, FinishReason.ERROR, error)
-            changed.append(entry.request)
+        for request in requests:
+            self.scheduler.finish(request, FinishReason.ERROR, error)
+            changed.append(request)
 
     def _outputs(self, changed: Sequence[Request]) -> list[RequestOutput]:
         """What to tell of requests that changed; groups that ended are forgotten."""

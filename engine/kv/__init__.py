@@ -32,8 +32,6 @@ class KVStats:
         live_bytes: bytes of the tokens that running requests have in the cache; shared ones count once.
         map_calls: driver calls that mapped memory, since the start.
         wait_seconds: time that `prepare` waited for the driver, since the start.
-        query_tokens: tokens of all prompts that were admitted.
-        hit_tokens: those of them that were in the prefix cache.
     """
 
     reserved_bytes: int
@@ -43,8 +41,6 @@ class KVStats:
     live_bytes: int
     map_calls: int = 0
     wait_seconds: float = 0.0
-    query_tokens: int = 0
-    hit_tokens: int = 0
 
     @property
     def waste_bytes(self) -> int:

@@ -150,7 +150,6 @@ class PagedKV:
         self._append(number, blocks)
         slot.length = len(blocks) * self.block_size
         slot.tokens, slot.salt = ids[: slot.length], salt
-        self._index.count(len(ids), slot.length)
         return Admission(number, slot.length)
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -285,8 +284,6 @@ class PagedKV:
             peak_physical_bytes=pool,
             used_bytes=used * block,
             live_bytes=live * self._token_bytes,
-            query_tokens=self._index.query_tokens,
-            hit_tokens=self._index.hit_tokens,
         )
 
     def check(self) -> None:

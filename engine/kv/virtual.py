@@ -65,8 +65,6 @@ class VirtualKV(ContiguousKV):
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
             wait_seconds=stats.wait_seconds,
-            query_tokens=stats.query_tokens,
-            hit_tokens=stats.hit_tokens,
         )
 
     def check(self) -> None:

@@ -259,7 +259,6 @@ def test_a_cached_prefix_is_read_where_it_was_not_written(caching_kv: str) -> No
     stats = backend.stats()
     assert stats.used_bytes < 2 * used
     assert stats.live_bytes <= stats.used_bytes <= stats.physical_bytes
-    assert (stats.query_tokens, stats.hit_tokens) == (3 * 280, 2 * WHOLE[caching_kv])
     backend.free(first)
     del model.lengths[first]
     model.compare()

@@ -71,6 +71,47 @@ def test_completions_of_one_prompt_share_it(caching_kv: str) -> None:
     assert [c.token_ids for c in shared.outputs] == [c.token_ids for c in alone.outputs]
 
 
+def test_a_start_that_is_computed_in_chunks_is_computed_once(caching_kv: str) -> None:
+    computed = []
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 200}
+    with make_llm("llama", caching_kv, **options) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        prompts = [PREFIX + tail for tail in make_prompts([5] * 4)]
+        outputs = run(llm, prompts)
+        block = 16 if caching_kv == "paged" else llm.kv.cache._shared.block_tokens  # type: ignore[attr-defined]
+    assert tokens(outputs) == [expected("llama", prompt, MAX_TOKENS) for prompt in prompts]
+    assert [output.num_cached_tokens for output in outputs] == [0] + [len(PREFIX) // block * block] * 3
+    assert sum(computed) == 4 * len(prompts[0]) - 3 * (len(PREFIX) // block * block)
+
+
+def test_nobody_waits_for_what_is_not_his(caching_kv: str) -> None:
+    """Once a prompt has gone its own way, the rest of its last step is for those with the same start."""
+    long, short = (PREFIX + tail for tail in make_prompts([100, 5]))
+    computed = []
+    with make_llm("llama", caching_kv, max_num_seqs=2, max_num_batched_tokens=48, max_model_len=256) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        outputs = run(llm, [long, short])
+    assert computed[:4] == [48, 48, 48, 48]
+    assert len(long) < 4 * 48
+    assert outputs[1].num_cached_tokens >= HEAD_TOKENS
+
+
+def test_hits_are_counted_once_per_request(caching_kv: str) -> None:
+    with make_llm("llama", caching_kv, max_model_len=200, max_num_seqs=2) as llm:
+        scheduler = llm.scheduler
+        run(llm, [PREFIX])
+        assert (scheduler.query_tokens, scheduler.hit_tokens) == (len(PREFIX), 0)
+        llm.add_request("again", PREFIX, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        for _ in range(3):
+            llm.step()
+            request = scheduler.preempt_last()
+        while llm.has_unfinished():
+            llm.step()
+        assert request.num_preemptions == 3
+        assert 0 < request.num_cached_tokens < len(PREFIX)
+        assert (scheduler.query_tokens, scheduler.hit_tokens) == (2 * len(PREFIX), request.num_cached_tokens)
+
+
 def test_salts_and_switching_off(caching_kv: str) -> None:
     prompt = {"prompt_token_ids": PREFIX}
     sampling = SamplingParams(temperature=0, max_tokens=2)
