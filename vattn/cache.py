@@ -137,7 +137,7 @@ class KVCache(Slots):
             self._shared[slot].tokens = ids[:cached]
             self._shared[slot].salt = salt
             self._shared.index.count(len(ids), cached)
-            self._ready[slot] = self._extent(slot)
+            self._note_growth(slot)
             self._set_limit(slot)
             self._prepare_idle_slot()
             return Admission(slot, cached)
@@ -211,6 +211,7 @@ class KVCache(Slots):
                 slot = self._choose(blocks, length)
                 if self._fences.is_open(slot):
                     raise refusal("fork was called")
+                self._await_growth({slot: self._backed(length)})
                 self._take(slot, length)
                 self._execute(plan)
             except BaseException:
@@ -221,7 +222,7 @@ class KVCache(Slots):
                     shared.disown(reqid, listed)
                 self.refresh()
                 raise
-            self._ready[slot] = self._extent(slot)
+            self._note_growth(slot)
             self._shared[slot].tokens = mine.tokens[: count * shared.block_tokens]
             self._shared[slot].salt = mine.salt
             self._set_limit(slot)

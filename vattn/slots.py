@@ -73,9 +73,7 @@ class Slots:
     def refresh(self) -> None:
         """Derives counts and limits anew from the books, after decisions were taken back; under the pool's lock."""
         for slot in range(self.layout.slots):
-            if self._pool.mapper.passed(self._pending[slot]):
-                self._pending[slot] = 0
-                self._ready[slot] = self._extent(slot)
+            self._note_growth(slot)
             self._ready[slot] = min(self._ready[slot], self._extent(slot))
         self._recount()
         for slot in self._length:
@@ -289,10 +287,15 @@ class Slots:
         if mapper.failed:
             self._pool.settle()
         for slot in needs:
-            if self._pending[slot] and mapper.passed(self._pending[slot]):
-                self._pending[slot] = 0
-                self._ready[slot] = self._extent(slot)
+            if self._pending[slot]:
+                self._note_growth(slot)
         return waited
+
+    def _note_growth(self, slot: int) -> None:
+        """All that the slot has is in place, unless growth in the background is still under way."""
+        if self._pool.mapper.passed(self._pending[slot]):
+            self._pending[slot] = 0
+            self._ready[slot] = self._extent(slot)
 
     def _grow_all(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -35,6 +36,8 @@ class FaultyTable:
     def __init__(self) -> None:
         self.addresses = target.table()
         self.calls: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.delay = 0.0  # seconds that every call takes longer
         self.failed: str | None = None
         self._countdown: int | None = None
         self._always: frozenset[str] = frozenset()
@@ -79,6 +82,9 @@ class FaultyTable:
                     self._countdown = None
                     self.failed = name
                     return self._code
-            return call(*arguments)
+            time.sleep(self.delay)
+            result = call(*arguments)
+            self.ended[name] += 1
+            return result
 
         return wrapped

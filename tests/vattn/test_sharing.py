@@ -318,6 +318,28 @@ def test_a_stray_write_through_a_sharer_faults() -> None:
     assert done.returncode == -11
 
 
+@pytest.mark.parametrize("how", ["admit", "fork"])
+def test_a_slot_whose_memory_is_still_being_mapped_is_waited_for(how: str) -> None:
+    """A request took the slot of another, for which pages were queued ahead, and needs no others at first."""
+    table = FaultyTable()
+    pool = vattn.PagePool(96 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
+    with make(pool, overlap=True) as cache:
+        parent, first = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({parent: 40})
+        table.delay = 0.05
+        cache.step({first: 64})
+        cache.free_reqid(first)
+        slot = cache.fork(parent) if how == "fork" else cache.admit(PROMPT).reqid
+        assert slot == first
+        assert table.ended["cuMemMap"] < 12, "all is in place already, and the test shows nothing"
+        cache.step({slot: 64})
+        cache.step({slot: 100})
+        assert table.ended["cuMemSetAccess"] == 12
+        for tensor in cache.layer(0):
+            tensor[slot, :100] = 1
+        table.delay = 0
+
+
 def test_token_ids_may_be_a_tensor(cache: vattn.KVCache) -> None:
     run(cache, PROMPT)
     ids: Any = torch.tensor(PROMPT)
