@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from engine.kv import KVBackend
@@ -216,6 +216,11 @@ class Scheduler:
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
             budget -= len(entries[request])
+        if admit and not entries and self.running and self.waiting:
+            # Beams that were heard wait for others of theirs, which need what the last of them has.
+            victim = self.preempt_last()
+            plan = self.schedule()
+            return replace(plan, preempted=(victim, *plan.preempted))
         return Plan(tuple(entries.values()), tuple(preempted))
 
     def fork(self, parent: Request, child: Request) -> bool:
@@ -236,6 +241,10 @@ class Scheduler:
         child.admit(slot, child.num_tokens)
         self.running.append(child)
         return True
+
+    def requeue(self, request: Request) -> None:
+        """Queue a request that has the rank of one that was added."""
+        self._enqueue(request)
 
     def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
         """Start the other completions of prompts that were just computed; where room ends, they wait for their turn.
