@@ -321,14 +321,19 @@ class Scheduler:
             request.admit(self.kv.allocate(request.num_tokens))
 
     def _prefix_is_underway(self, request: Request) -> bool:
-        """Whether a running request computes the start of the same prompt, so that it will soon be in the cache."""
+        """Whether a running request computes a block that this prompt has, too: it will soon be in the cache."""
+
+        def shares_next_block(other: Request) -> bool:
+            block = self.kv.block_tokens
+            end = max(HEAD_TOKENS, (other.num_computed_tokens // block + 1) * block)
+            return len(prompt) >= end and other.prompt_token_ids[:end] == prompt[:end]
+
         prompt = request.prompt_token_ids
         return self.prefix_caching and any(
             other.state is State.PREFILLING
             and other.publishes
             and other.cache_salt == request.cache_salt
-            and len(prompt) >= (same := max(HEAD_TOKENS, other.num_computed_tokens))
-            and other.prompt_token_ids[:same] == prompt[:same]
+            and shares_next_block(other)
             for other in self.running
         )
 

@@ -56,6 +56,11 @@ class KVBackend(KVSource, Protocol):
 
     name: str
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache: `admit` finds a multiple of it."""
+        ...
+
     def allocate(self, num_tokens: int) -> int:
         """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
 
@@ -166,6 +171,8 @@ class KVBackend(KVSource, Protocol):
 
 class NoPrefixCache:
     """The prefix cache of a backend that has none: nothing is ever found."""
+
+    block_tokens = 1
 
     def allocate(self, num_tokens: int) -> int:
         raise NotImplementedError

@@ -136,6 +136,10 @@ class PagedKV:
         self._index: PrefixIndex[_Block] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
+    @property
+    def block_tokens(self) -> int:
+        return self.block_size
+
     def allocate(self, num_tokens: int) -> int:
         return self._slots.take(_Slot())
 

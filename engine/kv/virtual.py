@@ -24,6 +24,10 @@ class VirtualKV(ContiguousKV):
         self.cache = KVCache(config)
         super().__init__([self.cache.layer(i) for i in range(config.num_layers)])
 
+    @property
+    def block_tokens(self) -> int:
+        return self.cache.prefix_block_tokens
+
     def allocate(self, num_tokens: int) -> int:
         return self.cache.alloc_reqid(num_tokens)
 

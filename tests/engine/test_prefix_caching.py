@@ -78,22 +78,24 @@ def test_a_start_that_is_computed_in_chunks_is_computed_once(caching_kv: str) ->
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
         prompts = [PREFIX + tail for tail in make_prompts([5] * 4)]
         outputs = run(llm, prompts)
-        block = 16 if caching_kv == "paged" else llm.kv.cache._shared.block_tokens  # type: ignore[attr-defined]
+        block = llm.kv.block_tokens
     assert tokens(outputs) == [expected("llama", prompt, MAX_TOKENS) for prompt in prompts]
     assert [output.num_cached_tokens for output in outputs] == [0] + [len(PREFIX) // block * block] * 3
     assert sum(computed) == 4 * len(prompts[0]) - 3 * (len(PREFIX) // block * block)
 
 
-def test_nobody_waits_for_what_is_not_his(caching_kv: str) -> None:
-    """Once a prompt has gone its own way, the rest of its last step is for those with the same start."""
-    long, short = (PREFIX + tail for tail in make_prompts([100, 5]))
+@pytest.mark.parametrize("common", [80, 90, 128])
+def test_requests_with_a_cached_start_are_computed_together(caching_kv: str, common: int) -> None:
+    """Each has the same start as the others that are being computed, and what it could wait for is its own."""
+    start = make_prompts([common], seed=6)[0]
     computed = []
-    with make_llm("llama", caching_kv, max_num_seqs=2, max_num_batched_tokens=48, max_model_len=256) as llm:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 256}
+    with make_llm("llama", caching_kv, **options) as llm:
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
-        outputs = run(llm, [long, short])
-    assert computed[:4] == [48, 48, 48, 48]
-    assert len(long) < 4 * 48
-    assert outputs[1].num_cached_tokens >= HEAD_TOKENS
+        outputs = run(llm, [start + tail for tail in make_prompts([60] * 6)])
+        found = common // llm.kv.block_tokens * llm.kv.block_tokens
+    assert [output.num_cached_tokens for output in outputs] == [0] + [found] * 5
+    assert computed[:3] == [common + 60, 5 * (common - found + 60), 0]
 
 
 def test_hits_are_counted_once_per_request(caching_kv: str) -> None:
