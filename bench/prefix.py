@@ -76,6 +76,7 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
     waits: dict[str, list[float]] = {name: [] for name in _CACHES}
     computed: dict[str, int] = {}
     held: dict[str, int] = {}
+    block: dict[str, int] = {}
     token_bytes = 0
     for number in range(rounds):
         rng = random.Random(number)
@@ -92,6 +93,7 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
                 records.clear()
                 outputs = llm.generate(prompts, sampling, use_tqdm=False)
                 token_bytes = llm.token_bytes
+                block[name] = llm.kv.block_tokens
             metrics = [output.metrics for output in outputs]
             start = min(m.arrival_time for m in metrics)
             seconds[name].append(max(m.finished_time or 0.0 for m in metrics) - start)
@@ -104,7 +106,7 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
         {
             "case": "shared prompt",
             "cache": name,
-            "block": _block_tokens(model, _CACHES[name]),
+            "block": block[name],
             "prefill tokens": computed[name],
             "prefill over ideal": computed[name] / ideal,
             "TTFT s": median(waits[name]),
@@ -148,12 +150,13 @@ def _chat(model: PreTrainedModel, goals: list[Goal], *, users: int, turns: int) 
                     old + output.outputs[0].token_ids + _tokens(model, rng, 40)
                     for old, output in zip(said, outputs, strict=True)
                 ]
+            block = llm.kv.block_tokens
             hit_rate = llm.scheduler.hit_tokens / llm.scheduler.query_tokens
         rows.append(
             {
                 "case": "chat",
                 "cache": name,
-                "block": _block_tokens(model, options),
+                "block": block,
                 "prefill tokens": sum(record.prefill_tokens for record in records),
                 "prefill over ideal": "-",
                 "TTFT s": "-",
@@ -179,13 +182,14 @@ def _tree(model: PreTrainedModel, goals: list[Goal], *, prefix: int) -> list[Row
             sampling = SamplingParams(n=count, temperature=1.0, seed=0, max_tokens=output, ignore_eos=True)
             llm.generate(prompt, sampling, use_tqdm=False)
             ideal = (prefix + count * output) * llm.token_bytes
+            block = llm.kv.block_tokens
         held = max(record.kv.used_bytes for record in records)
         computed = sum(record.prefill_tokens for record in records)
         rows.append(
             {
                 "case": "tree",
                 "cache": name,
-                "block": _block_tokens(model, options),
+                "block": block,
                 "prefill tokens": computed,
                 "prefill over ideal": computed / prefix,
                 "TTFT s": "-",
@@ -215,11 +219,6 @@ def _llm(model: PreTrainedModel, records: list[StepRecord], **options: Any) -> L
 
 def _tokens(model: PreTrainedModel, rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(model.config.vocab_size) for _ in range(count)]
-
-
-def _block_tokens(model: PreTrainedModel, options: dict[str, Any]) -> int:
-    with _llm(model, [], max_num_seqs=1, **options) as llm:
-        return llm.kv.block_tokens
 
 
 def _map_calls(llm: LLM) -> int:
