@@ -25,12 +25,12 @@ from engine.llm import StepRecord
 
 _MODEL = {
     "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
+    "hidden_size": 128,
+    "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "head_dim": 64,
+    "head_dim": 32,
     "max_position_embeddings": 4096,
 }
 
@@ -41,16 +41,16 @@ def _virtual(layout: str, page_size: int) -> dict[str, Any]:
 
 # Backend options by what the tables call them.
 _CACHES: dict[str, dict[str, Any]] = {
-    "none": _virtual("fused", 2**16) | {"enable_prefix_caching": False},
+    "none": _virtual("fused", 2**15) | {"enable_prefix_caching": False},
     "paged": {"kv": "paged"},
-    "virtual": _virtual("fused", 2**16),
+    "virtual": _virtual("fused", 2**15),
 }
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "paged": {"kv": "paged"},
-    "virtual, fused": _virtual("fused", 2**16),
-    "virtual, sliced": _virtual("sliced", 2**16),
-    "virtual, layer": _virtual("layer", 2**17),
-    "virtual, layer, 1 MiB": _virtual("layer", 2**20),
+    "virtual, fused": _virtual("fused", 2**15),
+    "virtual, sliced": _virtual("sliced", 2**15),
+    "virtual, layer": _virtual("layer", 2**16),
+    "virtual, layer, 512 KiB": _virtual("layer", 2**19),
 }
 
 
@@ -59,7 +59,7 @@ def run(quick: bool) -> Report:
     model = qwen2(**sizes)
     goals: list[Goal] = []
     figures = [
-        *_shared(model, goals, rounds=1 if quick else 5, requests=4 if quick else 64, prefix=256 if quick else 2048),
+        *_shared(model, goals, rounds=1 if quick else 3, requests=4 if quick else 64, prefix=256 if quick else 2048),
         *_chat(model, goals, users=2 if quick else 16, turns=3 if quick else 8),
         *_tree(model, goals, prefix=250 if quick else 2040),
     ]
