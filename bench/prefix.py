@@ -28,9 +28,9 @@ _MODEL = {
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
     "max_position_embeddings": 4096,
 }
 
@@ -142,7 +142,7 @@ def _chat(model: PreTrainedModel, goals: list[Goal], *, users: int, turns: int) 
         with _llm(model, records, max_num_seqs=users, **options) as llm:
             for turn in range(turns):
                 with _counting_admissions(llm) as admissions:
-                    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+                    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
                     outputs = llm.generate(said, sampling, use_tqdm=False)
                 if turn:  # somebody who comes back finds the slot as it was
                     calls += admissions
