@@ -41,12 +41,14 @@ def _virtual(layout: str, page_size: int) -> dict[str, Any]:
 
 # Backend options by what the tables call them.
 _CACHES: dict[str, dict[str, Any]] = {
-    "none": _virtual("fused", 2**15) | {"enable_prefix_caching": False},
+    "none": {"kv": "virtual", "enable_prefix_caching": False},
     "paged": {"kv": "paged"},
-    "virtual": _virtual("fused", 2**15),
+    "virtual": {"kv": "virtual"},
+    "virtual, fused": _virtual("fused", 2**15),
 }
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "paged": {"kv": "paged"},
+    "virtual": {"kv": "virtual"},
     "virtual, fused": _virtual("fused", 2**15),
     "virtual, sliced": _virtual("sliced", 2**15),
     "virtual, layer": _virtual("layer", 2**16),
@@ -55,11 +57,20 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def run(quick: bool) -> Report:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is so small that a second one brings nothing
+    try:
+        return _run(quick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 1, "vocab_size": 256} if quick else {})
     model = qwen2(**sizes)
     goals: list[Goal] = []
     figures = [
-        *_shared(model, goals, rounds=1 if quick else 3, requests=4 if quick else 64, prefix=256 if quick else 2048),
+        *_shared(model, goals, rounds=1 if quick else 5, requests=4 if quick else 64, prefix=256 if quick else 2048),
         *_chat(model, goals, users=2 if quick else 16, turns=3 if quick else 8),
         *_tree(model, goals, prefix=250 if quick else 2040),
     ]
@@ -124,7 +135,12 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
 
     goals += [
         Goal("shared prompt: prefill tokens over the ideal, virtual", computed["virtual"] / ideal, "<=", 1.02),
-        Goal("shared prompt: bytes held over the prefix once, virtual", held["virtual"] / once, "<=", 1.25),
+        Goal(
+            "shared prompt: bytes held over the least possible, virtual, fused",
+            held["virtual, fused"] / once,
+            "<=",
+            1.25,
+        ),
         Goal("shared prompt: TTFT, virtual over no cache", ratio(waits, "none"), "<=", 0.2),
         Goal("shared prompt: TTFT, virtual over paged", ratio(waits, "paged"), "<=", 1.0),
         Goal("shared prompt: time, virtual over paged", ratio(seconds, "paged"), "<=", 1.0),
@@ -175,7 +191,7 @@ def _chat(model: PreTrainedModel, goals: list[Goal], *, users: int, turns: int) 
 def _tree(model: PreTrainedModel, goals: list[Goal], *, prefix: int) -> list[Row]:
     rows: list[Row] = []
     count, output = 8, 32
-    for name, options in _CACHES.items():
+    for name, options in _LAYOUTS.items():
         records: list[StepRecord] = []
         prompt = _tokens(model, random.Random(0), prefix)
         with _llm(model, records, max_num_seqs=count, **options) as llm:
@@ -200,9 +216,9 @@ def _tree(model: PreTrainedModel, goals: list[Goal], *, prefix: int) -> list[Row
                 "driver calls per admission": "-",
             }
         )
-        if name == "virtual":
-            goals.append(Goal("tree: times that the prompt is computed, virtual", computed / prefix, "==", 1))
-            goals.append(Goal("tree: bytes held over the least possible, virtual", held / ideal, "<=", 1.25))
+        if name == "virtual, fused":
+            goals.append(Goal("tree: times that the prompt is computed, virtual, fused", computed / prefix, "==", 1))
+            goals.append(Goal("tree: bytes held over the least possible, virtual, fused", held / ideal, "<=", 1.25))
     return rows
 
 
