@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import optimize
+from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
 from engine.detokenizer import Detokenizer
 from engine.kv import KVStats
 from engine.kv.make import make_backend
@@ -274,11 +275,7 @@ class LLM:
             InvalidRequest: a prompt that can never run; none of the prompts was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
         """
-        if self.has_unfinished():
-            raise VattnError(
-                f"generate() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
-                "use add_request() and step()"
-            )
+        self._check_idle("generate")
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
@@ -307,6 +304,54 @@ class LLM:
                     self.abort(group.request_id)
                 raise
         return [finished[group.request_id] for group in groups]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of prompts.
+
+        A prompt is computed once; a beam that goes on in several ways is forked, and one that does not is freed.
+
+        Args:
+            prompts: as for `generate`.
+
+        Returns:
+            One output per prompt, in their order. One that failed has no sequences, and says why.
+
+        Raises:
+            InvalidRequest: a prompt that can never run, or more beams than can run together; nothing was started.
+            VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
+            ConfigError: the engine was made with `scheduling="static"`.
+        """
+        self._check_idle("beam_search")
+        if isinstance(self.scheduler, StaticScheduler):
+            raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
+        groups = []
+        for prompt in as_prompts(prompts):
+            text, token_ids = self.prompts.read(prompt)
+            groups.append(
+                make_beams(
+                    self._new_id(),
+                    text,
+                    token_ids,
+                    params,
+                    kv=self.kv,
+                    max_num_seqs=self.scheduler.max_num_seqs,
+                    max_model_len=self.max_model_len,
+                    cache_salt=cache_salt(prompt),
+                    eos_token_ids=self._eos_token_ids,
+                )
+            )
+        queue = list(reversed(groups))
+        try:
+            while queue or self.has_unfinished():
+                while queue and (len(self._groups) + 1) * params.beam_width <= self.scheduler.max_num_seqs:
+                    self.add_group(queue.pop())
+                self.step()
+        except BaseException:
+            for group in groups:
+                self.abort(group.request_id)
+            raise
+        decode = None if self.tokenizer is None else functools.partial(self._decode, skip_special_tokens=False)
+        return [group.result(decode) for group in groups]
 
     def chat(
         self,
@@ -471,6 +516,13 @@ class LLM:
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
+    def _check_idle(self, name: str) -> None:
+        if self.has_unfinished():
+            raise VattnError(
+                f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
+                "use add_request() and step()"
+            )
+
     def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
         """A plan that the backend is prepared for, how many requests it preempted, and the seconds of `prepare`.
 
@@ -500,19 +552,21 @@ class LLM:
                     self.scheduler.preempt_last()
                     preempted += 1
                 else:
-                    self._fail(plan, error, changed)
+                    self._fail(plan.requests, error, changed)
             except VattnError as error:
-                self._fail(plan, error, changed)
+                self._fail(plan.requests, error, changed)
             seconds += time.monotonic() - start
 
     def _compute(self, plan: Plan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed are added to `changed`."""
+        forked: list[Request] = []
         try:
-            forward = self.runner.run(plan.entries)
+            forward = self._fork(self.runner.run(plan.entries), forked)
+            forward, beams = take_beams(forward, self._groups)
             tokens = self._sampler.sample(forward.logits, forward.sampled)
             self._note_logprobs(forward, tokens)
         except Exception as error:
-            self._fail(plan, error, changed)
+            self._fail([*plan.requests, *forked], error, changed)
             return
         for entry in plan.entries:
             entry.request.advance(entry.end)
@@ -531,6 +585,26 @@ class LLM:
             if request.state is State.DONE:
                 self.scheduler.release(request)
         changed += forward.sampled
+        for group, requests, logits in beams:
+            changed += requests
+            try:
+                group.advance(requests, logits, self.scheduler)
+            except Exception as error:
+                self._fail(requests, error, changed)
+
+    def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
+        """Start the other completions of prompts that were computed; they are sampled from the same logits.
+
+        Args:
+            forked: gets those that were started, whatever happens.
+        """
+        leaders = {request: row for row, request in enumerate(forward.sampled) if request.sampling.n > 1}
+        pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
+        if not pairs:
+            return forward
+        forked += [sibling for _, sibling in pairs]
+        rows = [*range(len(forward.sampled)), *(leaders[leader] for leader, _ in pairs)]
+        return replace(forward, sampled=[*forward.sampled, *forked], logits=forward.logits[rows])
 
     def _note_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> None:
         """Add the log probabilities that are asked for, of prompts and of the tokens that requests are about to get."""
@@ -554,12 +628,13 @@ class LLM:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
 
-    def _fail(self, plan: Plan, error: Exception, changed: list[Request]) -> None:
-        logger.error("a step of %d requests failed", len(plan.entries), exc_info=error)
+    def _fail(self, requests: Sequence[Request], error: Exception, changed: list[Request]) -> None:
+        logger.error("a step of %d requests failed", len(requests), exc_info=error)
         error.__traceback__ = None  # its frames would keep the step's tensors alive as long as the outputs
-        for entry in plan.entries:
-            self.scheduler.finish(entry.request, FinishReason.ERROR, error)
-            changed.append(entry.request)
+        for request in requests:
+            for fallen in self._groups[request.parent_id].falls_with(request):
+                self.scheduler.finish(fallen, FinishReason.ERROR, error)
+            changed.append(request)
 
     def _outputs(self, changed: Sequence[Request]) -> list[RequestOutput]:
         """What to tell of requests that changed; groups that ended are forgotten."""

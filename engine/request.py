@@ -196,7 +196,8 @@ class Request:
         """WAITING or PREEMPTED -> PREFILLING: the request runs in `slot`.
 
         Args:
-            cached_tokens: tokens that are there already; where a copy was `saved`, that is what counts as computed.
+            cached_tokens: tokens that are there already, all of them in a fork of another request's slot; where a copy
+                was `saved`, that is what counts as computed.
         """
         self._go(State.PREFILLING)
         self.slot = slot

@@ -378,6 +378,11 @@ class KVCache(Slots):
         """The budget, in pages."""
         return self._budget
 
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache: what requests share is a multiple of it."""
+        return self._block_tokens
+
     def capacity(self) -> Capacity:
         """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
         layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
