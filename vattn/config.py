@@ -14,7 +14,7 @@ from vattn.units import format_bytes, parse_bytes
 
 _DTYPES = {
     name: dtype
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+    for name in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
     for dtype in (getattr(torch, name),)
 }
 
