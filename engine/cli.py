@@ -8,6 +8,7 @@ vattn chat MODEL
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -113,6 +114,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
         default=True,
         help="requests find what earlier ones with the same start have computed",
     )
+    parser.add_argument(
+        "--speculative-config",
+        type=json.loads,
+        metavar="JSON",
+        help='drafts where text repeats itself: {"method": "ngram", "num_speculative_tokens": 4}',
+    )
     parser.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
     parser.add_argument(
         "--enforce-eager",
@@ -158,6 +165,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         gpu_memory_utilization=args.gpu_memory_utilization,
         block_size=args.block_size,
         enable_prefix_caching=args.enable_prefix_caching,
+        speculative_config=args.speculative_config,
         attention=args.attention,
         enforce_eager=args.enforce_eager,
         seed=args.seed,

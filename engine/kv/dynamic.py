@@ -94,8 +94,13 @@ class DynamicKV(NoPrefixCache):
                 missing_pages=missing,
                 missing_bytes=missing * self._token_bytes,
             )
-        for slot, length in lengths.items():
-            self._slots[slot].granted = max(self._slots[slot].granted, length)
+        for number, length in lengths.items():
+            slot = self._slots[number]
+            slot.granted = max(slot.granted, length)
+            if slot.layers[0][0].shape[1] > length:
+                self._physical -= _stored_bytes(slot)
+                slot.layers = [(key[:, :length], value[:, :length]) for key, value in slot.layers]
+                self._physical += _stored_bytes(slot)
         self._granted += more
 
     def free(self, slot: int) -> None:
