@@ -3,7 +3,8 @@
 Everything that comes from outside happens at random, by a seed: late arrivals, priorities, prompts with common starts,
 sampling parameters of all kinds, requests that must be refused, aborts in every state, exceptions in the model. Memory
 is short enough for requests to lose their cache often, by both ways. Whatever happens, a request ends once, its tokens
-are those that a roomy engine gives it, as far as it got, and nothing is left behind.
+are those that a roomy engine gives it, as far as it got, and nothing is left behind. Half of the runs have
+drafts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MAX_NUM_BATCHED_TOKENS = 48
 NUM_PREFIXES = 4
 MEMORY = 12 * 8192  # one and a half of the longest requests
 HEADROOM = 2  # that admission leaves: little, so that requests often grow out of their memory
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Tokens = dict[tuple[str, int], list[int]]
 
@@ -298,9 +300,11 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         memory_budget=MEMORY if kv != "static" else 4 * MAX_MODEL_LEN * 256,
         scheduling_policy=policy,
         preemption_mode="swap",
+        speculative_config=DRAFTS if policy == "priority" else None,
         swap_space=60 * 256,  # one or two copies: what finds no room is computed again
     ) as llm:
         run = run_jobs(llm, jobs, seed=2, failure_rate=0.01)
+        assert (llm.speculation.num_accepted_tokens > 0) == (policy == "priority")
     assert_right(run, jobs, undisturbed(1, count))
     reasons = {completion.finish_reason for output in run.ended.values() for completion in output.outputs}
     assert reasons == {"stop", "length", "abort", "error"}
