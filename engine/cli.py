@@ -95,6 +95,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, *, temperature: flo
 
 def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python that a checkpoint brings")
     parser.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
     parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
@@ -157,6 +158,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         args.model,
         kv=kv,
         scheduling=args.scheduling,
+        trust_remote_code=args.trust_remote_code,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

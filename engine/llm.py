@@ -15,7 +15,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -95,6 +96,7 @@ class LLM:
             ends, to compare with.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
+        trust_remote_code: run the Python that a checkpoint brings along, where it does; refused by default.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
@@ -137,6 +139,7 @@ class LLM:
         scheduling: str = "continuous",
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -165,8 +168,8 @@ class LLM:
             if scheduling != "continuous":
                 raise ConfigError(f"speculative_config needs scheduling='continuous', not {scheduling!r}")
         self.speculation = SpeculationStats()
-        self.model = _load_model(model, dtype)
-        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer)
+        self.model = _load_model(model, dtype, trust_remote_code)
+        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
         hf.check_supported(self.model)
         self.max_model_len = _max_model_len(self.model, max_model_len)
         embedding: Any = self.model.get_input_embeddings()
@@ -540,6 +543,9 @@ class LLM:
         for request, ahead, token, report in zip(forward.sampled, forward.ahead, tokens, reports, strict=True):
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # the token of a draft that this one was to follow was wrong, or ended the request
+            if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+                self.scheduler.finish(request, FinishReason.LENGTH)
+                continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
                 self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
@@ -659,13 +665,27 @@ def _cache_budget(memory_budget: int | str | None, utilization: float | None, de
     return "4GiB" if memory_budget is None else memory_budget
 
 
-def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _loading(what: str, path: str) -> Iterator[None]:
+    """Transformers' errors of many types, about files that are missing or cannot be read, as one."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"the {what} {path!r} cannot be loaded: {error}") from error
+
+
+def _load_model(
+    model: str | PreTrainedModel, dtype: str | torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(_DTYPES)}")
         dtype = _DTYPES[dtype]
     if isinstance(model, str):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        with _loading("model", model):
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         loaded.train(False)
         return loaded
     if isinstance(dtype, torch.dtype) and model.dtype != dtype:
@@ -675,12 +695,15 @@ def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTr
 
 
 def _load_tokenizer(
-    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None
+    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     if tokenizer is None and isinstance(model, str):
         tokenizer = model
     if isinstance(tokenizer, str):
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer)
+        with _loading("tokenizer", tokenizer):
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=trust_remote_code
+            )
         return loaded
     return tokenizer
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
             shared = _shared_product(module)
             if shared is not None:
                 faster |= {part: shared.part(i) for i, part in enumerate(_linears(module, _QKV))}
-            if type(module) is nn.Linear and module not in faster:
+            if _is_plain(module) and module not in faster:
                 faster[module] = _Packed(module.weight, module.bias)
     for module, forward in faster.items():
         module.forward = forward
@@ -167,7 +168,12 @@ def _shared_product(module: nn.Module) -> _SharedProduct | None:
 
 
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The children of these names, where all are plain linear layers (adapters and quantised ones are not); or none."""
+    """The children of these names, where all are plain linear layers; or none."""
     children = [module._modules.get(name) for name in names]
-    linears = [child for child in children if type(child) is nn.Linear]
+    linears = [child for child in children if _is_plain(child)]
     return linears if len(linears) == len(names) else []
+
+
+def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer in bfloat16, and no adapter or quantised one: those differ in a type."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.dtype == torch.bfloat16

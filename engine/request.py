@@ -113,7 +113,7 @@ class Request:
         parent_id: str | None = None,
         index: int = 0,
     ) -> None:
-        assert 0 < len(prompt_token_ids) < max_total_tokens, "the engine admits no other prompt"
+        assert 0 < len(prompt_token_ids) <= max_total_tokens, "the engine admits no other prompt"
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = list(prompt_token_ids)
