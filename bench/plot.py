@@ -281,6 +281,20 @@ def _draw_prefix(axes: Any, record: Record) -> None:
     axes.set(ylabel="median time to first token, s")
 
 
+def _draw_speculate(axes: Any, record: Record) -> None:
+    for model, kv in dict.fromkeys((row["model"], row["kv"]) for row in record["figures"]):
+        rows = [row for row in record["figures"] if (row["model"], row["kv"]) == (model, kv)]
+        axes.plot(
+            [row["tokens per step"] for row in rows],
+            [row["speed-up"] for row in rows],
+            marker="o",
+            linestyle="",
+            label=f"{model}, {kv}",
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens per step of a request", ylabel="speed-up over plain decoding", ylim=(0, None))
+
+
 _DRAWINGS = {
     "step": _draw_step,
     "overlap": _draw_overlap,
@@ -296,6 +310,7 @@ _DRAWINGS = {
     "prefix": _draw_prefix,
     "profile": _draw_profile,
     "throughput": _draw_throughput,
+    "speculate": _draw_speculate,
 }
 
 

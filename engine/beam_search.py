@@ -202,6 +202,7 @@ class BeamGroup(RequestGroup):
             cache_salt=beam.cache_salt,
             parent_id=self.request_id,
             index=self._forks,
+            takes_drafts=False,
         )
         child.output_token_ids = beam.output_token_ids.copy()
         child.arrival_number = beam.arrival_number
@@ -269,6 +270,7 @@ def make_beams(
         seed=0,
         cache_salt=cache_salt,
         prompt=prompt,
+        takes_drafts=False,
     )
     return BeamGroup(first, params, eos_token_ids)
 
@@ -288,4 +290,10 @@ def take_beams(
     if not rows:
         return forward, []
     beams = [(group, [forward.sampled[row] for row in own], forward.logits[own]) for group, own in rows.items()]
-    return replace(forward, sampled=[forward.sampled[row] for row in rest], logits=forward.logits[rest]), beams
+    others = replace(
+        forward,
+        sampled=[forward.sampled[row] for row in rest],
+        ahead=[forward.ahead[row] for row in rest],
+        logits=forward.logits[rest],
+    )
+    return others, beams

@@ -15,7 +15,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
@@ -28,7 +29,7 @@ from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, t
 from engine.detokenizer import Detokenizer
 from engine.kv import KVStats
 from engine.kv.make import make_backend
-from engine.logprobs import token_logprobs
+from engine.logprobs import Logprob, token_logprobs
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
 from engine.request import FinishReason, InvalidRequest, Request, State
@@ -37,6 +38,7 @@ from engine.sampler import Sampler
 from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import SCHEDULING, Plan, Policy, Scheduler, check_limits
 from engine.scheduling_static import StaticScheduler
+from engine.speculate import NgramProposer, SpeculationStats, SpeculativeConfig
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
 from vattn.attention import Attention, Case
@@ -62,6 +64,7 @@ class StepRecord:
         decode_tokens, prefill_tokens: tokens computed for requests that have output, and for those that do not.
         num_running, num_waiting: requests after the step.
         num_preempted: requests that lost their cache in this step.
+        drafted_tokens, accepted_tokens: of `decode_tokens` those of drafts, and of these the ones that were right.
         kv: the backend's figures after the step.
     """
 
@@ -75,6 +78,8 @@ class StepRecord:
     num_waiting: int
     num_preempted: int
     kv: KVStats
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def seconds(self) -> float:
@@ -92,6 +97,7 @@ class LLM:
             ends, to compare with.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
+        trust_remote_code: run the Python that a checkpoint brings along, where it does; refused by default.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
@@ -112,11 +118,15 @@ class LLM:
         attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
         enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, and without the
             packed weights and fused products of `engine.optimize`.
+        speculative_config: decode several tokens in a step where text repeats itself: `{"method": "ngram",
+            "num_speculative_tokens": 4}`, and what else `engine.speculate.SpeculativeConfig` has. The same tokens come
+            out, but where the order of a sum decides between two; None to decode plainly.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
     Attributes:
         token_bytes: what one token takes in the cache, in all layers.
+        speculation: what came of drafts so far.
 
     Raises:
         ConfigError: an argument that is unknown, contradictory or impossible; `UnsupportedModel` is one.
@@ -130,6 +140,7 @@ class LLM:
         scheduling: str = "continuous",
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -144,6 +155,7 @@ class LLM:
         swap_space: int | str = "1GiB",
         attention: str | Attention = "auto",
         enforce_eager: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -151,8 +163,14 @@ class LLM:
         _check_memory(memory_budget, gpu_memory_utilization)
         if scheduling not in SCHEDULING:
             raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
-        self.model = _load_model(model, dtype)
-        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer)
+        proposer = None
+        if speculative_config is not None:
+            proposer = NgramProposer(SpeculativeConfig.from_options(speculative_config))
+            if scheduling != "continuous":
+                raise ConfigError(f"speculative_config needs scheduling='continuous', not {scheduling!r}")
+        self.speculation = SpeculationStats()
+        self.model = _load_model(model, dtype, trust_remote_code)
+        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
         hf.check_supported(self.model)
         self.max_model_len = _max_model_len(self.model, max_model_len)
         embedding: Any = self.model.get_input_embeddings()
@@ -220,6 +238,7 @@ class LLM:
                     policy=scheduling_policy,
                     swap=self._swap,
                     prefix_caching=enable_prefix_caching,
+                    proposer=proposer,
                 )
                 if scheduling == "continuous"
                 else StaticScheduler(self.kv, **limits, max_model_len=self.max_model_len)
@@ -488,6 +507,7 @@ class LLM:
         plan, num_preempted, prepare_seconds = self._plan(changed)
         planned = time.monotonic()
         decode_tokens = plan.num_decode_tokens
+        accepted_before = self.speculation.num_accepted_tokens
         if plan.entries:
             self._compute(plan, changed)
         if 2 * decode_tokens < plan.num_tokens:
@@ -505,6 +525,8 @@ class LLM:
                 num_waiting=len(self.scheduler.waiting),
                 num_preempted=num_preempted,
                 kv=self.kv.stats(),
+                drafted_tokens=sum(len(entry.draft) for entry in plan.entries),
+                accepted_tokens=self.speculation.num_accepted_tokens - accepted_before,
             )
             self.on_step(record)
         return outputs
@@ -563,20 +585,32 @@ class LLM:
         try:
             forward = self._fork(self.runner.run(plan.entries), forked)
             forward, beams = take_beams(forward, self._groups)
-            tokens = self._sampler.sample(forward.logits, forward.sampled)
-            self._note_logprobs(forward, tokens)
+            tokens = self._sampler.sample(forward.logits, forward.sampled, forward.ahead)
+            reports = self._token_logprobs(forward, tokens)
+            self._note_prompt_logprobs(forward)
         except Exception as error:
             self._fail([*plan.requests, *forked], error, changed)
             return
+        drafts: dict[Request, tuple[int, ...]] = {}
         for entry in plan.entries:
-            entry.request.advance(entry.end)
-            if len(entry) > 1:
+            entry.request.advance(entry.end - len(entry.draft))
+            if entry.draft:
+                drafts[entry.request] = entry.draft
+            elif len(entry) > 1:
                 self.scheduler.publish(entry.request)
-        for request, token in zip(forward.sampled, tokens, strict=True):
+        for request, ahead, token, report in zip(forward.sampled, forward.ahead, tokens, reports, strict=True):
+            if request.finish_reason is not None or request.num_uncomputed_tokens:
+                continue  # the token of a draft that this one was to follow was wrong, or ended the request
+            if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+                self.scheduler.finish(request, FinishReason.LENGTH)
+                continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
                 self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
                 continue
+            if report is not None and request.logprobs is not None:
+                request.logprobs.append(report)
+                request.cumulative_logprob += report[token].logprob
             try:
                 request.append(token)
             except Exception as error:  # the tokenizer, which is not ours, cannot decode it
@@ -584,6 +618,9 @@ class LLM:
                 continue
             if request.state is State.DONE:
                 self.scheduler.release(request)
+            elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
+                request.advance(request.num_tokens)
+        self._take_back(plan)
         changed += forward.sampled
         for group, requests, logits in beams:
             changed += requests
@@ -604,10 +641,29 @@ class LLM:
             return forward
         forked += [sibling for _, sibling in pairs]
         rows = [*range(len(forward.sampled)), *(leaders[leader] for leader, _ in pairs)]
-        return replace(forward, sampled=[*forward.sampled, *forked], logits=forward.logits[rows])
+        return replace(
+            forward,
+            sampled=[*forward.sampled, *forked],
+            ahead=[*forward.ahead, *(0 for _ in forked)],
+            logits=forward.logits[rows],
+        )
 
-    def _note_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> None:
-        """Add the log probabilities that are asked for, of prompts and of the tokens that requests are about to get."""
+    def _take_back(self, plan: Plan) -> None:
+        """Count the drafts of a step, and lower the lengths of slots to what was right."""
+        lengths = {}
+        for entry in plan.entries:
+            if entry.draft:
+                request = entry.request
+                right = request.num_computed_tokens
+                self.speculation.observe(len(entry.draft), right - entry.end + len(entry.draft))
+                if right < entry.end and request.slot is not None:
+                    lengths[request.slot] = right
+        if lengths:
+            self.kv.prepare(lengths)
+
+    def _token_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> list[dict[int, Logprob] | None]:
+        """The log probabilities that are asked for, of tokens that requests may be about to get; None for others."""
+        found: list[dict[int, Logprob] | None] = [None] * len(tokens)
         asked = [
             (row, request, token)
             for row, (request, token) in enumerate(zip(forward.sampled, tokens, strict=True))
@@ -615,14 +671,17 @@ class LLM:
         ]
         if asked:
             rows, requests, chosen = zip(*asked, strict=True)
-            counts = [request.sampling.logprobs for request in requests]
+            counts = [request.sampling.logprobs or 0 for request in requests]
             reports = token_logprobs(forward.logits[list(rows)], chosen, counts, self._decode_token)
-            for request, token, report in zip(requests, chosen, reports, strict=True):
-                request.logprobs.append(report)
-                request.cumulative_logprob += report[token].logprob
+            for row, report in zip(rows, reports, strict=True):
+                found[row] = report
+        return found
+
+    def _note_prompt_logprobs(self, forward: Forward) -> None:
+        """Add the log probabilities that are asked for of prompts."""
         if forward.scored:
             targets = [request.prompt_token_ids[position + 1] for request, position in forward.scored]
-            counts = [request.sampling.prompt_logprobs for request, _ in forward.scored]
+            counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.scored]
             reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
             for (request, _), report in zip(forward.scored, reports, strict=True):
                 assert request.prompt_logprobs is not None
@@ -690,13 +749,27 @@ def _cache_budget(memory_budget: int | str | None, utilization: float | None, de
     return "4GiB" if memory_budget is None else memory_budget
 
 
-def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _loading(what: str, path: str) -> Iterator[None]:
+    """Transformers' errors of many types, about files that are missing or cannot be read, as one."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"the {what} {path!r} cannot be loaded: {error}") from error
+
+
+def _load_model(
+    model: str | PreTrainedModel, dtype: str | torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(_DTYPES)}")
         dtype = _DTYPES[dtype]
     if isinstance(model, str):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        with _loading("model", model):
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         loaded.train(False)
         return loaded
     if isinstance(dtype, torch.dtype) and model.dtype != dtype:
@@ -706,12 +779,15 @@ def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTr
 
 
 def _load_tokenizer(
-    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None
+    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     if tokenizer is None and isinstance(model, str):
         tokenizer = model
     if isinstance(tokenizer, str):
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer)
+        with _loading("tokenizer", tokenizer):
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=trust_remote_code
+            )
         return loaded
     return tokenizer
 

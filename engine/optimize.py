@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
             if shared is not None:
                 packed[module] = shared
                 faster |= {part: shared.part(i) for i, part in enumerate(_linears(module, _QKV))}
-            if type(module) is nn.Linear and module not in faster:
+            if _is_plain(module) and module not in faster:
                 faster[module] = packed[module] = Packed(module.weight, module.bias)
         faster |= _decoder_layers(model, packed)
     for module, forward in faster.items():
@@ -218,7 +218,12 @@ def _same(result: Tensor, expected: Tensor) -> bool:
 
 
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
-    """The children of these names, where all are plain linear layers (adapters and quantised ones are not); or none."""
+    """The children of these names, where all are plain linear layers; or none."""
     children = [module._modules.get(name) for name in names]
-    linears = [child for child in children if type(child) is nn.Linear]
+    linears = [child for child in children if _is_plain(child)]
     return linears if len(linears) == len(names) else []
+
+
+def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer in bfloat16, and no adapter or quantised one: those differ in a type."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.dtype == torch.bfloat16

@@ -20,6 +20,7 @@ from typing import Literal, get_args
 
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
+from engine.speculate import NgramProposer
 from engine.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
 
@@ -34,11 +35,12 @@ SCHEDULING = ("continuous", "static")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Tokens `[start, end)` of a request, to be computed in this step."""
+    """Tokens `[start, end)` of a request, to be computed in this step; the last of them are those of the draft."""
 
     request: Request
     start: int
     end: int
+    draft: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -46,7 +48,7 @@ class Entry:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the newest token, so that the next one can be sampled."""
-        return self.end == self.request.num_tokens
+        return self.end - len(self.draft) == self.request.num_tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Plan:
     @property
     def num_decode_tokens(self) -> int:
         """Of them, tokens of requests that are decoding."""
-        return sum(entry.request.state is State.DECODING for entry in self.entries)
+        return sum(len(entry) for entry in self.entries if entry.request.state is State.DECODING)
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -116,6 +118,8 @@ class Scheduler:
             arrival. The last one is preempted first.
         swap: where caches of preempted requests may go; None to compute them again.
         prefix_caching: admit requests with what the backend's prefix cache has of them.
+        proposer: of drafts for decoding requests; None for none. Drafts get what the step has no other use for: no
+            token that another request needs, and no memory for which somebody would be preempted.
 
     Attributes:
         query_tokens: tokens that were looked up in the prefix cache, those of a request when it was first admitted.
@@ -134,6 +138,7 @@ class Scheduler:
         policy: Policy = "fcfs",
         swap: SwapSpace | None = None,
         prefix_caching: bool = False,
+        proposer: NgramProposer | None = None,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
         if policy not in get_args(Policy):
@@ -144,6 +149,7 @@ class Scheduler:
         self.policy = policy
         self.swap = swap
         self.prefix_caching = prefix_caching
+        self.proposer = proposer
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.query_tokens = 0
@@ -180,6 +186,7 @@ class Scheduler:
     def schedule(self, *, admit: bool = True) -> Plan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
+        spare = self._spare_tokens()
         free = self.kv.available()
         entries: dict[Request, Entry] = {}
         claims: dict[Request, int] = {}  # of `free`
@@ -187,6 +194,9 @@ class Scheduler:
         for request in sorted(self.running, key=self._turn):
             start = request.num_computed_tokens
             end = start + min(request.num_uncomputed_tokens, budget)
+            draft = self._draft(request, spare, free)
+            spare -= len(draft)
+            end += len(draft)
             while request.slot is not None and (claim := self.kv.needed(end, request.slot)) > free:
                 before = self.kv.available()
                 victim = self.preempt_last()
@@ -194,7 +204,7 @@ class Scheduler:
                 budget += len(entries.pop(victim, ()))
                 preempted.append(victim)
             if request.slot is not None and end > start:
-                entries[request] = Entry(request, start, end)
+                entries[request] = Entry(request, start, end, draft)
                 claims[request] = claim
                 budget -= end - start
                 free -= claim
@@ -319,6 +329,21 @@ class Scheduler:
             request.admit(slot, cached)
         else:
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
+
+    def _spare_tokens(self) -> int:
+        """What is left of a step for drafts when all tokens are in it that running and next waiting requests need."""
+        if self.proposer is None:
+            return 0
+        comers = self.waiting[: self.max_num_seqs - len(self.running)]
+        needed = sum(request.num_uncomputed_tokens for request in [*self.running, *comers])
+        return max(0, self.max_num_batched_tokens - needed)
+
+    def _draft(self, request: Request, most: int, free: int) -> tuple[int, ...]:
+        """Tokens to try after the newest of a decoding request, as far as `free` units of memory hold them."""
+        if not most or self.proposer is None or request.state is not State.DECODING:
+            return ()
+        draft = self.proposer.propose(request, most)
+        return draft if self.kv.needed(request.num_tokens + len(draft), request.slot) <= free else ()
 
     def _prefix_is_underway(self, request: Request) -> bool:
         """Whether a running request computes a block that this prompt has, too: it will soon be in the cache."""

@@ -123,7 +123,8 @@ class KVBackend(KVSource, Protocol):
 
         Args:
             lengths: slot to n. A slot that is not named keeps what it has. An n that goes down gives nothing back by
-                itself, but a backend may use what is above it for other slots.
+                itself, but a backend may use what is above it for other slots. What was above it is written again
+                only after a call that says so: rejected drafts are taken back before their request grows.
             next_lengths: what the step after this one will need, where that is more than one token further.
 
         Raises:

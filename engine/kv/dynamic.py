@@ -101,8 +101,13 @@ class DynamicKV(NoPrefixCache):
         missing = more - self.available()
         if missing > 0:
             raise self._missing(missing)
-        for slot, length in lengths.items():
-            self._slots[slot].granted = max(self._slots[slot].granted, length)
+        for number, length in lengths.items():
+            slot = self._slots[number]
+            slot.granted = max(slot.granted, length)
+            if slot.layers[0][0].shape[1] > length:
+                self._physical -= _stored_bytes(slot)
+                slot.layers = [(key[:, :length], value[:, :length]) for key, value in slot.layers]
+                self._physical += _stored_bytes(slot)
         self._granted += more
 
     def free(self, slot: int) -> None:

@@ -121,6 +121,29 @@ def test_what_is_written_is_read(kv: str) -> None:
     backend.close()
 
 
+def test_lengths_go_down_and_up_at_no_cost(kv: str) -> None:
+    """Drafts: a few tokens are stored, some of them taken back, and others written in their place."""
+    rng = random.Random(1)
+    backend = make_backend(kv)
+    model = Model(backend)
+    with torch.inference_mode():
+        model.lengths = dict.fromkeys((backend.allocate(10), backend.allocate(10)), 0)
+        while max(model.lengths.values()) < LENGTH - 8:
+            model.store([Span(slot, length, length + rng.randint(1, 8)) for slot, length in model.lengths.items()])
+            available = backend.available()
+            lower = {slot: max(1, length - rng.randint(0, 6)) for slot, length in model.lengths.items()}
+            backend.prepare(lower)
+            model.lengths = dict(lower)
+            assert backend.available() >= available
+            backend.check()
+            model.compare(start=rng.choice([0, 30]))
+        for slot in model.lengths:
+            backend.free(slot)
+    assert backend.available() == backend.total()
+    assert backend.stats().live_bytes == 0
+    backend.close()
+
+
 def test_allocate_gives_every_slot_once(kv: str) -> None:
     backend = make_backend(kv)
     slots = [backend.allocate(5) for _ in range(SLOTS)]

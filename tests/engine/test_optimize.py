@@ -205,3 +205,41 @@ def test_the_engine_gives_the_model_back() -> None:
 
 def test_float32_is_left_alone() -> None:
     assert not supported(make_model("llama"))
+
+
+class _Quantised(nn.Linear):
+    """A layer that computes otherwise than its weight says, as quantised ones do."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * 2
+
+
+class _QuantisedWeight(torch.Tensor):
+    """A weight that only looks like one: what torchao puts into plain linear layers."""
+
+
+def test_quantised_layers_are_left_alone() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        if number == 0:
+            attention.q_proj.__class__ = _Quantised
+            layer.mlp.down_proj.__class__ = _Quantised
+        elif number == 1:
+            weight = attention.k_proj.weight.data.as_subclass(_QuantisedWeight)
+            attention.k_proj.weight = nn.Parameter(weight, requires_grad=False)
+            assert type(attention.k_proj) is nn.Linear
+    before = _logits(model)
+    optimize(model, keep_weights=False)
+    changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert (
+        not {
+            "model.layers.0.self_attn.q_proj",
+            "model.layers.0.mlp",
+            "model.layers.0.mlp.down_proj",
+            "model.layers.1.self_attn.k_proj",
+        }
+        & changed
+    )
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp"} <= changed
+    assert (_logits(model) - before).norm() <= 0.03 * before.norm()
