@@ -54,6 +54,8 @@ class BeamSearchParams:
         SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, temperature=self.temperature)
         if self.max_tokens is None:
             raise ConfigError("max_tokens is None; a beam search needs an end: give a number")
+        if self.max_tokens == 0:
+            raise ConfigError("max_tokens is 0; a beam is at least one token: give 1 or more")
         if not isinstance(self.beam_width, int) or isinstance(self.beam_width, bool) or self.beam_width < 1:
             raise ConfigError(f"beam_width is {self.beam_width!r}; give a whole number, at least 1")
         penalty = self.length_penalty
