@@ -112,15 +112,17 @@ class BatchRows:
         return given
 
     def _copy(self, moves: dict[int, int], start: int, tensors: Sequence[Tensor]) -> None:
-        for cache in self._caches:  # down first: pages that are shared from there on become the row's own
-            cache.step(dict.fromkeys(moves, start))
-            cache.step(dict.fromkeys(moves, self.length))
         device = tensors[0].device
         rows, sources = (torch.tensor(list(x), device=device) for x in (moves.keys(), moves.values()))
         with torch.no_grad():
-            for tensor in tensors:
-                tail = tensor.narrow(2, start, self.length - start)
-                tail[rows] = tail[sources]
+            tails = [tensor.narrow(2, start, self.length - start) for tensor in tensors]
+            # All are read before any page leaves its row: below, what is shared from `start` on becomes the row's own.
+            new = [tail[sources] for tail in tails]
+            for cache in self._caches:
+                cache.step(dict.fromkeys(moves, start))
+                cache.step(dict.fromkeys(moves, self.length))
+            for tail, values in zip(tails, new, strict=True):
+                tail[rows] = values
 
     def _fork(self, moves: dict[int, int]) -> None:
         """The moves one after the other, each when nobody needs what it replaces; a circle by way of the spare slot."""
