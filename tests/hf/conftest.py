@@ -13,6 +13,11 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def frozen() -> None:
+    gc.freeze()  # the objects of torch and transformers are nearly all that a collection looks at
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Every test must leave the provider as it found it."""

@@ -63,7 +63,7 @@ def compare(cache: vattn.VirtualCache, naive: Naive) -> None:
 
 @pytest.mark.parametrize("reserved", [None, 12])
 @pytest.mark.parametrize("layers", ["alike", "windows", "different"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_operations(seed: int, layers: str, reserved: int | None) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     windows: list[int | None] = [None] * 3 if layers != "windows" else [20, None, 20]
@@ -164,6 +164,7 @@ def test_short_differences_are_copied_not_mapped() -> None:
     cache.reorder_cache(torch.tensor([0, 0, 0]))
     for _ in range(5):
         cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    cache.check()  # waits for what is mapped ahead
     before = cache.stats().calls["cuMemMap"].count
     cache.reorder_cache(torch.tensor([1, 2, 0]))
     assert cache.stats().calls["cuMemMap"].count == before

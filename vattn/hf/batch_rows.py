@@ -41,8 +41,8 @@ class BatchRows:
 
     @property
     def slots(self) -> int:
-        """Slots that a cache needs: one more than rows, for what is on its way from row to row."""
-        return self.capacity + 1
+        """Slots that a cache needs: one more than several rows, for what is on its way from row to row."""
+        return self.capacity + (self.capacity > 1)
 
     def add(self, cache: KVCache) -> None:
         """Takes a new cache's slots, and backs what the rows have."""

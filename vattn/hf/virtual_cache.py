@@ -23,6 +23,7 @@ from vattn.hf.folding import FoldingKeys
 from vattn.hf.storage import Storage, View
 from vattn.pool import PagePool
 from vattn.stats import CacheStats
+from vattn.units import parse_bytes
 
 # What the first update decides, and what a batch in lockstep has no use for.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
@@ -77,6 +78,8 @@ class VirtualCache(Cache):
         settings = {"max_context_len": max_context_len, "memory_budget": memory_budget, "eager_pages": 0, **options}
         shape: dict[str, Any] = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), 1)
         rows = 1 if max_batch_size is None else max_batch_size
+        if memory_budget != "auto":
+            parse_bytes(memory_budget, "memory_budget")
         KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, **settings)
         self._arguments = {**settings, "max_batch_size": max_batch_size, "pool": pool}
         self._config = config
