@@ -20,5 +20,6 @@ BENCHMARKS = {
     "blocks": "blocks that each request uses, of those that a reservation would take",
     "capacity": "sequences that fit a memory budget, by backend",
     "backends": "decode steps of all four backends, by batch size",
+    "cache": "transformers' caches: decode steps and memory of dynamic, static and virtual",
     "block_size": "what a larger block wastes, and what a smaller one costs",
 }
