@@ -92,7 +92,7 @@ def test_memory_is_that_of_the_tokens() -> None:
             stats = cache.stats()
             assert stats.live_tokens == cache.get_seq_length()
             assert stats.live_bytes <= stats.owned_bytes <= stats.live_bytes + 2 * 2 * 2 * 4096 * 2
-        assert stats.reserved_bytes > 1000 * stats.created_bytes
+        assert stats.reserved_bytes > 500 * stats.created_bytes
         cache.reset()
         assert cache.stats().live_bytes == 0
         assert cache.trim() > 0
@@ -127,6 +127,19 @@ def test_out_of_pages_leaves_the_cache_as_before_the_forward_pass(family: str) -
         cache.check()
         logits = served(ids[:, 100:110], past_key_values=cache).logits
         torch.testing.assert_close(logits, served(ids[:, :110]).logits[:, -10:])
+
+
+def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
+    """gemma3's sliding layers get their 16 pages, its full layer not the 8 that it needs."""
+    served = make_model("gemma3")
+    ids = torch.tensor(make_prompts([180]))
+    options = OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}
+    with vattn.VirtualCache(served, **options) as cache, torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(vattn.OutOfPages):
+                served(ids, past_key_values=cache)
+            assert cache.get_seq_length() == 0
+            cache.check()
 
 
 # What it refuses

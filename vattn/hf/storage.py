@@ -137,7 +137,13 @@ class Storage:
             self._set_batch(batch)
         if self.views[index] is None:
             if place is None or not place.shape.holds(shape):
-                self._place(index, shape)
+                try:
+                    self._place(index, shape)
+                except BaseException:  # in the first forward pass: what layers before this one stored is all there is
+                    self.lengths = [0] * len(self.lengths)
+                    self.end = -1
+                    self.settle()
+                    raise
             self._show(index)
         view = self.views[index]
         assert view is not None
@@ -289,12 +295,13 @@ class Storage:
         parts = [cache.stats() for cache in self.open_caches()]
         if not parts:
             raise VattnError("there are no stats before the first update, which decides what the cache holds")
-        owned, parked, cached = (
-            sum(getattr(p, f"{name}_pages") for p in parts) for name in ("owned", "parked", "cached")
-        )
-        if len(parts) == 1 or self._pool is None:
+        if len(parts) == 1:
             return parts[0]
+        assert self._pool is not None
         budget, free = self._pool.total_pages, self._pool.free_pages
+        owned, parked, cached = (
+            sum(getattr(part, f"{name}_pages") for part in parts) for name in ("owned", "parked", "cached")
+        )
         return replace(
             parts[0],
             budget_pages=budget,
