@@ -22,5 +22,6 @@ BENCHMARKS = {
     "windows": "bytes per request against context where layers have sliding windows",
     "capacity": "sequences that fit a memory budget, by backend",
     "backends": "decode steps of all four backends, by batch size",
+    "cache": "transformers' caches: decode steps and memory of dynamic, static and virtual",
     "block_size": "what a larger block wastes, and what a smaller one costs",
 }

@@ -1,4 +1,4 @@
-"""transformers: packed batches through unmodified models."""
+"""transformers: `VirtualCache` for `generate()`, and packed batches through unmodified models."""
 
 from vattn.hf.packed import (
     NAME,
@@ -12,12 +12,14 @@ from vattn.hf.packed import (
     run_packed,
 )
 from vattn.hf.shape import KVShape, LayerShape, kv_shape
+from vattn.hf.virtual_cache import VirtualCache
 
 __all__ = [
     "NAME",
     "KVShape",
     "LayerShape",
     "PackedStep",
+    "VirtualCache",
     "attention_forward",
     "check_supported",
     "current_step",
