@@ -100,6 +100,36 @@ def test_memory_is_that_of_the_tokens() -> None:
         cache.check()
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_memory_behind_windows_is_given_back(beams: int) -> None:
+    """Every layer has a window of 9 tokens; 230 tokens of each row pass through it."""
+    model = make_model("mistral-window")
+    ids = torch.tensor(make_prompts([30, 30]))
+    options = {"max_new_tokens": 200, "do_sample": False, "num_beams": beams}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    pages = []
+
+    class Watched(vattn.VirtualCache):
+        def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            seen = super().update(key, value, layer, *args, **kwargs)
+            if key.shape[2] == 1:
+                pages.append(self.stats().owned_pages)
+            return seen
+
+    with Watched(model, **OPTIONS | {"layout": "fused"}) as cache:
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        assert torch.equal(got, expected)
+        cache.check()
+        (inner,) = cache._storage.open_caches()
+        row = inner.layout.most_pages(230)
+        assert max(pages) <= (2 * beams + 1) * (row + inner.layout.lanes)  # a column of each is mapped ahead
+        assert row + inner.layout.lanes < inner.layout.pages(230)
+        before = cache.get_seq_length()
+        with pytest.raises(vattn.InvalidLength, match="cannot go back"):
+            cache.crop(20)
+        assert cache.get_seq_length() == before
+
+
 def test_a_pool_is_shared_and_stays_open(model: transformers.PreTrainedModel, want: Tensor) -> None:
     pool = vattn.PagePool("4MiB", page_size=4096)
     options = {"max_context_len": 256, "pool": pool}
