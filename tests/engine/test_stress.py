@@ -233,7 +233,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float) -> R
     swap = llm.scheduler.swap
     assert swap is not None
     run.num_saved = swap.num_saved
-    run.hit_tokens = llm.kv.stats().hit_tokens
+    run.hit_tokens = llm.scheduler.hit_tokens
     return run
 
 
