@@ -24,7 +24,8 @@ from bench.common import Goal, Report, Row, interleave
 
 _MAX_CONTEXT = 131_072
 _LONGEST = 196_608
-_CHUNK = 8192
+_CHUNK = 16_384
+_FILL = 2048
 _WARMUP = 3
 _MIB = 2**20
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS = 8, 4, 64, 8
@@ -35,8 +36,8 @@ _JUDGED_CONTEXT = 8192
 def run(quick: bool) -> Report:
     contexts = (64, 512) if quick else (512, 2048, 8192, 16_384)
     judged = contexts[-1] if quick else _JUDGED_CONTEXT
-    rounds = 3 if quick else 40
-    static, longest = (8192, 2 * _CHUNK) if quick else (_MAX_CONTEXT, _LONGEST)
+    rounds = 3 if quick else 25
+    static, longest = (8192, _CHUNK) if quick else (_MAX_CONTEXT, _LONGEST)
     figures: list[Row] = []
     series: dict[str, list[float]] = {}
     reserved: dict[str, str] = {}
@@ -156,8 +157,8 @@ def _block_bytes(cache: vattn.VirtualCache, dtype: torch.dtype) -> int:
 
 def _fill(cache: Cache, length: int, dtype: torch.dtype) -> Cache:
     """Random K and V, as a chunked prefill would store them."""
-    for start in range(0, length, 512):
-        rows = torch.randn(1, _KV_HEADS, min(512, length - start), _HEAD_DIM).to(dtype)
+    for start in range(0, length, _FILL):
+        rows = torch.randn(1, _KV_HEADS, min(_FILL, length - start), _HEAD_DIM).to(dtype)
         for layer in range(_LAYERS):
             cache.update(rows, rows, layer)
     return cache
