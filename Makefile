@@ -37,7 +37,7 @@ sanitize:
 	done
 
 bench: $(VENV)/.installed
-	for name in step overlap fragmentation windows mla quantised decode batching memory blocks capacity backends block_size; do $(BIN)/python -m bench $$name || exit 1; done
+	for name in step overlap fragmentation windows mla quantised decode batching memory blocks capacity backends block_size prefix cache speculate; do $(BIN)/python -m bench $$name || exit 1; done
 
 # The stub of the native module lies beside the module; mypy looks for it in the source tree.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)

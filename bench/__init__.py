@@ -14,6 +14,7 @@ BENCHMARKS = {
     "decode": "attention and whole decode steps, virtual against paged",
     "profile": "where the time of an engine's step goes",
     "prefix": "what a prefix cache saves: shared prompts, chats, trees; paged and virtual",
+    "speculate": "decoding with prompt-lookup drafts: tokens per step and speed-up, by how often drafts are right",
     "throughput": "offline throughput of every backend, of transformers and of vLLM",
     "batching": "static against continuous batching: waste per request, latency of short ones behind long ones",
     "memory": "memory of each kind of cache for the same requests, by how many run at a time",
@@ -23,5 +24,6 @@ BENCHMARKS = {
     "quantised": "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step",
     "capacity": "sequences that fit a memory budget, by backend",
     "backends": "decode steps of all four backends, by batch size",
+    "cache": "transformers' caches: decode steps and memory of dynamic, static and virtual",
     "block_size": "what a larger block wastes, and what a smaller one costs",
 }

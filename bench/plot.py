@@ -298,6 +298,29 @@ def _draw_prefix(axes: Any, record: Record) -> None:
     axes.set(ylabel="median time to first token, s")
 
 
+def _draw_speculate(axes: Any, record: Record) -> None:
+    for model, kv in dict.fromkeys((row["model"], row["kv"]) for row in record["figures"]):
+        rows = [row for row in record["figures"] if (row["model"], row["kv"]) == (model, kv)]
+        axes.plot(
+            [row["tokens per step"] for row in rows],
+            [row["speed-up"] for row in rows],
+            marker="o",
+            linestyle="",
+            label=f"{model}, {kv}",
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens per step of a request", ylabel="speed-up over plain decoding", ylim=(0, None))
+
+
+def _draw_cache(axes: Any, record: Record) -> None:
+    for dtype, style in (("float32", "-"), ("bfloat16", "--")):
+        rows = [row for row in record["figures"] if row["dtype"] == dtype]
+        for color, kind in enumerate(("static", "dynamic", "static x2", "virtual")):
+            times = [row[f"{kind} ms"] for row in rows]
+            axes.plot([row["context"] for row in rows], times, f"C{color}{style}", marker="o", label=f"{kind}, {dtype}")
+    axes.set(xscale="log", xlabel="tokens", ylabel="ms per decode step", ylim=(0, None))
+
+
 _DRAWINGS = {
     "step": _draw_step,
     "overlap": _draw_overlap,
@@ -309,12 +332,14 @@ _DRAWINGS = {
     "batching": _draw_batching,
     "memory": _draw_memory,
     "blocks": _draw_blocks,
+    "cache": _draw_cache,
     "capacity": _draw_capacity,
     "backends": _draw_backends,
     "block_size": _draw_block_size,
     "prefix": _draw_prefix,
     "profile": _draw_profile,
     "throughput": _draw_throughput,
+    "speculate": _draw_speculate,
 }
 
 

@@ -20,6 +20,7 @@ from bench.decoding import qwen2
 from bench.throughput import MODEL, make_requests
 from engine import LLM, SamplingParams
 from engine.llm import StepRecord
+from engine.packed import Packed
 
 _BATCH = 32
 _BOOKKEEPING = ("scheduler", "step()", "sampler")
@@ -133,7 +134,10 @@ def _profile(
             (llm, "_outputs", "outputs"),
             (llm._sampler, "sample", "sampler"),
         ]
-        parts += [(module, "forward", "matrix products") for module in _products(model)]
+        parts += [(Packed, name, "matrix products") for name in ("__call__", "plus", "times")]
+        if not any("forward" in vars(module) for module in model.modules()):  # not changed by `engine.optimize`
+            linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+            parts += [(module, "forward", "matrix products") for module in linears]
         with ExitStack() as stack:
             for owner, name, part in parts:
                 stack.enter_context(clock.wrapped(owner, name, part))
@@ -146,9 +150,3 @@ def _profile(
                 llm.generate(prompts, params, use_tqdm=False)
                 clock.seconds = {}
     return steps
-
-
-def _products(model: Any) -> list[torch.nn.Module]:
-    """The modules that `engine.optimize` has changed, or the linear layers of a model that it left alone."""
-    changed = [module for module in model.modules() if "forward" in vars(module)]
-    return changed or [module for module in model.modules() if isinstance(module, torch.nn.Linear)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from engine.llm import LLM, StepRecord
     from engine.logprobs import Logprob
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineStopped",
     "FinishReason",
@@ -36,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    "engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "engine.llm": ("LLM", "StepRecord"),
     "engine.logprobs": ("Logprob",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),

@@ -8,6 +8,7 @@ vattn chat MODEL
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -94,6 +95,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, *, temperature: flo
 
 def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python that a checkpoint brings")
     parser.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
     parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
@@ -118,6 +120,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
         action=argparse.BooleanOptionalAction,
         default=True,
         help="requests find what earlier ones with the same start have computed",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        type=json.loads,
+        metavar="JSON",
+        help='drafts where text repeats itself: {"method": "ngram", "num_speculative_tokens": 4}',
     )
     parser.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
     parser.add_argument(
@@ -156,6 +164,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         args.model,
         kv=kv,
         scheduling=args.scheduling,
+        trust_remote_code=args.trust_remote_code,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -165,6 +174,7 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
+        speculative_config=args.speculative_config,
         attention=args.attention,
         enforce_eager=args.enforce_eager,
         seed=args.seed,

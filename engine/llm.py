@@ -15,8 +15,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -24,11 +25,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import optimize
+from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
 from engine.detokenizer import Detokenizer
 from engine.kv import KVStats
 from engine.kv.make import KVCacheDtype, make_backend
 from engine.kv.virtual import VirtualKV
-from engine.logprobs import token_logprobs
+from engine.logprobs import Logprob, token_logprobs
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
 from engine.request import FinishReason, InvalidRequest, Request, State
@@ -37,6 +39,7 @@ from engine.sampler import Sampler
 from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import SCHEDULING, Plan, Policy, Scheduler, check_limits
 from engine.scheduling_static import StaticScheduler
+from engine.speculate import NgramProposer, SpeculationStats, SpeculativeConfig
 from engine.swap import PreemptionMode, SwapSpace
 from vattn import hf
 from vattn.attention import Attention, Case, TorchSDPA
@@ -62,6 +65,7 @@ class StepRecord:
         decode_tokens, prefill_tokens: tokens computed for requests that have output, and for those that do not.
         num_running, num_waiting: requests after the step.
         num_preempted: requests that lost their cache in this step.
+        drafted_tokens, accepted_tokens: of `decode_tokens` those of drafts, and of these the ones that were right.
         kv: the backend's figures after the step.
     """
 
@@ -75,6 +79,8 @@ class StepRecord:
     num_waiting: int
     num_preempted: int
     kv: KVStats
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def seconds(self) -> float:
@@ -92,6 +98,7 @@ class LLM:
             ends, to compare with.
         tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
         skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
+        trust_remote_code: run the Python that a checkpoint brings along, where it does; refused by default.
         dtype: of weights and cache; `"auto"` takes the checkpoint's.
         max_num_seqs: most requests that run at a time.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
@@ -115,11 +122,15 @@ class LLM:
         enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, without the packed
             weights and fused products of `engine.optimize`, and with the keys and values of all heads in the cache
             where others store latents (`vattn.hf.mla`).
+        speculative_config: decode several tokens in a step where text repeats itself: `{"method": "ngram",
+            "num_speculative_tokens": 4}`, and what else `engine.speculate.SpeculativeConfig` has. The same tokens come
+            out, but where the order of a sum decides between two; None to decode plainly.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
     Attributes:
         token_bytes: what one token takes in the cache, in all layers.
+        speculation: what came of drafts so far.
 
     Raises:
         ConfigError: an argument that is unknown, contradictory or impossible; `UnsupportedModel` is one.
@@ -133,6 +144,7 @@ class LLM:
         scheduling: str = "continuous",
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -148,6 +160,7 @@ class LLM:
         swap_space: int | str = "1GiB",
         attention: str | Attention = "auto",
         enforce_eager: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -155,8 +168,14 @@ class LLM:
         _check_memory(memory_budget, gpu_memory_utilization)
         if scheduling not in SCHEDULING:
             raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
-        self.model = _load_model(model, dtype)
-        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer)
+        proposer = None
+        if speculative_config is not None:
+            proposer = NgramProposer(SpeculativeConfig.from_options(speculative_config))
+            if scheduling != "continuous":
+                raise ConfigError(f"speculative_config needs scheduling='continuous', not {scheduling!r}")
+        self.speculation = SpeculationStats()
+        self.model = _load_model(model, dtype, trust_remote_code)
+        self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
         hf.check_supported(self.model)
         self.max_model_len = _max_model_len(self.model, max_model_len)
         embedding: Any = self.model.get_input_embeddings()
@@ -237,6 +256,7 @@ class LLM:
                     policy=scheduling_policy,
                     swap=self._swap,
                     prefix_caching=enable_prefix_caching,
+                    proposer=proposer,
                 )
                 if scheduling == "continuous"
                 else StaticScheduler(self.kv, **limits, max_model_len=self.max_model_len)
@@ -292,11 +312,7 @@ class LLM:
             InvalidRequest: a prompt that can never run; none of the prompts was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
         """
-        if self.has_unfinished():
-            raise VattnError(
-                f"generate() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
-                "use add_request() and step()"
-            )
+        self._check_idle("generate")
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
@@ -325,6 +341,54 @@ class LLM:
                     self.abort(group.request_id)
                 raise
         return [finished[group.request_id] for group in groups]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of prompts.
+
+        A prompt is computed once; a beam that goes on in several ways is forked, and one that does not is freed.
+
+        Args:
+            prompts: as for `generate`.
+
+        Returns:
+            One output per prompt, in their order. One that failed has no sequences, and says why.
+
+        Raises:
+            InvalidRequest: a prompt that can never run, or more beams than can run together; nothing was started.
+            VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
+            ConfigError: the engine was made with `scheduling="static"`.
+        """
+        self._check_idle("beam_search")
+        if isinstance(self.scheduler, StaticScheduler):
+            raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
+        groups = []
+        for prompt in as_prompts(prompts):
+            text, token_ids = self.prompts.read(prompt)
+            groups.append(
+                make_beams(
+                    self._new_id(),
+                    text,
+                    token_ids,
+                    params,
+                    kv=self.kv,
+                    max_num_seqs=self.scheduler.max_num_seqs,
+                    max_model_len=self.max_model_len,
+                    cache_salt=cache_salt(prompt),
+                    eos_token_ids=self._eos_token_ids,
+                )
+            )
+        queue = list(reversed(groups))
+        try:
+            while queue or self.has_unfinished():
+                while queue and (len(self._groups) + 1) * params.beam_width <= self.scheduler.max_num_seqs:
+                    self.add_group(queue.pop())
+                self.step()
+        except BaseException:
+            for group in groups:
+                self.abort(group.request_id)
+            raise
+        decode = None if self.tokenizer is None else functools.partial(self._decode, skip_special_tokens=False)
+        return [group.result(decode) for group in groups]
 
     def chat(
         self,
@@ -461,6 +525,7 @@ class LLM:
         plan, num_preempted, prepare_seconds = self._plan(changed)
         planned = time.monotonic()
         decode_tokens = plan.num_decode_tokens
+        accepted_before = self.speculation.num_accepted_tokens
         if plan.entries:
             self._compute(plan, changed)
         if 2 * decode_tokens < plan.num_tokens:
@@ -478,6 +543,8 @@ class LLM:
                 num_waiting=len(self.scheduler.waiting),
                 num_preempted=num_preempted,
                 kv=self.kv.stats(),
+                drafted_tokens=sum(len(entry.draft) for entry in plan.entries),
+                accepted_tokens=self.speculation.num_accepted_tokens - accepted_before,
             )
             self.on_step(record)
         return outputs
@@ -488,6 +555,13 @@ class LLM:
         self.scheduler.check()
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def _check_idle(self, name: str) -> None:
+        if self.has_unfinished():
+            raise VattnError(
+                f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
+                "use add_request() and step()"
+            )
 
     def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
         """A plan that the backend is prepared for, how many requests it preempted, and the seconds of `prepare`.
@@ -518,29 +592,43 @@ class LLM:
                     self.scheduler.preempt_last()
                     preempted += 1
                 else:
-                    self._fail(plan, error, changed)
+                    self._fail(plan.requests, error, changed)
             except VattnError as error:
-                self._fail(plan, error, changed)
+                self._fail(plan.requests, error, changed)
             seconds += time.monotonic() - start
 
     def _compute(self, plan: Plan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed are added to `changed`."""
+        forked: list[Request] = []
         try:
-            forward = self.runner.run(plan.entries)
-            tokens = self._sampler.sample(forward.logits, forward.sampled)
-            self._note_logprobs(forward, tokens)
+            forward = self._fork(self.runner.run(plan.entries), forked)
+            forward, beams = take_beams(forward, self._groups)
+            tokens = self._sampler.sample(forward.logits, forward.sampled, forward.ahead)
+            reports = self._token_logprobs(forward, tokens)
+            self._note_prompt_logprobs(forward)
         except Exception as error:
-            self._fail(plan, error, changed)
+            self._fail([*plan.requests, *forked], error, changed)
             return
+        drafts: dict[Request, tuple[int, ...]] = {}
         for entry in plan.entries:
-            entry.request.advance(entry.end)
-            if len(entry) > 1:
+            entry.request.advance(entry.end - len(entry.draft))
+            if entry.draft:
+                drafts[entry.request] = entry.draft
+            elif len(entry) > 1:
                 self.scheduler.publish(entry.request)
-        for request, token in zip(forward.sampled, tokens, strict=True):
+        for request, ahead, token, report in zip(forward.sampled, forward.ahead, tokens, reports, strict=True):
+            if request.finish_reason is not None or request.num_uncomputed_tokens:
+                continue  # the token of a draft that this one was to follow was wrong, or ended the request
+            if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+                self.scheduler.finish(request, FinishReason.LENGTH)
+                continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
                 self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
                 continue
+            if report is not None and request.logprobs is not None:
+                request.logprobs.append(report)
+                request.cumulative_logprob += report[token].logprob
             try:
                 request.append(token)
             except Exception as error:  # the tokenizer, which is not ours, cannot decode it
@@ -548,10 +636,52 @@ class LLM:
                 continue
             if request.state is State.DONE:
                 self.scheduler.release(request)
+            elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
+                request.advance(request.num_tokens)
+        self._take_back(plan)
         changed += forward.sampled
+        for group, requests, logits in beams:
+            changed += requests
+            try:
+                group.advance(requests, logits, self.scheduler)
+            except Exception as error:
+                self._fail(requests, error, changed)
 
-    def _note_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> None:
-        """Add the log probabilities that are asked for, of prompts and of the tokens that requests are about to get."""
+    def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
+        """Start the other completions of prompts that were computed; they are sampled from the same logits.
+
+        Args:
+            forked: gets those that were started, whatever happens.
+        """
+        leaders = {request: row for row, request in enumerate(forward.sampled) if request.sampling.n > 1}
+        pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
+        if not pairs:
+            return forward
+        forked += [sibling for _, sibling in pairs]
+        rows = [*range(len(forward.sampled)), *(leaders[leader] for leader, _ in pairs)]
+        return replace(
+            forward,
+            sampled=[*forward.sampled, *forked],
+            ahead=[*forward.ahead, *(0 for _ in forked)],
+            logits=forward.logits[rows],
+        )
+
+    def _take_back(self, plan: Plan) -> None:
+        """Count the drafts of a step, and lower the lengths of slots to what was right."""
+        lengths = {}
+        for entry in plan.entries:
+            if entry.draft:
+                request = entry.request
+                right = request.num_computed_tokens
+                self.speculation.observe(len(entry.draft), right - entry.end + len(entry.draft))
+                if right < entry.end and request.slot is not None:
+                    lengths[request.slot] = right
+        if lengths:
+            self.kv.prepare(lengths)
+
+    def _token_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> list[dict[int, Logprob] | None]:
+        """The log probabilities that are asked for, of tokens that requests may be about to get; None for others."""
+        found: list[dict[int, Logprob] | None] = [None] * len(tokens)
         asked = [
             (row, request, token)
             for row, (request, token) in enumerate(zip(forward.sampled, tokens, strict=True))
@@ -559,25 +689,29 @@ class LLM:
         ]
         if asked:
             rows, requests, chosen = zip(*asked, strict=True)
-            counts = [request.sampling.logprobs for request in requests]
+            counts = [request.sampling.logprobs or 0 for request in requests]
             reports = token_logprobs(forward.logits[list(rows)], chosen, counts, self._decode_token)
-            for request, token, report in zip(requests, chosen, reports, strict=True):
-                request.logprobs.append(report)
-                request.cumulative_logprob += report[token].logprob
+            for row, report in zip(rows, reports, strict=True):
+                found[row] = report
+        return found
+
+    def _note_prompt_logprobs(self, forward: Forward) -> None:
+        """Add the log probabilities that are asked for of prompts."""
         if forward.scored:
             targets = [request.prompt_token_ids[position + 1] for request, position in forward.scored]
-            counts = [request.sampling.prompt_logprobs for request, _ in forward.scored]
+            counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.scored]
             reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
             for (request, _), report in zip(forward.scored, reports, strict=True):
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
 
-    def _fail(self, plan: Plan, error: Exception, changed: list[Request]) -> None:
-        logger.error("a step of %d requests failed", len(plan.entries), exc_info=error)
+    def _fail(self, requests: Sequence[Request], error: Exception, changed: list[Request]) -> None:
+        logger.error("a step of %d requests failed", len(requests), exc_info=error)
         error.__traceback__ = None  # its frames would keep the step's tensors alive as long as the outputs
-        for entry in plan.entries:
-            self.scheduler.finish(entry.request, FinishReason.ERROR, error)
-            changed.append(entry.request)
+        for request in requests:
+            for fallen in self._groups[request.parent_id].falls_with(request):
+                self.scheduler.finish(fallen, FinishReason.ERROR, error)
+            changed.append(request)
 
     def _outputs(self, changed: Sequence[Request]) -> list[RequestOutput]:
         """What to tell of requests that changed; groups that ended are forgotten."""
@@ -633,13 +767,27 @@ def _cache_budget(memory_budget: int | str | None, utilization: float | None, de
     return "4GiB" if memory_budget is None else memory_budget
 
 
-def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTrainedModel:
+@contextmanager
+def _loading(what: str, path: str) -> Iterator[None]:
+    """Transformers' errors of many types, about files that are missing or cannot be read, as one."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"the {what} {path!r} cannot be loaded: {error}") from error
+
+
+def _load_model(
+    model: str | PreTrainedModel, dtype: str | torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(_DTYPES)}")
         dtype = _DTYPES[dtype]
     if isinstance(model, str):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        with _loading("model", model):
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         loaded.train(False)
         return loaded
     if isinstance(dtype, torch.dtype) and model.dtype != dtype:
@@ -649,12 +797,15 @@ def _load_model(model: str | PreTrainedModel, dtype: str | torch.dtype) -> PreTr
 
 
 def _load_tokenizer(
-    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None
+    model: str | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     if tokenizer is None and isinstance(model, str):
         tokenizer = model
     if isinstance(tokenizer, str):
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer)
+        with _loading("tokenizer", tokenizer):
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=trust_remote_code
+            )
         return loaded
     return tokenizer
 

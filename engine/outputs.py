@@ -101,6 +101,10 @@ class RequestGroup:
     def unfinished(self) -> list[Request]:
         return [request for request in self.requests if request.state is not State.DONE]
 
+    def falls_with(self, request: Request) -> list[Request]:
+        """Those that an error in one of them ends."""
+        return [request]
+
     def output(self) -> RequestOutput | None:
         """How things stand; None where the kind of output has nothing to say yet."""
         finished = not self.unfinished()

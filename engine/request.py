@@ -90,6 +90,7 @@ class Request:
         slot: the backend's slot; None while nothing is cached.
         saved: a copy of the cache from before a preemption, until it is back in a slot.
         cache_salt: what else its keys and values depend on; prefixes are shared only under the same one.
+        takes_drafts: whether its next tokens may be guessed; those of beams depend on the other beams.
         num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
         publishes: whether later requests may find its prefix: its slot came from the prefix cache.
         error: what went wrong, where `finish_reason` is ERROR.
@@ -113,8 +114,9 @@ class Request:
         bad_words_ids: Sequence[list[int]] = (),
         parent_id: str | None = None,
         index: int = 0,
+        takes_drafts: bool = True,
     ) -> None:
-        assert 0 < len(prompt_token_ids) < max_total_tokens, "the engine admits no other prompt"
+        assert 0 < len(prompt_token_ids) <= max_total_tokens, "the engine admits no other prompt"
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = list(prompt_token_ids)
@@ -126,6 +128,7 @@ class Request:
         self.bad_words_ids = bad_words_ids
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
+        self.takes_drafts = takes_drafts
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self.stop_token_ids |= eos_token_ids
@@ -196,7 +199,8 @@ class Request:
         """WAITING or PREEMPTED -> PREFILLING: the request runs in `slot`.
 
         Args:
-            cached_tokens: tokens that are there already; where a copy was `saved`, that is what counts as computed.
+            cached_tokens: tokens that are there already, all of them in a fork of another request's slot; where a copy
+                was `saved`, that is what counts as computed.
         """
         self._go(State.PREFILLING)
         self.slot = slot

@@ -39,13 +39,15 @@ class Forward:
     """What a step computed.
 
     Attributes:
-        sampled: the requests whose newest token was computed, and
-        logits: of that token, `[len(sampled), vocab_size]`.
+        sampled: the requests whose newest token was computed, each as often as its draft has tokens and once more;
+        ahead: for each, which of these: 0 for the newest token, 1 for the first of the draft, and so on; and
+        logits: of these tokens, `[len(sampled), vocab_size]`.
         scored: prompt positions whose logits are asked for, in order, and
         prompt_logits: of those, `[len(scored), vocab_size]`.
     """
 
     sampled: list[Request]
+    ahead: list[int]
     logits: Tensor
     scored: list[tuple[Request, int]]
     prompt_logits: Tensor
@@ -90,6 +92,7 @@ class ModelRunner:
 
         tokens: list[int] = []
         sampled: list[Request] = []
+        ahead: list[int] = []
         last_rows: list[int] = []
         scored: list[tuple[Request, int]] = []
         prompt_rows: list[int] = []
@@ -99,20 +102,23 @@ class ModelRunner:
                 prompt_rows.append(len(tokens) + position - entry.start)
             tokens += entry.request.token_ids(entry.start, entry.end)
             if entry.samples:
-                sampled.append(entry.request)
-                last_rows.append(len(tokens) - 1)
+                count = 1 + len(entry.draft)
+                sampled += [entry.request] * count
+                ahead += range(count)
+                last_rows += range(len(tokens) - 1, len(tokens) - 1 + count)
+            tokens += entry.draft
 
         if self.graphs is not None and not scored and len(sampled) == batch.num_singles == len(tokens):
             logits = self.graphs.run(batch.spans, tokens)
             if logits is not None:
-                return Forward(sampled, logits, scored, logits[len(sampled) :])
+                return Forward(sampled, ahead, logits, scored, logits[len(sampled) :])
         device = self.model.device
         logits = self._forward(
             batch,
             torch.tensor(tokens, device=device),
             torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
         )
-        return Forward(sampled, logits[: len(sampled)], scored, logits[len(sampled) :])
+        return Forward(sampled, ahead, logits[: len(sampled)], scored, logits[len(sampled) :])
 
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
         step = _Step(self.kv, self.attention, batch, self.latents)

@@ -36,24 +36,29 @@ class Sampler:
         self._weights = _Scratch()
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
+    ) -> list[int | None]:
         """Choose a token for each request.
 
         Args:
             logits: `[len(requests), vocab_size]`; not changed.
             requests: each once. One that was in the last call's batch has got its token from there since.
+            ahead: for each row, how many tokens of a draft are before it, which its request does not have yet; rows of
+                drafts repeat their request, whose logits must not depend on its tokens. None for none.
 
         Returns:
             A token per request; None where the row says nothing: its largest logit is infinite or NaN, or every token
             is excluded.
         """
         batch = self._batch
-        if batch is None or batch.requests != requests or batch.device != logits.device:
-            batch = self._batch = Batch(requests, logits.device, batch)
+        drafted = ahead is not None and any(ahead)
+        if batch is None or drafted or batch.drafted or batch.requests != requests or batch.device != logits.device:
+            batch = self._batch = Batch(requests, logits.device, batch, ahead if drafted else None)
         if batch.edits():
             logits = self._edited.rows(len(logits), logits.shape[1], logits.device).copy_(logits)
             batch.edit(logits)
-        largest, tokens = logits.max(dim=-1)
+        largest, tokens = _most_probable(logits)
         if len(batch.drawn):
             tokens[batch.drawn] = self._draw(batch, logits, largest)
         batch.append(tokens)
@@ -77,6 +82,16 @@ class Sampler:
         return draw(weights, torch.from_numpy(uniform(batch.seeds, batch.num_tokens)).to(logits.device))
 
 
+def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, NaN where there is one, and its token."""
+    if logits.device.type != "cpu":
+        largest, tokens = logits.max(dim=-1)
+        return largest, tokens
+    # A third of the time that torch takes, the conversion to float32 included.
+    tokens = torch.from_numpy(logits.float().numpy().argmax(axis=1))
+    return logits.gather(1, tokens[:, None])[:, 0], tokens
+
+
 class _Scratch:
     """Memory that is used again in every step: fresh pages would cost more than the arithmetic on them."""
 
@@ -94,12 +109,20 @@ class Batch:
     """The requests of a step as tensors.
 
     Attributes:
+        drafted: it has rows of drafts, so it says nothing about the next step.
         drawn: `[D]`, the rows that are not greedy. Of these rows are `temperatures` `[D, 1]`, the filters (see
             `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
     """
 
-    def __init__(self, requests: Sequence[Request], device: torch.device, previous: Batch | None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        device: torch.device,
+        previous: Batch | None,
+        ahead: Sequence[int] | None = None,
+    ) -> None:
         self.requests = list(requests)
+        self.drafted = ahead is not None
         self.device = device
         params = [request.sampling for request in requests]
         drawn = [row for row, param in enumerate(params) if not param.greedy]
@@ -109,7 +132,9 @@ class Batch:
         self.top_k = _filter([max(params[row].top_k, 0) for row in drawn], 0, device)
         self.top_p = _filter([params[row].top_p for row in drawn], 1, device)
         self.seeds = np.array([requests[row].seed % 2**64 for row in drawn], dtype=np.uint64)
-        self.num_tokens = np.array([len(requests[row].output_token_ids) for row in drawn], dtype=np.uint64)
+        self.num_tokens = np.array(
+            [len(requests[row].output_token_ids) + (ahead[row] if ahead else 0) for row in drawn], dtype=np.uint64
+        )
 
         self._allowed = [
             (row, torch.tensor(param.allowed_token_ids, device=device))

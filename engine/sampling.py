@@ -45,7 +45,8 @@ class SamplingParams:
         stop: text or texts that end the output; cut off unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output; in its token ids, and in its text if `include_stop_str_in_output`.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: most output tokens; None for as many as the context holds.
+        max_tokens: most output tokens; None for as many as the context holds, 0 to compute the prompt only, for its
+            `prompt_logprobs`.
         min_tokens: no stop of any kind before this many.
         logprobs: report each output token's log probability and that many of the most probable; -1 for all of them.
             They are the model's own, before any of the above.
@@ -92,7 +93,7 @@ class SamplingParams:
         if self.seed is not None and not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**64):
             raise ConfigError(f"seed is {self.seed!r}; give an integer of 64 bits, or None")
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, what="at least 1, or None for what the context holds")
+            _whole("max_tokens", self.max_tokens, 0, what="how many tokens at most, or None for what the context holds")
         _whole("min_tokens", self.min_tokens, 0)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)

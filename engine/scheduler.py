@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
+from engine.speculate import NgramProposer
 from engine.swap import SwapSpace
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, VattnError
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64
@@ -34,11 +35,12 @@ SCHEDULING = ("continuous", "static")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Tokens `[start, end)` of a request, to be computed in this step."""
+    """Tokens `[start, end)` of a request, to be computed in this step; the last of them are those of the draft."""
 
     request: Request
     start: int
     end: int
+    draft: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -46,7 +48,7 @@ class Entry:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the newest token, so that the next one can be sampled."""
-        return self.end == self.request.num_tokens
+        return self.end - len(self.draft) == self.request.num_tokens
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,17 @@ class Plan:
     reserve: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def requests(self) -> list[Request]:
+        return [entry.request for entry in self.entries]
+
+    @property
     def num_tokens(self) -> int:
         return sum(map(len, self.entries))
 
     @property
     def num_decode_tokens(self) -> int:
         """Of them, tokens of requests that are decoding."""
-        return sum(entry.request.state is State.DECODING for entry in self.entries)
+        return sum(len(entry) for entry in self.entries if entry.request.state is State.DECODING)
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -112,6 +118,12 @@ class Scheduler:
             arrival. The last one is preempted first.
         swap: where caches of preempted requests may go; None to compute them again.
         prefix_caching: admit requests with what the backend's prefix cache has of them.
+        proposer: of drafts for decoding requests; None for none. Drafts get what the step has no other use for: no
+            token that another request needs, and no memory for which somebody would be preempted.
+
+    Attributes:
+        query_tokens: tokens that were looked up in the prefix cache, those of a request when it was first admitted.
+        hit_tokens: those of them that were there.
 
     Raises:
         ConfigError: a limit below 1, or a step too small for one token of every running request.
@@ -126,6 +138,7 @@ class Scheduler:
         policy: Policy = "fcfs",
         swap: SwapSpace | None = None,
         prefix_caching: bool = False,
+        proposer: NgramProposer | None = None,
     ) -> None:
         check_limits(max_num_seqs, max_num_batched_tokens)
         if policy not in get_args(Policy):
@@ -136,8 +149,11 @@ class Scheduler:
         self.policy = policy
         self.swap = swap
         self.prefix_caching = prefix_caching
+        self.proposer = proposer
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.query_tokens = 0
+        self.hit_tokens = 0
         self._numbers = itertools.count()
 
     def has_unfinished(self) -> bool:
@@ -170,6 +186,7 @@ class Scheduler:
     def schedule(self, *, admit: bool = True) -> Plan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
+        spare = self._spare_tokens()
         free = self.kv.available()
         entries: dict[Request, Entry] = {}
         claims: dict[Request, int] = {}  # of `free`
@@ -177,6 +194,9 @@ class Scheduler:
         for request in sorted(self.running, key=self._turn):
             start = request.num_computed_tokens
             end = start + min(request.num_uncomputed_tokens, budget)
+            draft = self._draft(request, spare, free)
+            spare -= len(draft)
+            end += len(draft)
             while request.slot is not None and (claim := self.kv.needed(end, request.slot)) > free:
                 before = self.kv.available()
                 victim = self.preempt_last()
@@ -184,7 +204,7 @@ class Scheduler:
                 budget += len(entries.pop(victim, ()))
                 preempted.append(victim)
             if request.slot is not None and end > start:
-                entries[request] = Entry(request, start, end)
+                entries[request] = Entry(request, start, end, draft)
                 claims[request] = claim
                 budget -= end - start
                 free -= claim
@@ -192,17 +212,63 @@ class Scheduler:
         # Memory that was just taken from one request is not for a newcomer.
         admit = admit and not preempted
         room = self._room() if self.waiting and admit else 0
-        while self.waiting and admit and budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+        held = 0  # requests at the head of the queue whose slots will be forks of one that computes their prompt
+        while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
+            request = self.waiting[held]
             room -= self._reserve(request)
+            if any(_may_fork(leader, request) for leader in self.running):
+                held += 1
+                continue
             if (room < 0 and self.running) or self._prefix_is_underway(request):
                 break
             self._start(request)
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(held))
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
             budget -= len(entries[request])
+        if admit and not entries and self.running and self.waiting:
+            # Beams that were heard wait for others of theirs, which need what the last of them has.
+            victim = self.preempt_last()
+            plan = self.schedule()
+            return replace(plan, preempted=(victim, *plan.preempted))
         return Plan(tuple(entries.values()), tuple(preempted))
+
+    def fork(self, parent: Request, child: Request) -> bool:
+        """Start a request that has the tokens of a running one, all of them computed, in a fork of its slot.
+
+        Returns:
+            Whether there was a slot, and memory for the copy and some tokens more; if not, nothing changed.
+        """
+        assert parent.slot is not None
+        headroom = min(HEADROOM_TOKENS, child.max_total_tokens - child.num_tokens)
+        if len(self.running) >= self.max_num_seqs or self._room() < self.kv.needed(headroom):
+            return False
+        try:
+            slot = self.kv.fork(parent.slot)
+        except VattnError:  # it can still be computed; what is wrong for good, the next step will say
+            return False
+        child.publishes = parent.publishes
+        child.admit(slot, child.num_tokens)
+        self.running.append(child)
+        return True
+
+    def requeue(self, request: Request) -> None:
+        """Queue a request that has the rank of one that was added."""
+        self._enqueue(request)
+
+    def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
+        """Start the other completions of prompts that were just computed; where room ends, they wait for their turn.
+
+        Returns:
+            Each that was started, after the one whose slot was forked.
+        """
+        forked = []
+        while self.waiting:
+            leader = next((leader for leader in leaders if _may_fork(leader, self.waiting[0])), None)
+            if leader is None or not self.fork(leader, self.waiting[0]):
+                break
+            forked.append((leader, self.waiting.pop(0)))
+        return forked
 
     def preempt_last(self) -> Request:
         """Take the slot of the running request that comes last; it waits for its turn again."""
@@ -256,19 +322,43 @@ class Scheduler:
         # The rows of cached tokens are never computed, and somebody may have asked for what they say.
         request.publishes = self.prefix_caching and request.saved is None and request.prompt_logprobs is None
         if request.publishes:
-            request.admit(*self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt))
+            slot, cached = self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt)
+            if request.first_scheduled_time is None:
+                self.query_tokens += request.num_tokens
+                self.hit_tokens += cached
+            request.admit(slot, cached)
         else:
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
 
+    def _spare_tokens(self) -> int:
+        """What is left of a step for drafts when all tokens are in it that running and next waiting requests need."""
+        if self.proposer is None:
+            return 0
+        comers = self.waiting[: self.max_num_seqs - len(self.running)]
+        needed = sum(request.num_uncomputed_tokens for request in [*self.running, *comers])
+        return max(0, self.max_num_batched_tokens - needed)
+
+    def _draft(self, request: Request, most: int, free: int) -> tuple[int, ...]:
+        """Tokens to try after the newest of a decoding request, as far as `free` units of memory hold them."""
+        if not most or self.proposer is None or request.state is not State.DECODING:
+            return ()
+        draft = self.proposer.propose(request, most)
+        return draft if self.kv.needed(request.num_tokens + len(draft), request.slot) <= free else ()
+
     def _prefix_is_underway(self, request: Request) -> bool:
-        """Whether a running request computes the start of the same prompt, so that it will soon be in the cache."""
-        head = request.prompt_token_ids[:HEAD_TOKENS]
+        """Whether a running request computes a block that this prompt has, too: it will soon be in the cache."""
+
+        def shares_next_block(other: Request) -> bool:
+            block = self.kv.block_tokens
+            end = max(HEAD_TOKENS, (other.num_computed_tokens // block + 1) * block)
+            return len(prompt) >= end and other.prompt_token_ids[:end] == prompt[:end]
+
+        prompt = request.prompt_token_ids
         return self.prefix_caching and any(
             other.state is State.PREFILLING
             and other.publishes
             and other.cache_salt == request.cache_salt
-            and len(head) == HEAD_TOKENS
-            and other.prompt_token_ids[:HEAD_TOKENS] == head
+            and shares_next_block(other)
             for other in self.running
         )
 
@@ -288,6 +378,17 @@ class Scheduler:
     def _room(self) -> int:
         """Units that no running request is about to take."""
         return self.kv.available() - sum(self._reserve(request) for request in self.running)
+
+
+def _may_fork(leader: Request, request: Request) -> bool:
+    """Whether a request that waits is another completion of the prompt that `leader` computes, and not begun."""
+    return (
+        leader.parent_id == request.parent_id
+        and leader.state is State.PREFILLING
+        and not leader.output_token_ids
+        and not request.output_token_ids
+        and request.saved is None
+    )
 
 
 def _slot(request: Request) -> int:

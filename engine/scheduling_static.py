@@ -52,6 +52,10 @@ class StaticScheduler(Scheduler):
         reserve = {slot: self._padded_tokens for slot in starting if slot is not None}
         return Plan(tuple(entries), reserve=reserve)
 
+    def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
+        """Nothing: the slots of a batch are given out when it starts."""
+        return []
+
     def release(self, request: Request) -> None:
         """Forget a finished request; its slot is freed with the batch."""
         assert request.state is State.DONE

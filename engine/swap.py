@@ -75,7 +75,7 @@ class SwapSpace:
 
     def save(self, request: Request) -> SavedKV | None:
         """A copy of what a running request has in the cache; None where it is to be computed again."""
-        length = request.num_computed_tokens
+        length = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest has yet to say what follows
         if request.slot is None or not self._worthwhile(length):
             return None
         start = time.perf_counter()

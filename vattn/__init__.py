@@ -9,6 +9,8 @@ k[reqid, :1000] = ...               # plain memory, for any kernel
 vattn.free_reqid(reqid)             # parked, not unmapped
 """
 
+from typing import TYPE_CHECKING, Any
+
 from vattn import attention
 from vattn.api import alloc_reqid, free_reqid, init, step
 from vattn.cache import KVCache
@@ -34,6 +36,9 @@ from vattn.pool import PagePool
 from vattn.prefix import Admission
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 
+if TYPE_CHECKING:
+    from vattn.hf import VirtualCache
+
 __all__ = [
     "Admission",
     "CacheClosed",
@@ -58,9 +63,18 @@ __all__ = [
     "TokenMismatch",
     "UnsupportedModel",
     "VattnError",
+    "VirtualCache",
     "alloc_reqid",
     "attention",
     "free_reqid",
     "init",
     "step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VirtualCache":  # here, because it loads transformers
+        from vattn.hf import VirtualCache
+
+        return VirtualCache
+    raise AttributeError(f"module 'vattn' has no attribute {name!r}")

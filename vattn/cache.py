@@ -378,6 +378,11 @@ class KVCache(Slots):
         """The budget, in pages."""
         return self._budget
 
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache: what requests share is a multiple of it."""
+        return self._block_tokens
+
     def capacity(self) -> Capacity:
         """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
         layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
@@ -537,6 +542,8 @@ class KVCache(Slots):
             for slot, known in enumerate(self._known):
                 assert len(known.tokens) == len(known.keys) * self._block_tokens, "tokens without keys"
                 assert len(known.tokens) <= self._ends.get(slot, 0), "tokens are known that are not in blocks"
+                assert len({band.shared[slot].end for band in self._bands}) == 1, "bands disagree about blocks"
+                assert (slot in self._ends) == bool(self._used(slot)), "an end is not that of used blocks"
             for band in self._bands:
                 band.shared.check()
             counted = self._private_active, self._private_idle
@@ -550,7 +557,7 @@ class KVCache(Slots):
                 extent = self._extent(slot)
                 assert self._ready[slot] <= extent, "a slot counts on tokens that are not backed"
                 # Guard rows are backed by a step, so not yet behind tokens that a request was admitted with.
-                admitted = length == self._ends.get(slot, 0)
+                admitted = length == self._used(slot) * self._block_tokens
                 assert (length if admitted else self._backed(length)) <= extent, "a live token is not backed"
                 if self._windowed and length:
                     assert self._start[slot] <= length, "an earlier query can come than what stays backed for it"

@@ -11,7 +11,7 @@ from vattn.errors import ConfigError
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
-    for name in ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+    for name in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
     for dtype in (getattr(torch, name),)
 }
 

@@ -216,7 +216,7 @@ class Slots:
             raise refusal(f"slot {slot} needs other pages")
         if self._known[slot].rewound:
             self._fences.guard_running(transaction, handle)
-        if self._ends.get(slot, 0) > count * self._block_tokens:
+        if self._used(slot) > count:
             self._use(slot, count, transaction)
         for band in self._bands:
             if band.shared[slot].stop > count or not band.sees(slot, self._start[slot]):
@@ -226,7 +226,7 @@ class Slots:
         """The length went down into blocks that the slot's request uses."""
         known, length = self._known[slot], self._length[slot]
         blocks = -(-self._backed(length) // self._block_tokens)
-        if self._ends[slot] > blocks * self._block_tokens:
+        if self._used(slot) > blocks:
             self._use(slot, blocks)
         if slot in self._ends:
             self._ends[slot] = length
@@ -325,6 +325,10 @@ class Slots:
         private = self._private_pages(slot)
         self._private_active -= private
         self._private_idle += private
+
+    def _used(self, slot: int) -> int:
+        """How many blocks the slot's request uses, those behind windows included."""
+        return self._bands[0].shared[slot].end
 
     def _use(self, slot: int, count: int, transaction: _native.Transaction | None = None) -> None:
         """The slot's request uses its first `count` blocks from now on."""

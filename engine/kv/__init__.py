@@ -13,7 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 from vattn.attention import KVSource, PackedBatch
-from vattn.errors import ConfigError
 from vattn.prefix import Admission
 
 BACKENDS = ("virtual", "paged", "static", "dynamic")
@@ -33,8 +32,6 @@ class KVStats:
         live_bytes: bytes of the tokens that running requests have in the cache; shared ones count once.
         map_calls: driver calls that mapped memory, since the start.
         wait_seconds: time that `prepare` waited for the driver, since the start.
-        query_tokens: tokens of all prompts that were admitted.
-        hit_tokens: those of them that were in the prefix cache.
     """
 
     reserved_bytes: int
@@ -44,8 +41,6 @@ class KVStats:
     live_bytes: int
     map_calls: int = 0
     wait_seconds: float = 0.0
-    query_tokens: int = 0
-    hit_tokens: int = 0
 
     @property
     def waste_bytes(self) -> int:
@@ -60,6 +55,11 @@ class KVBackend(KVSource, Protocol):
     """
 
     name: str
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache: `admit` finds a multiple of it."""
+        ...
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
@@ -103,11 +103,13 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A second slot with the tokens of the first: whole token blocks shared, the rest copied.
+        """A second slot with the tokens of the first, written independently from there on.
+
+        Whole token blocks are shared and the rest is copied; a backend that shares nothing copies all.
 
         Raises:
             InvalidSlot: it is not allocated.
-            NoFreeSlot: `max_num_seqs` requests hold one.
+            NoFreeSlot: as for `allocate`.
             OutOfPages: no memory for the copy; nothing changed.
         """
         ...
@@ -121,7 +123,8 @@ class KVBackend(KVSource, Protocol):
 
         Args:
             lengths: slot to n. A slot that is not named keeps what it has. An n that goes down gives nothing back by
-                itself, but a backend may use what is above it for other slots.
+                itself, but a backend may use what is above it for other slots. What was above it is written again
+                only after a call that says so: rejected drafts are taken back before their request grows.
             next_lengths: what the step after this one will need, where that is more than one token further.
 
         Raises:
@@ -202,6 +205,8 @@ def to_host(*heads_first: Tensor) -> tuple[Tensor, ...]:
 class NoPrefixCache:
     """The prefix cache of a backend that has none: nothing is ever found."""
 
+    block_tokens = 1
+
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         raise NotImplementedError
 
@@ -210,9 +215,6 @@ class NoPrefixCache:
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         pass
-
-    def fork(self, slot: int) -> int:
-        raise ConfigError(f"slot {slot} cannot be forked: this KV backend shares nothing; use 'virtual' or 'paged'")
 
     def evict_prefixes(self) -> int:
         return 0

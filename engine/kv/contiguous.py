@@ -43,6 +43,12 @@ class ContiguousKV(CopiesWhatIsRead):
             for slots, rows in zip(self._slots[layer], (key, value), strict=True):
                 slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Store what the first `length` tokens of one slot are in another one, which `prepare` has made writable."""
+        for layer in self._layers:
+            for slots in layer:
+                slots[target, :length] = slots[source, :length]
+
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `KVBackend` says: two views."""
         keys, values = self._heads_first[layer]

@@ -82,20 +82,32 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         key, value = self._empty
         return self._slots.take(_Slot([(key, value)] * self._num_layers))
 
+    def fork(self, slot: int) -> int:
+        layers = self._slots[slot].layers
+        length = layers[0][0].shape[1]
+        if length > self.available():
+            raise self._missing(length - self.available())
+        copies = [(key.clone(), value.clone()) for key, value in layers]
+        child = self._slots.take(_Slot(copies, granted=length))
+        self._granted += length
+        self._physical += _stored_bytes(self._slots[child])
+        self._peak = max(self._peak, self._physical)
+        return child
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says; `write` takes the memory."""
         self._slots.check_length(max(lengths.values(), default=0))
         more = sum(self.needed(length, slot) for slot, length in lengths.items())
         missing = more - self.available()
         if missing > 0:
-            raise OutOfPages(
-                f"room for {missing} tokens is missing: {self.available()} of {self._total} are free; preempt or "
-                "finish a request, or give the cache more memory",
-                missing_pages=missing,
-                missing_bytes=missing * self._token_bytes,
-            )
-        for slot, length in lengths.items():
-            self._slots[slot].granted = max(self._slots[slot].granted, length)
+            raise self._missing(missing)
+        for number, length in lengths.items():
+            slot = self._slots[number]
+            slot.granted = max(slot.granted, length)
+            if slot.layers[0][0].shape[1] > length:
+                self._physical -= _stored_bytes(slot)
+                slot.layers = [(key[:, :length], value[:, :length]) for key, value in slot.layers]
+                self._physical += _stored_bytes(slot)
         self._granted += more
 
     def free(self, slot: int) -> None:
@@ -156,6 +168,14 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         for number, slot in self._slots.items():
             stored = max(key.shape[1] for key, _ in slot.layers)
             assert stored <= slot.granted, f"slot {number} stores {stored} tokens, but was granted {slot.granted}"
+
+    def _missing(self, tokens: int) -> OutOfPages:
+        return OutOfPages(
+            f"room for {tokens} tokens is missing: {self.available()} of {self._total} are free; preempt or finish a "
+            "request, or give the cache more memory",
+            missing_pages=tokens,
+            missing_bytes=tokens * self._token_bytes,
+        )
 
     def close(self) -> None:
         self._slots.clear()

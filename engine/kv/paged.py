@@ -136,6 +136,10 @@ class PagedKV(CopiesWhatIsRead):
         self._index: PrefixIndex[_Block] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
+    @property
+    def block_tokens(self) -> int:
+        return self.block_size
+
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         return self._slots.take(_Slot())
 
@@ -150,7 +154,6 @@ class PagedKV(CopiesWhatIsRead):
         self._append(number, blocks)
         slot.length = len(blocks) * self.block_size
         slot.tokens, slot.salt = ids[: slot.length], salt
-        self._index.count(len(ids), slot.length)
         return Admission(number, slot.length)
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -285,8 +288,6 @@ class PagedKV(CopiesWhatIsRead):
             peak_physical_bytes=pool,
             used_bytes=used * block,
             live_bytes=live * self._token_bytes,
-            query_tokens=self._index.query_tokens,
-            hit_tokens=self._index.hit_tokens,
         )
 
     def check(self) -> None:

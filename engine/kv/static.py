@@ -76,6 +76,14 @@ class StaticKV(ContiguousKV, NoPrefixCache):
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         return self._lengths.take(0)
 
+    def fork(self, slot: int) -> int:
+        length = self._lengths[slot]
+        child = self._lengths.take(length)
+        if length:
+            self._prepared.add(child)
+            self.copy(slot, child, length)
+        return child
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says. Memory cannot run short here: `allocate` has no slot without it."""
         for slot, length in lengths.items():

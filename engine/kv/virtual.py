@@ -29,6 +29,10 @@ class VirtualKV(ContiguousKV):
         self._chunk_tokens = chunk_tokens
         super().__init__([self.cache.layer(i) for i in self.cache.layers])
 
+    @property
+    def block_tokens(self) -> int:
+        return self.cache.prefix_block_tokens
+
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         return self.cache.alloc_reqid(num_tokens, start=start)
 
@@ -70,8 +74,6 @@ class VirtualKV(ContiguousKV):
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
             wait_seconds=stats.wait_seconds,
-            query_tokens=stats.query_tokens,
-            hit_tokens=stats.hit_tokens,
         )
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ def test_chat_line_by_line(
     ("args", "message"),
     [
         (["w5", "--max-model-len", "100000"], "give at most 256"),
-        (["w5", "--max-tokens", "0"], "max_tokens is 0"),
+        (["w5", "--max-tokens", "-1"], "max_tokens is -1"),
         (["w5", "--top-p", "2"], "top_p is 2.0"),
         (["w5", "-n", "3"], "n is 3 with temperature 0"),
         (["", "--max-tokens", "1"], "the prompt is empty"),

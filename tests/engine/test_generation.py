@@ -277,3 +277,30 @@ def test_parameters_that_this_model_cannot_serve(params: dict[str, Any], message
         with pytest.raises(InvalidRequest, match=message):
             generate(llm, [2, 3], **params)
         assert generate(llm, [2, 3]).outputs[0].token_ids == want
+
+
+@pytest.mark.parametrize("scheduling", ["continuous", "static"])
+def test_no_output_tokens_at_all(kv: str, scheduling: str) -> None:
+    """`max_tokens=0`: the prompt is computed, in chunks, for its log probabilities."""
+    prompts = make_prompts([40, 1, 23])
+    params = [
+        SamplingParams(max_tokens=0, prompt_logprobs=1, logprobs=0),
+        SamplingParams(max_tokens=0, n=2),
+        SamplingParams(max_tokens=8, temperature=0),
+    ]
+    with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16, scheduling=scheduling) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.check()
+        assert llm.kv.available() == llm.kv.total()
+    for output in outputs[:2]:
+        for completion in output.outputs:
+            assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")
+    assert [len(output.outputs) for output in outputs] == [1, 2, 1]
+    assert outputs[0].outputs[0].logprobs == []
+    assert outputs[0].prompt_logprobs is not None
+    assert len(outputs[0].prompt_logprobs) == 40
+    want = plain_logprobs(prompts[0])
+    for i, report in enumerate(outputs[0].prompt_logprobs[1:]):
+        assert report is not None
+        assert report[prompts[0][i + 1]].logprob == pytest.approx(float(want[i, prompts[0][i + 1]]), abs=1e-4)
+    assert outputs[2].outputs[0].token_ids == expected("llama", prompts[2], 8)

@@ -121,6 +121,29 @@ def test_what_is_written_is_read(kv: str) -> None:
     backend.close()
 
 
+def test_lengths_go_down_and_up_at_no_cost(kv: str) -> None:
+    """Drafts: a few tokens are stored, some of them taken back, and others written in their place."""
+    rng = random.Random(1)
+    backend = make_backend(kv)
+    model = Model(backend)
+    with torch.inference_mode():
+        model.lengths = dict.fromkeys((backend.allocate(10), backend.allocate(10)), 0)
+        while max(model.lengths.values()) < LENGTH - 8:
+            model.store([Span(slot, length, length + rng.randint(1, 8)) for slot, length in model.lengths.items()])
+            available = backend.available()
+            lower = {slot: max(1, length - rng.randint(0, 6)) for slot, length in model.lengths.items()}
+            backend.prepare(lower)
+            model.lengths = dict(lower)
+            assert backend.available() >= available
+            backend.check()
+            model.compare(start=rng.choice([0, 30]))
+        for slot in model.lengths:
+            backend.free(slot)
+    assert backend.available() == backend.total()
+    assert backend.stats().live_bytes == 0
+    backend.close()
+
+
 def test_allocate_gives_every_slot_once(kv: str) -> None:
     backend = make_backend(kv)
     slots = [backend.allocate(5) for _ in range(SLOTS)]
@@ -259,7 +282,6 @@ def test_a_cached_prefix_is_read_where_it_was_not_written(caching_kv: str) -> No
     stats = backend.stats()
     assert stats.used_bytes < 2 * used
     assert stats.live_bytes <= stats.used_bytes <= stats.physical_bytes
-    assert (stats.query_tokens, stats.hit_tokens) == (3 * 280, 2 * WHOLE[caching_kv])
     backend.free(first)
     del model.lengths[first]
     model.compare()
@@ -277,8 +299,8 @@ def test_other_salts_and_other_tokens_share_nothing(caching_kv: str) -> None:
     backend.close()
 
 
-def test_a_fork_reads_the_same_and_writes_its_own(caching_kv: str) -> None:
-    backend = make_backend(caching_kv)
+def test_a_fork_reads_the_same_and_writes_its_own(kv: str) -> None:
+    backend = make_backend(kv)
     model = Model(backend)
     parent, _ = serve(model, PROMPT)
     child = backend.fork(parent)
@@ -294,6 +316,26 @@ def test_a_fork_reads_the_same_and_writes_its_own(caching_kv: str) -> None:
     del model.lengths[parent]
     model.compare()
     backend.check()
+    backend.free(child)
+    assert backend.available() == backend.total()
+    backend.check()
+    backend.close()
+
+
+def test_a_fork_without_memory_changes_nothing(growing_kv: str) -> None:
+    backend = make_backend(growing_kv, budget=LENGTH * TOKEN_BYTES * 11 // 10)
+    model = Model(backend)
+    slots = [serve(model, PROMPT)[0]]
+    with pytest.raises(OutOfPages) as caught:  # for the copy of its last block, or of all
+        while True:
+            slots.append(backend.fork(slots[0]))
+    assert caught.value.missing_pages > 0
+    assert caught.value.missing_bytes > 0
+    backend.check()
+    model.compare()
+    for slot in slots:
+        backend.free(slot)
+    assert backend.available() == backend.total()
     backend.close()
 
 
@@ -355,8 +397,6 @@ def test_a_backend_without_a_prefix_cache_finds_nothing() -> None:
     assert Plain().admit(PROMPT) == (280, 0)
     Plain().commit(0, PROMPT)
     assert Plain().evict_prefixes() == 0
-    with pytest.raises(ConfigError, match="cannot be forked"):
-        Plain().fork(0)
 
 
 class BackendMachine(RuleBasedStateMachine):
@@ -433,8 +473,9 @@ class BackendMachine(RuleBasedStateMachine):
             slot = self.backend.fork(source)
         except OutOfPages:
             return
-        except ConfigError:
-            assert self.kv in ("static", "dynamic")
+        except NoFreeSlot:
+            assert self.kv == "static"
+            assert len(self.lengths) == self.backend.total()
             return
         assert slot not in self.lengths
         self.lengths[slot] = self.lengths[source]

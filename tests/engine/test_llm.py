@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -398,3 +401,34 @@ def test_bfloat16_runs_to_the_end(kv: str) -> None:
     with LLM(model, kv=kv, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(make_prompts([20, 3]), GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
+
+
+def test_a_directory_with_missing_files(tmp_path: Path) -> None:
+    """What is missing is named, and it is one error of ours."""
+    with pytest.raises(ConfigError, match="the model '/nowhere/at/all' cannot be loaded"):
+        LLM("/nowhere/at/all")
+    with pytest.raises(ConfigError, match=r"model .* cannot be loaded: .*config"):
+        LLM(str(tmp_path))
+    make_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model .* cannot be loaded: .*model\.safetensors"):
+        LLM(str(tmp_path))
+    make_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"the tokenizer .* cannot be loaded"):
+        LLM(str(tmp_path))
+    with LLM(str(tmp_path), skip_tokenizer_init=True, max_num_seqs=1) as llm:
+        assert llm.tokenizer is None
+
+
+def test_remote_code_runs_only_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ValueError('ran')\n")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        LLM(str(tmp_path))
+    assert not ran.exists()
+    with pytest.raises(ConfigError, match="ran"):
+        LLM(str(tmp_path), trust_remote_code=True)
+    assert ran.exists()

@@ -13,10 +13,53 @@ from transformers import PreTrainedModel
 
 from engine import LLM, SamplingParams
 from engine.optimize import optimize, supported
+from vattn import hf
+from vattn.attention import AttentionParams
+from vattn.attention.torch_sdpa import plain_attention
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
 )
+
+
+# Families whose decoder layers are of the usual kind, and computed by `engine.decoder_layer`.
+_USUAL = {"llama", "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral", "mistral-window"}
+# Routers turn rounding into other experts.
+_ROUTED = {"mixtral", "gpt-oss", "qwen2-moe-window", "phimoe-window", "deepseek-v2", "deepseek-v3"}
+
+
+class _OneRequest:
+    """A packed step of one request's whole prompt, attention spelled out."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        count = len(query)
+        seen = torch.ones(count, count, dtype=torch.bool).tril()
+        if params.window is not None:
+            seen = seen.triu(1 - params.window)
+        mask = torch.zeros(count, count, dtype=query.dtype).masked_fill(~seen, float("-inf"))
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        return plain_attention(*heads_first, mask, params)[0].transpose(0, 1).contiguous()
+
+
+def _packed(family: str) -> PreTrainedModel:
+    """A copy in bfloat16, ready for packed steps."""
+    hf.register()
+    model = copy.deepcopy(make_model(family)).bfloat16()
+    model.set_attn_implementation(hf.NAME)
+    return model
+
+
+def _packed_logits(model: PreTrainedModel) -> torch.Tensor:
+    ids = torch.randint(2, 60, (23,), generator=torch.Generator().manual_seed(4))
+    positions = torch.arange(23)
+    return hf.run_packed(model, _OneRequest(), ids, positions, positions).float()
+
+
+def _fused_layers(model: PreTrainedModel) -> list[int]:
+    layers = model.get_submodule("model").get_submodule("layers")
+    return [number for number, layer in enumerate(layers.children()) if "forward" in vars(layer)]
 
 
 def _logits(model: PreTrainedModel) -> torch.Tensor:
@@ -38,15 +81,60 @@ def test_the_same_up_to_rounding(family: str) -> None:
     fast = _logits(model)
     restore()
     assert torch.equal(_logits(model), plain), "not as before"
-    if family not in (
-        "mixtral",
-        "gpt-oss",
-        "qwen2-moe-window",
-        "phimoe-window",
-        "deepseek-v2",
-        "deepseek-v3",
-    ):  # rounding reroutes these
+    if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_in_packed_steps(family: str) -> None:
+    """The decoder layers too: windows, norms of heads, biases, and layers that are left alone."""
+    model = _packed(family)
+    plain = _packed_logits(model)
+    exact = _packed_logits(_packed(family).float())
+    restore = optimize(model)
+    if family != "opt":
+        assert _fused_layers(model) == ([0, 1, 2] if family in _USUAL else [])
+    fast = _packed_logits(model)
+    restore()
+    assert torch.equal(_packed_logits(model), plain), "not as before"
+    if family not in _ROUTED:
+        assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+class _HalfResidual(nn.Module):
+    """The module that it wraps, at half its output."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._modules = module._modules
+        self._whole = [module]
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: object) -> torch.Tensor:
+        output: torch.Tensor = type(self._whole[0]).forward(self._whole[0], hidden_states, **keywords)
+        return hidden_states + (output - hidden_states) / 2
+
+
+class _OtherNorm(nn.Module):
+    """Weight and epsilon as an RMS norm has them, and another formula."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, 1e-6
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(rows, self.weight.shape, 1 + self.weight, self.eps)
+
+
+def test_layers_that_only_look_usual() -> None:
+    model = _packed("qwen2")
+    layers = model.model.layers
+    layers[0] = _HalfResidual(layers[0])
+    layers[1].post_attention_layernorm = _OtherNorm(layers[1].post_attention_layernorm)
+    plain = _packed_logits(model)
+    optimize(model)
+    assert _fused_layers(model) == [2]
+    fast = _packed_logits(model)
+    assert (fast - plain).norm() <= 0.05 * plain.norm()
 
 
 def test_what_is_changed() -> None:
@@ -117,3 +205,41 @@ def test_the_engine_gives_the_model_back() -> None:
 
 def test_float32_is_left_alone() -> None:
     assert not supported(make_model("llama"))
+
+
+class _Quantised(nn.Linear):
+    """A layer that computes otherwise than its weight says, as quantised ones do."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * 2
+
+
+class _QuantisedWeight(torch.Tensor):
+    """A weight that only looks like one: what torchao puts into plain linear layers."""
+
+
+def test_quantised_layers_are_left_alone() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        if number == 0:
+            attention.q_proj.__class__ = _Quantised
+            layer.mlp.down_proj.__class__ = _Quantised
+        elif number == 1:
+            weight = attention.k_proj.weight.data.as_subclass(_QuantisedWeight)
+            attention.k_proj.weight = nn.Parameter(weight, requires_grad=False)
+            assert type(attention.k_proj) is nn.Linear
+    before = _logits(model)
+    optimize(model, keep_weights=False)
+    changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert (
+        not {
+            "model.layers.0.self_attn.q_proj",
+            "model.layers.0.mlp",
+            "model.layers.0.mlp.down_proj",
+            "model.layers.1.self_attn.k_proj",
+        }
+        & changed
+    )
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp"} <= changed
+    assert (_logits(model) - before).norm() <= 0.03 * before.norm()

@@ -46,7 +46,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1; give True or False"),
     ({"ignore_eos": "yes"}, "ignore_eos is 'yes'"),
     ({"skip_special_tokens": None}, "skip_special_tokens is None"),
-    ({"max_tokens": 0}, "max_tokens is 0; give at least 1, or None"),
+    ({"max_tokens": -1}, "max_tokens is -1; give how many tokens at most, or None"),
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"min_tokens": 17}, r"min_tokens is 17, which is over max_tokens \(16\)"),
     ({"logprobs": -2}, "logprobs is -2; give how many"),

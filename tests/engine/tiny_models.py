@@ -119,10 +119,25 @@ def make_model(family: str) -> PreTrainedModel:
     keywords = {**_BASE, **changes}
     if family == "deepseek-v3":
         del keywords["head_dim"]
+    return random_model(name, **keywords)
+
+
+@functools.cache
+def make_smallest_model() -> PreTrainedModel:
+    """A Llama so small that a step's time is not the model's; a token takes 256 bytes in its cache.
+
+    In float64: no two tokens are ever so close that the order of a sum decides between them.
+    """
+    changes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return random_model("LlamaConfig", **{**_BASE, **changes}).double()
+
+
+def random_model(config_class: str, **keywords: Any) -> PreTrainedModel:
+    """A model of that configuration in float32, with random weights as large as `make_model` says."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about configs, from transformers itself
-        config = getattr(transformers, name)(**keywords)
+        config = getattr(transformers, config_class)(**keywords)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

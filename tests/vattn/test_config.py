@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
         ({"num_kv_heads": True}, "num_kv_heads=True"),
         ({"head_dim": 1.5}, "head_dim=1.5"),
         ({"max_context_len": -1}, "max_context_len=-1"),
-        ({"dtype": "float64"}, "float64"),
+        ({"dtype": "complex64"}, "complex64"),
         ({"dtype": torch.int64}, "torch.int64"),
         ({"memory_budget": "auto", "memory_utilization": 0}, "0 < memory_utilization <= 1"),
         ({"memory_budget": "auto", "memory_utilization": 1.1}, "memory_utilization=1.1"),

@@ -1,4 +1,4 @@
-"""transformers: packed batches through unmodified models."""
+"""transformers: `VirtualCache` for `generate()`, and packed batches through unmodified models."""
 
 from vattn.hf.mla import LatentAttention, find_latents, handing_on, store_latents
 from vattn.hf.packed import (
@@ -6,12 +6,14 @@ from vattn.hf.packed import (
     PackedStep,
     attention_forward,
     check_supported,
+    current_step,
     max_context,
     packed_mask,
     register,
     run_packed,
 )
 from vattn.hf.shape import KVShape, LayerShape, kv_shape
+from vattn.hf.virtual_cache import VirtualCache
 
 __all__ = [
     "NAME",
@@ -19,8 +21,10 @@ __all__ = [
     "LatentAttention",
     "LayerShape",
     "PackedStep",
+    "VirtualCache",
     "attention_forward",
     "check_supported",
+    "current_step",
     "find_latents",
     "handing_on",
     "kv_shape",

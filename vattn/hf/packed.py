@@ -77,6 +77,12 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, packed_mask)
 
 
+def current_step() -> PackedStep | None:
+    """The packed step that runs in this context, for whoever computes a layer in the model's place; None outside."""
+    running = _running.get()
+    return None if running is None else running.step
+
+
 def run_packed(
     model: PreTrainedModel, step: PackedStep, input_ids: Tensor, position_ids: Tensor, rows: Tensor
 ) -> Tensor:

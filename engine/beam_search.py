@@ -1,0 +1,301 @@
+"""Beam search over the engine's own steps: a beam is a request, forked where it goes on in several ways.
+
+As in vLLM: in every step each beam offers its `2 * beam_width` likeliest tokens. Those that end a sequence complete
+one; of the others the best `beam_width` are the next beams. In the end completed sequences and beams are ranked by
+their log probability over their length, the prompt's tokens included and an end-of-sequence token not, to the power
+of `length_penalty`. (transformers divides by the length of the output alone, and lets a sequence end only with one of
+the `beam_width` best tokens of all beams; where no sequence ends early, the winners are the same.)
+
+Beams of one prompt go on together. One that has been heard keeps its slot until the others have; where memory is short
+it gives the slot to one of them, and is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from engine.kv import KVBackend
+from engine.outputs import RequestGroup
+from engine.request import FinishReason, InvalidRequest, Request
+from engine.runner import Forward
+from engine.sampling import RequestOutputKind, SamplingParams
+from engine.scheduler import Scheduler
+from vattn.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """What a beam search is to find; names and meanings as in vLLM.
+
+    Attributes:
+        beam_width: sequences that are followed, and returned.
+        max_tokens: most tokens of an output.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        temperature: the logits are divided by it; 0 is the same as 1.
+        length_penalty: the power of a sequence's length that its log probability is divided by; the higher, the longer
+            the sequences that win.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, temperature=self.temperature)
+        if self.max_tokens is None:
+            raise ConfigError("max_tokens is None; a beam search needs an end: give a number")
+        if self.max_tokens == 0:
+            raise ConfigError("max_tokens is 0; a beam is at least one token: give 1 or more")
+        if not isinstance(self.beam_width, int) or isinstance(self.beam_width, bool) or self.beam_width < 1:
+            raise ConfigError(f"beam_width is {self.beam_width!r}; give a whole number, at least 1")
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not math.isfinite(penalty):
+            raise ConfigError(f"length_penalty is {penalty!r}; give a finite number")
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that was found.
+
+    Attributes:
+        tokens: the prompt's, then the output's, with the end-of-sequence token where one ended it.
+        cum_logprob: the sum of the output tokens' log probabilities.
+        finish_reason: "stop" or "length".
+        stop_reason: the end-of-sequence token, where one ended it.
+        text: the tokens as text; empty without a tokenizer.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    finish_reason: str
+    stop_reason: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The sequences that a beam search found.
+
+    Attributes:
+        sequences: at most `beam_width`, the best first.
+        error: what went wrong, where there are none.
+    """
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class BeamGroup(RequestGroup):
+    """The beams of one prompt, as requests; `requests` are those that live.
+
+    Invariants: all live beams have equally many tokens, and the rank of the first. `advance` is given what a step
+    computed of them; between two rounds each of them runs, waits for its turn, or has been heard.
+
+    Args:
+        first: the prompt's request.
+        eos_token_ids: what ends a sequence.
+    """
+
+    def __init__(self, first: Request, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
+        super().__init__(first.request_id, [first], RequestOutputKind.FINAL_ONLY)
+        self._params = params
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._logprobs = {first: 0.0}  # of live beams, the sum so far
+        self._heard: dict[Request, list[tuple[float, int]]] = {}  # their likeliest next tokens
+        self._completed: list[BeamSearchSequence] = []  # the best of them, the best first
+        self._forks = 0
+
+    def output(self) -> None:
+        """Nothing: there is only `result`, in the end."""
+
+    def falls_with(self, request: Request) -> list[Request]:
+        """All: a beam that is lost may have been the best."""
+        return self.unfinished()
+
+    def result(self, decode: Callable[[list[int]], str] | None) -> BeamSearchOutput:
+        """What was found, once no request is unfinished."""
+        error = next((request.error for request in self.requests if request.error is not None), None)
+        if error is not None:
+            return BeamSearchOutput(error=error)
+        if decode is None:
+            return BeamSearchOutput(self._completed)
+        return BeamSearchOutput([replace(found, text=decode(found.tokens)) for found in self._completed])
+
+    def advance(self, beams: Sequence[Request], logits: Tensor, scheduler: Scheduler) -> None:
+        """Hear what the model says after these beams; once all have been heard, go on with the best.
+
+        Args:
+            beams: live ones, whose tokens are all computed.
+            logits: `[len(beams), vocab_size]`, of their next tokens.
+            scheduler: theirs.
+
+        Raises:
+            FloatingPointError: the logits say nothing.
+        """
+        with torch.inference_mode():
+            scores = (logits.float() / (self._params.temperature or 1.0)).log_softmax(dim=-1)
+            values, tokens = scores.topk(min(2 * self._params.beam_width, scores.shape[1]), dim=1)
+        for beam, row, ids in zip(beams, values.tolist(), tokens.tolist(), strict=True):
+            if not math.isfinite(row[0]):
+                raise FloatingPointError("no token can be taken from the logits: they are not finite")
+            self._heard[beam] = list(zip(row, ids, strict=True))
+        # One that was heard and has lost its slot since is heard again.
+        if all(beam in self._heard and not beam.num_uncomputed_tokens for beam in self.requests):
+            self._choose(scheduler)
+
+    def _choose(self, scheduler: Scheduler) -> None:
+        ways: list[tuple[float, Request, int]] = []
+        for beam in self.requests:
+            for logprob, token in self._heard.pop(beam):
+                total = self._logprobs[beam] + logprob
+                if token in self._eos_token_ids:
+                    self._complete(beam, token, total, FinishReason.STOP)
+                else:
+                    ways.append((total, beam, token))
+        best = sorted(ways, key=lambda way: way[0], reverse=True)[: self._params.beam_width]
+        length, longest = self.requests[0].num_tokens + 1, self.requests[0].max_total_tokens
+        if length == longest:
+            for total, beam, token in best:
+                self._complete(beam, token, total, FinishReason.LENGTH)
+        if length == longest or not best or self._is_decided(best[0][0], length, longest):
+            for beam in self.requests:
+                scheduler.finish(beam, FinishReason.LENGTH)
+        else:
+            self._go_on(best, scheduler)
+
+    def _go_on(self, best: Sequence[tuple[float, Request, int]], scheduler: Scheduler) -> None:
+        """Make these ways the live beams: the first of a beam in its slot, others in forks of it."""
+        going_on = {beam for _, beam, _ in best}
+        for beam in self.requests:
+            if beam not in going_on:
+                scheduler.finish(beam, FinishReason.ABORT)  # before the forks, which may need its memory
+        taken: set[Request] = set()
+        live: list[tuple[Request, float, int]] = []
+        for total, beam, token in best:
+            live.append((self._branch(beam, scheduler) if beam in taken else beam, total, token))
+            taken.add(beam)
+        for beam, _, token in live:
+            if beam.slot is None:
+                beam.output_token_ids.append(token)  # a fork that found no room: all of it will be computed
+            else:
+                beam.append(token)
+        self.requests = [beam for beam, _, _ in live]
+        self._logprobs = {beam: total for beam, total, _ in live}
+
+    def _branch(self, beam: Request, scheduler: Scheduler) -> Request:
+        """A further beam with the tokens of this one; in a fork of its slot, or queued."""
+        self._forks += 1
+        child = Request(
+            f"{self._forks}_{self.request_id}",
+            beam.prompt_token_ids,
+            beam.sampling,
+            max_total_tokens=beam.max_total_tokens,
+            seed=beam.seed,
+            cache_salt=beam.cache_salt,
+            parent_id=self.request_id,
+            index=self._forks,
+            takes_drafts=False,
+        )
+        child.output_token_ids = beam.output_token_ids.copy()
+        child.arrival_number = beam.arrival_number
+        child.first_scheduled_time = beam.first_scheduled_time
+        if not scheduler.fork(beam, child):
+            scheduler.requeue(child)
+        return child
+
+    def _complete(self, beam: Request, token: int, total: float, reason: FinishReason) -> None:
+        stop = token if reason is FinishReason.STOP else None
+        tokens = [*beam.token_ids(0, beam.num_tokens), token]
+        self._completed.append(BeamSearchSequence(tokens, total, reason.value, stop))
+        self._completed.sort(key=self._score, reverse=True)  # stable: of equals the first stays the first
+        del self._completed[self._params.beam_width :]
+
+    def _score(self, found: BeamSearchSequence) -> float:
+        return self._penalized(found.cum_logprob, len(found.tokens) - (found.stop_reason is not None))
+
+    def _penalized(self, logprob: float, length: int) -> float:
+        return logprob / math.pow(length, self._params.length_penalty)
+
+    def _is_decided(self, logprob: float, length: int, longest: int) -> bool:
+        """Whether no beam can come to more than what is completed: its probability only falls from here on."""
+        if len(self._completed) < self._params.beam_width:
+            return False
+        attainable = max(self._penalized(logprob, length), self._penalized(logprob, longest))
+        return attainable <= self._score(self._completed[-1])
+
+
+def make_beams(
+    request_id: str,
+    prompt: str | None,
+    token_ids: Sequence[int],
+    params: BeamSearchParams,
+    *,
+    kv: KVBackend,
+    max_num_seqs: int,
+    max_model_len: int,
+    cache_salt: bytes,
+    eos_token_ids: frozenset[int],
+) -> BeamGroup:
+    """The beams of a prompt: one, to begin with.
+
+    Raises:
+        InvalidRequest: so many beams could never run together.
+    """
+    longest = min(max_model_len, len(token_ids) + params.max_tokens)
+    width = params.beam_width
+    if width > max_num_seqs:
+        raise InvalidRequest(
+            f"beam_width is {width}, but max_num_seqs is {max_num_seqs}; lower the one or raise the other"
+        )
+    needed, total = width * kv.needed(longest), kv.total()
+    if needed > total:
+        raise InvalidRequest(
+            f"{width} beams of up to {longest} tokens may take {needed} units of KV cache ({kv.name}), but there are "
+            f"{total} in all; lower beam_width or max_tokens, or give the cache more memory"
+        )
+    sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=True)
+    first = Request(
+        request_id,
+        token_ids,
+        sampling,
+        max_total_tokens=longest,
+        seed=0,
+        cache_salt=cache_salt,
+        prompt=prompt,
+        takes_drafts=False,
+    )
+    return BeamGroup(first, params, eos_token_ids)
+
+
+def take_beams(
+    forward: Forward, groups: Mapping[str, RequestGroup]
+) -> tuple[Forward, list[tuple[BeamGroup, list[Request], Tensor]]]:
+    """What a step computed without its beams, and those of each group with their logits."""
+    rows: dict[BeamGroup, list[int]] = {}
+    rest = []
+    for row, request in enumerate(forward.sampled):
+        group = groups[request.parent_id]
+        if isinstance(group, BeamGroup):
+            rows.setdefault(group, []).append(row)
+        else:
+            rest.append(row)
+    if not rows:
+        return forward, []
+    beams = [(group, [forward.sampled[row] for row in own], forward.logits[own]) for group, own in rows.items()]
+    others = replace(
+        forward,
+        sampled=[forward.sampled[row] for row in rest],
+        ahead=[forward.ahead[row] for row in rest],
+        logits=forward.logits[rest],
+    )
+    return others, beams

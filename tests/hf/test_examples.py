@@ -1,0 +1,39 @@
+"""Every script in examples/ runs as it stands, without a warning, and shows what it is for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHOWN = {
+    "generate.py": ["17 + 25 = 42", "Mercury", "12 x 12 = 144", "GiB of address space"],
+    "chat.py": ["17 + 25 = 42", "Oslo", "0 of them in the cache", "24 of them in the cache"],
+    "beam_search.py": ["The drum came from the mill.", "in several beams"],
+    "prompt_lookup.py": ["12 x 12 = 144", "forward passes", "without drafts: True"],
+    "stream.py": ["Bake the loaf", "tokens in the cache"],
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for text in SHOWN[name]:
+        assert text in done.stdout
+    assert " 0 KiB" not in done.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SHOWN)

@@ -1,0 +1,408 @@
+"""VirtualCache as its users meet it: what it refuses, when it gives memory back, and where else it works."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import target
+import torch
+import transformers
+from tiny_models import make_model, make_prompts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
+
+import vattn
+
+ROOT = Path(__file__).parents[2]
+OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
+IDS = torch.tensor(make_prompts([20]))
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(IDS)}
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def want(model: transformers.PreTrainedModel) -> Tensor:
+    return model.generate(IDS, **GREEDY)
+
+
+# Memory
+
+
+def test_losing_the_last_reference_gives_the_memory_back(model: transformers.PreTrainedModel) -> None:
+    gc.collect()
+    before = target.usage()
+    cache = vattn.VirtualCache(model, **OPTIONS)
+    output = model.generate(IDS, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
+    assert target.usage() != before
+    gc.disable()
+    try:
+        del cache
+        assert target.usage() != before, "the output still has it"
+        del output
+        assert target.usage() == before
+    finally:
+        gc.enable()
+
+
+def test_leaving_the_with_statement_closes(model: transformers.PreTrainedModel) -> None:
+    before = target.usage()
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        model.generate(IDS, past_key_values=cache, **GREEDY)
+    assert target.usage() == before
+    cache.close()  # again, which is nothing
+    for call in (
+        lambda: model.generate(IDS, past_key_values=cache, **GREEDY),
+        cache.get_seq_length,
+        cache.stats,
+        cache.check,
+        cache.reset,
+        cache.trim,
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: cache.layers[0].keys,
+        lambda: copy.deepcopy(cache),
+        lambda: cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0),
+    ):
+        with pytest.raises(vattn.CacheClosed, match="make a new one"):
+            call()
+    assert "closed" in repr(cache)
+
+
+def test_memory_is_that_of_the_tokens() -> None:
+    """16 tokens per page and head; one block per tensor beyond what the tokens fill."""
+    options = {**OPTIONS, "max_context_len": 10**6}
+    with vattn.VirtualCache(LlamaConfig(num_hidden_layers=2), **options) as cache:
+        with pytest.raises(vattn.VattnError, match="before the first update"):
+            cache.stats()
+        for tokens in (1, 15, 200, 1000):
+            for layer in range(2):
+                new = torch.zeros(1, 2, tokens, 64)
+                cache.update(new, new, layer)
+            stats = cache.stats()
+            assert stats.live_tokens == cache.get_seq_length()
+            assert stats.live_bytes <= stats.owned_bytes <= stats.live_bytes + 2 * 2 * 2 * 4096 * 2
+        assert stats.reserved_bytes > 500 * stats.created_bytes
+        cache.reset()
+        assert cache.stats().live_bytes == 0
+        assert cache.trim() > 0
+        assert cache.stats().created_bytes == 0
+        cache.check()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_memory_behind_windows_is_given_back(beams: int) -> None:
+    """Every layer has a window of 9 tokens; 230 tokens of each row pass through it."""
+    model = make_model("mistral-window")
+    ids = torch.tensor(make_prompts([30, 30]))
+    options = {"max_new_tokens": 200, "do_sample": False, "num_beams": beams}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    pages = []
+
+    class Watched(vattn.VirtualCache):
+        def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            seen = super().update(key, value, layer, *args, **kwargs)
+            if key.shape[2] == 1:
+                pages.append(self.stats().owned_pages)
+            return seen
+
+    with Watched(model, **OPTIONS | {"layout": "fused"}) as cache:
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        assert torch.equal(got, expected)
+        cache.check()
+        (inner,) = cache._storage.open_caches()
+        row = inner.layout.most_pages(230)
+        assert max(pages) <= (2 * beams + 1) * (row + inner.layout.lanes)  # a column of each is mapped ahead
+        assert row + inner.layout.lanes < inner.layout.pages(230)
+        before = cache.get_seq_length()
+        with pytest.raises(vattn.InvalidLength, match="cannot go back"):
+            cache.crop(20)
+        assert cache.get_seq_length() == before
+
+
+def test_a_pool_is_shared_and_stays_open(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    pool = vattn.PagePool("4MiB", page_size=4096)
+    options = {"max_context_len": 256, "pool": pool}
+    with vattn.VirtualCache(model, **options) as one, vattn.VirtualCache(make_model("gemma3"), **options) as other:
+        assert torch.equal(model.generate(IDS, past_key_values=one, **GREEDY), want)
+        make_model("gemma3").generate(IDS, past_key_values=other, **GREEDY)
+        assert other.stats().other_pages == one.stats().owned_pages
+        one.check()
+        other.check()
+    assert pool.free_pages == pool.total_pages
+    pool.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_out_of_pages_leaves_the_cache_as_before_the_forward_pass(family: str) -> None:
+    """12 pages hold 128 tokens of all layers; of gemma3's two groups of layers the second does not get its share."""
+    served = make_model(family)
+    ids = torch.tensor(make_prompts([180]))
+    options = OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}
+    with vattn.VirtualCache(served, **options) as cache, torch.no_grad():
+        served(ids[:, :100], past_key_values=cache)
+        with pytest.raises(vattn.OutOfPages):
+            served(ids[:, 100:], past_key_values=cache)
+        assert cache.get_seq_length() == 100
+        cache.check()
+        logits = served(ids[:, 100:110], past_key_values=cache).logits
+        torch.testing.assert_close(logits, served(ids[:, :110]).logits[:, -10:])
+
+
+def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
+    """gemma3's sliding layers get their 16 pages, its full layer not the 8 that it needs."""
+    served = make_model("gemma3")
+    ids = torch.tensor(make_prompts([180]))
+    options = OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}
+    with vattn.VirtualCache(served, **options) as cache, torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(vattn.OutOfPages):
+                served(ids, past_key_values=cache)
+            assert cache.get_seq_length() == 0
+            cache.check()
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("MambaConfig", {}, "state besides keys and values"),
+        ("JambaConfig", {}, "state besides keys and values"),
+        ("Qwen3NextConfig", {}, "state besides keys and values"),
+        ("RecurrentGemmaConfig", {}, "state besides keys and values"),
+        ("FalconH1Config", {}, "state besides keys and values"),
+        ("DeepseekV32Config", {}, "state besides keys and values"),
+        ("Llama4TextConfig", {}, "chunked"),
+        ("Llama4Config", {}, "chunked"),
+        ("T5Config", {}, "encoder-decoder"),
+    ],
+)
+def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(transformers, name)(**changes)
+    with pytest.raises(vattn.UnsupportedModel, match=why) as caught:
+        vattn.VirtualCache(config, max_context_len=100)
+    assert "DynamicCache" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"pagesize": 4096}, "unknown option pagesize"),
+        ({"dtype": torch.float32}, "the first update decides"),
+        ({"device": "cpu"}, "the first update decides"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"max_context_len": 0}, "max_context_len=0"),
+        ({"memory_budget": "much"}, "memory_budget='much'"),
+        ({"kv_order": "DHN"}, "kv_order"),
+    ],
+)
+def test_options_are_checked_at_once(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(vattn.ConfigError, match=why):
+        vattn.VirtualCache(LlamaConfig(), **options)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(vattn.ConfigError, match="neither a transformers model nor its config"):
+        vattn.VirtualCache("meta-llama/Llama-3")  # type: ignore[arg-type]
+
+
+def test_a_context_past_the_maximum(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    with vattn.VirtualCache(model, **OPTIONS | {"max_context_len": 31}) as cache:
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        with pytest.raises(vattn.InvalidLength, match="max_context_len=31"), torch.no_grad():
+            model(IDS[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 31
+
+
+def test_the_models_own_limit_is_the_default(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model) as cache:
+        assert cache.max_context_len == cache.get_max_length() == 256
+
+
+def test_more_rows_than_max_batch_size(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    with vattn.VirtualCache(model, max_batch_size=2, **OPTIONS) as cache:
+        with pytest.raises(vattn.ConfigError, match=r"3 rows, beams included.*max_batch_size=2"):
+            model.generate(IDS, past_key_values=cache, num_beams=3, **GREEDY)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        with pytest.raises(vattn.ConfigError, match="max_batch_size=2"):
+            cache.batch_repeat_interleave(3)
+        cache.batch_repeat_interleave(2)
+        with pytest.raises(vattn.ConfigError, match="holds 2 rows, the update has 1"), torch.no_grad():
+            model(IDS[:, :1], past_key_values=cache)
+        for rows in ([2], [-3], []):
+            with pytest.raises(vattn.ConfigError, match="rows"):
+                cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+        cache.batch_select_indices(torch.tensor([-1]))
+        assert cache.layers[0].keys.shape[0] == 1
+
+
+@pytest.mark.parametrize("other", ["llama-mha", "deepseek-v3", "gemma3n"])
+def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other: str) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        config = copy.deepcopy(model.config)
+        if other == "gemma3n":  # the same shapes, and more layers
+            config.num_hidden_layers = 4
+            config.layer_types = None
+            second = transformers.LlamaForCausalLM(config)
+        else:
+            second = make_model(other)
+        with pytest.raises(vattn.ConfigError, match="per model"):
+            second(IDS, past_key_values=cache)
+
+
+def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: transformers.PreTrainedModel) -> None:
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 2
+    second = transformers.LlamaForCausalLM(config)
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
+        model(IDS, past_key_values=cache)
+        second(IDS, past_key_values=cache)
+        with pytest.raises(vattn.VattnError, match=r"\[20, 40\] tokens"):
+            second(IDS, past_key_values=cache)
+        with pytest.raises(vattn.VattnError, match="did not end"):
+            cache.reorder_cache(torch.tensor([0]))
+        cache.crop(20)
+        logits = model(IDS[:, :1], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(torch.cat([IDS, IDS[:, :1]], 1)).logits[:, -1:])
+
+
+def test_gradients_are_refused_not_lost(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        logits = model(IDS, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(IDS).logits)
+        with pytest.raises(vattn.VattnError, match="no gradients"):
+            logits.sum().backward()
+    torch.ones(1, requires_grad=True).sum().backward()  # torch keeps a graph that failed until the next one
+
+
+def test_what_concerns_all_layers_is_not_done_to_one(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        with pytest.raises(vattn.VattnError, match="of the cache"):
+            cache.layers[0].reorder_cache(torch.tensor([0]))
+        with pytest.raises(vattn.ConfigError, match="offloading"):
+            cache.layers[0].offload()
+
+
+# Where else it works
+
+
+def test_a_config_is_enough(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    with vattn.VirtualCache(model.config, **OPTIONS) as cache:
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+
+
+def test_a_copy_is_a_cache_of_its_own(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    """As transformers' guide reuses a prefix: its cache is computed once and copied for every prompt."""
+    with vattn.VirtualCache(model, **OPTIONS) as prefix:
+        with torch.no_grad():
+            model(IDS[:, :15], past_key_values=prefix)
+        for _ in range(2):
+            with copy.deepcopy(prefix) as cache:
+                assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        assert prefix.get_seq_length() == 15
+        prefix.check()
+
+
+def test_early_initialization(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        assert not cache.is_initialized
+        cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
+        assert cache.is_initialized
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+
+
+def test_inference_mode_and_outside_of_it(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        with torch.inference_mode():
+            model(IDS[:, :10], past_key_values=cache)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+
+
+def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        reference = DynamicCache(config=model.config)
+        for part in (IDS[:, :15], IDS[:, 15:19], IDS[:, 19:]):
+            got = model(part, past_key_values=cache).logits
+            torch.testing.assert_close(got, model(part, past_key_values=reference).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    """The update is not traced, and lengths that grow do not make a graph each."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model.forward, backend="eager")
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
+        ids, graphs = IDS, []
+        for _ in range(12):
+            ids = compiled(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            graphs.append(counters["stats"]["unique_graphs"])
+            assert int(ids) == want[0, cache.get_seq_length()]
+        assert graphs[-1] == graphs[4]
+    assert not cache.is_compileable
+    torch._dynamo.reset()
+
+
+def test_decoding_on_a_cpu_folds_grouped_queries(model: transformers.PreTrainedModel, want: Tensor) -> None:
+    """2 query heads per KV head: SDPA gets `[1, 2, 2, 8]`, with the model's attention as it was."""
+
+    class Shapes(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: set[tuple[int, ...]] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "scaled_dot_product" in str(func):
+                self.seen.add(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    assert model.config._attn_implementation == "sdpa"
+    shapes = {}
+    for name, cache in (("virtual", vattn.VirtualCache(model, **OPTIONS)), ("dynamic", DynamicCache())):
+        with Shapes() as mode:
+            assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        shapes[name] = mode.seen
+    assert shapes["dynamic"] == {(1, 4, 20, 8), (1, 4, 1, 8)}, "transformers folds by itself now: drop FoldingKeys"
+    assert shapes["virtual"] == {(1, 4, 20, 8), (1, 2, 2, 8)}
+
+
+def test_pipelines_and_streamers() -> None:
+    path = str(ROOT / "demo" / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    prompt = "Question: What is 7 + 5?\nAnswer:"
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    want = tokenizer.decode(model.generate(**inputs, **options)[0], skip_special_tokens=True)
+
+    with vattn.VirtualCache(model, max_context_len=2048, memory_budget="64MiB") as cache:
+        streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
+        thread = threading.Thread(
+            target=model.generate, kwargs={**inputs, **options, "past_key_values": cache, "streamer": streamer}
+        )
+        thread.start()
+        assert "".join(streamer) == want
+        thread.join()
+        cache.reset()
+        pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about generation options
+            answer = pipeline(prompt, past_key_values=cache, **options)[0]["generated_text"]
+        assert answer == want
+        assert cache.get_seq_length() > inputs["input_ids"].shape[1]

@@ -1,0 +1,388 @@
+"""VirtualCache: the cache of `generate()`, in virtual memory.
+
+    model.generate(**inputs, past_key_values=vattn.VirtualCache(model, max_context_len=131072))
+
+New keys and values are written in place, and the model gets views of what is there: nothing is copied to grow, nothing
+is reserved but address space, and the memory is that of the tokens. What a model stores is not asked of its config but
+seen in the first update of each layer.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from vattn.config import KVConfig
+from vattn.errors import ConfigError, UnsupportedModel, VattnError
+from vattn.hf.folding import FoldingKeys
+from vattn.hf.storage import Storage, View
+from vattn.pool import PagePool
+from vattn.stats import CacheStats
+from vattn.units import parse_bytes
+
+# What the first update decides, and what a batch in lockstep has no use for.
+_OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
+
+
+class VirtualCache(Cache):
+    """A transformers cache whose memory grows with its tokens, in place.
+
+    Rows are kept contiguous in virtual memory; pages are mapped under them as tokens arrive, those of the next token
+    while the model computes. Batch size, heads, head sizes, element type and device are those of the first update.
+    Works with all that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. Decode
+    steps on a CPU fold grouped queries, which torch's SDPA is slow at otherwise (`vattn.hf.folding`); the model stays
+    as it is.
+
+    Also a context manager, which closes it; losing the last reference gives the memory back as well.
+
+    Args:
+        model_or_config: the model that it is for, or its config.
+        max_context_len: most tokens of a row; only address space depends on it. By default the model's own limit.
+        max_batch_size: most rows (prompts times beams). Address space for so many is reserved, so that rows added later
+            share memory with those that they repeat. By default the rows of the first update; where more are needed
+            later, they move to a larger reservation.
+        memory_budget: physical memory that may be mapped, as in `KVConfig`; measured at the first update where it is
+            "auto", so after the model is loaded.
+        pool: physical pages to draw on, shared with other caches.
+        options: further keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
+
+    Raises:
+        UnsupportedModel: a model with recurrent, chunked or other layers that do not just keep K and V.
+        ConfigError: an option that is unknown, contradictory or out of range.
+    """
+
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PretrainedConfig,
+        *,
+        max_context_len: int | None = None,
+        max_batch_size: int | None = None,
+        memory_budget: int | str = "auto",
+        pool: PagePool | None = None,
+        **options: Any,
+    ) -> None:
+        config = _text_config(model_or_config)
+        if max_context_len is None:
+            max_context_len = getattr(config, "max_position_embeddings", None)
+            if max_context_len is None:
+                raise ConfigError(
+                    f"the config of {config.model_type!r} states no longest context; give max_context_len"
+                )
+        if taken := sorted(_OBSERVED & options.keys()):
+            raise ConfigError(f"{', '.join(taken)}: the first update decides; leave out")
+        settings = {"max_context_len": max_context_len, "memory_budget": memory_budget, "eager_pages": 0, **options}
+        shape: dict[str, Any] = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), 1)
+        rows = 1 if max_batch_size is None else max_batch_size
+        if memory_budget != "auto":
+            parse_bytes(memory_budget, "memory_budget")
+        KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, **settings)
+        self._arguments = {**settings, "max_batch_size": max_batch_size, "pool": pool}
+        self._config = config
+        # None stands for full attention; a dummy layer uses the K and V of another, or has no attention.
+        kinds = _model_layers(config)
+        windows = {
+            index: getattr(kind, "sliding_window", None)
+            for index, kind in enumerate(kinds)
+            if not isinstance(kind, DummyLayer)
+        }
+        self._storage = Storage(config, settings, max_batch_size, pool, len(kinds), windows)
+        super().__init__(layers=[_layer(self._storage, index, kind) for index, kind in enumerate(kinds)])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens of a layer and gives all that it attends to, as views.
+
+        Args:
+            key_states, value_states: `[batch, num_kv_heads, new tokens, head_dim]`, V with its own head size.
+
+        Returns:
+            K and V `[batch, num_kv_heads, tokens, head_dim]`, valid until the cache is reset, reordered or closed.
+
+        Raises:
+            OutOfPages: the budget does not have the pages. Nothing is stored; the cache is as before the forward pass.
+            InvalidLength: more than `max_context_len` tokens.
+            ConfigError: other rows or shapes than the cache holds, of another model say.
+            CacheClosed: after `close`.
+        """
+        if torch.compiler.is_compiling():
+            # The driver's calls cannot be traced.
+            traced: tuple[Tensor, Tensor] = _update_uncompiled(self, key_states, value_states, layer_idx)
+            return traced
+        if layer_idx >= len(self.layers):
+            raise ConfigError(
+                f"layer {layer_idx} of a model; this cache was made for one of {len(self.layers)} layers "
+                f"({self._config.model_type}). Make a cache per model"
+            )
+        stored: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states)  # type: ignore[union-attr]
+        return stored
+
+    def reset(self) -> None:
+        """Forgets all tokens. The memory stays, for the next ones; `trim` gives it back."""
+        super().reset()
+        self._storage.settle()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens of every row; no memory moves.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; a positive one is how many to keep, as transformers once
+                had it.
+
+        Raises:
+            InvalidLength: the model has sliding windows, and what they showed there has been given back. Nothing
+                changed: the tokens of the last forward pass can be cropped, and a few more.
+        """
+        lengths = enumerate(self._storage.lengths)
+        self._storage.cut({index: _kept(length, tokens_to_remove) for index, length in lengths})
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was. Short differences are copied, longer ones mapped (`BatchRows`)."""
+        self._storage.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row; the copies share its pages where rows of `max_batch_size` are reserved."""
+        self._storage.select([row for row in range(self._storage.count) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`, numbers or a mask."""
+        kept = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._storage.select(kept.tolist())
+
+    @property
+    def max_context_len(self) -> int:
+        """Most tokens of a row."""
+        return self._storage.max_context_len
+
+    def stats(self) -> CacheStats:
+        """A snapshot of pages, bytes, calls and times.
+
+        Raises:
+            VattnError: before the first update, which decides what there is.
+        """
+        return self._storage.stats()
+
+    def check(self) -> None:
+        """Asserts that every page is where the books say (`KVCache.check`)."""
+        for cache in self._storage.open_caches():
+            cache.check()
+
+    def trim(self) -> int:
+        """Gives memory that holds no tokens back to the machine, and returns its bytes."""
+        return self._storage.trim()
+
+    def close(self) -> None:
+        """Gives all memory back; afterwards every call raises, and tensors got from `update` must not be touched."""
+        self._storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
+        """A cache of its own with the same tokens."""
+        storage = self._storage
+        storage.check_open()
+        copied = VirtualCache(self._config, **self._arguments)
+        memo[id(self)] = copied
+        for index, length in enumerate(storage.lengths):
+            if length:
+                first = storage.first_kept(index)
+                keys, values = (tensor.narrow(2, first, length - first) for tensor in storage.tensors(index))
+                copied._storage.restore(index, keys, values, length)
+        return copied
+
+    def __repr__(self) -> str:
+        return f"VirtualCache({self._storage})"
+
+
+class VirtualLayer(CacheLayerMixin):
+    """One layer of a `VirtualCache`: where its tokens end, and which of them are seen."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, storage: Storage, index: int) -> None:
+        # Not the mixin's: `keys`, `values` and `is_initialized` are derived.
+        self._storage = storage
+        self._index = index
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether its shapes are known."""
+        return self._storage.views[self._index] is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """K of the tokens it has, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update."""
+        return self._part(0)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """V of the tokens it has."""
+        return self._part(1)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._storage.observe(self._index, key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        storage, index = self._storage, self._index
+        view = storage.views[index]
+        batch, heads, tokens, key_dim = key_states.shape
+        if view is None or (batch, heads, key_dim, value_states.shape[3], key_states.dtype) != view.accepts:
+            view = storage.observe(index, key_states, value_states)
+        start = storage.lengths[index]
+        end = start + tokens
+        if end != storage.end:
+            storage.advance(index, tokens)
+        first = self._first_seen(start)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            keys, values = _store_without_gradient(view, key_states, value_states, first, start, end)
+        else:
+            view.keys.narrow(2, start, tokens).copy_(key_states)
+            view.values.narrow(2, start, tokens).copy_(value_states)
+            keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
+            if view.folds:
+                keys = keys.as_subclass(FoldingKeys)
+        storage.lengths[index] = end
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        self._storage.check_open()
+        return self._storage.lengths[self._index]
+
+    def get_max_length(self) -> int:
+        return self._storage.max_context_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length = self.get_seq_length()
+        first = self._first_seen(length)
+        return length + query_length - first, first
+
+    def reset(self) -> None:
+        self._storage.cut({self._index: 0})
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._storage.cut({self._index: _kept(self.get_seq_length(), tokens_to_remove)})
+
+    def offload(self) -> None:
+        raise ConfigError("a VirtualCache stays on the model's device; for offloading use transformers' own caches")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise VattnError("rows move in all layers at once: call reorder_cache of the cache, not of a layer")
+
+    def _first_seen(self, start: int) -> int:
+        """The first token that a query at `start` sees."""
+        return 0
+
+    def _part(self, which: int) -> Tensor | None:
+        self._storage.check_open()
+        if self._storage.views[self._index] is None:
+            return None
+        length = self._storage.lengths[self._index]
+        first = self._first_seen(length)
+        return self._storage.tensors(self._index)[which].narrow(2, first, length - first)
+
+
+class VirtualSlidingLayer(VirtualLayer):
+    """A layer that sees a window; the memory behind it is given back, in whole token blocks."""
+
+    is_sliding = True
+
+    def __init__(self, storage: Storage, index: int, window: int) -> None:
+        super().__init__(storage, index)
+        self.sliding_window = window
+
+    def _first_seen(self, start: int) -> int:
+        return max(0, start - self.sliding_window + 1)
+
+
+def _kept(length: int, tokens_to_remove: int) -> int:
+    """What `crop` leaves of a layer."""
+    return max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
+
+
+def _text_config(model_or_config: Any) -> PretrainedConfig:
+    config = getattr(model_or_config, "config", model_or_config)
+    if not isinstance(config, PretrainedConfig):
+        raise ConfigError(f"{type(model_or_config).__name__} is neither a transformers model nor its config")
+    if getattr(model_or_config, "_is_stateful", False):
+        raise _unsupported(config, "keeps recurrent state besides keys and values")
+    if config.is_encoder_decoder:
+        raise _unsupported(config, "is an encoder-decoder, whose cross-attention needs a cache of its own")
+    return config.get_text_config(decoder=True)
+
+
+def _model_layers(config: PretrainedConfig) -> list[Any]:
+    """The layers that a DynamicCache of the model has: what kind each is.
+
+    Raises:
+        UnsupportedModel: one is of a kind that does not just keep K and V.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if "chunked_attention" in kinds if kinds else getattr(config, "attention_chunk_size", None):
+        raise _unsupported(config, "has chunked attention layers")
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:
+        raise _unsupported(config, f"has layers of type {error}") from error
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise _unsupported(config, f"has layers with state besides keys and values ({type(layer).__name__})")
+    return layers
+
+
+def _layer(storage: Storage, index: int, kind: Any) -> VirtualLayer | DummyLayer:
+    if isinstance(kind, DummyLayer):
+        return kind
+    if isinstance(kind, DynamicSlidingWindowLayer):
+        return VirtualSlidingLayer(storage, index, kind.sliding_window)
+    return VirtualLayer(storage, index)
+
+
+def _unsupported(config: PretrainedConfig, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"model_type {config.model_type!r} {why}; a VirtualCache is for layers of full or sliding-window attention. "
+        "Use transformers' DynamicCache for this model."
+    )
+
+
+class _NoGradient(torch.autograd.Function):
+    """Gives what is stored, with a backward pass that says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, new: Tensor) -> Tensor:
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise VattnError(
+            "a VirtualCache keeps no gradients of what it stores; train with use_cache=False, or a DynamicCache"
+        )
+
+
+def _store_without_gradient(
+    view: View, key: Tensor, value: Tensor, first: int, start: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """An update in grad mode: the same, and `backward` raises instead of being wrong."""
+    stored = []
+    for tensor, new in ((view.keys, key), (view.values, value)):
+        with torch.no_grad():
+            tensor.narrow(2, start, end - start).copy_(new)
+        stored.append(_NoGradient.apply(tensor.narrow(2, first, end - first), new))
+    return stored[0], stored[1]
+
+
+@torch.compiler.disable
+def _update_uncompiled(cache: VirtualCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    return cache.update(key, value, layer)
