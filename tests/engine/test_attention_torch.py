@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,31 @@ def test_half_precision(kernel: attention.Attention, dtype: torch.dtype) -> None
         got = kernel(query, store, 3, batch, params)
         assert got.dtype is dtype
         torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_long_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Decodes and short chunks as products, where 16 heads of 256 have one KV head; shorter ones are not."""
+    monkeypatch.setitem(globals(), "HEADS", 1)
+    fused: list[None] = []
+    for name in ("_single", "_chunk"):
+        monkeypatch.setattr(attention.TorchSDPA, name, _noting(getattr(attention.TorchSDPA, name), fused))
+    batch = PackedBatch.pack([Span(0, 0, 1), Span(1, 40, 41), Span(2, 20, 29)])
+    for dim in (248, 256):
+        store = Store(3, dim, dim, torch.float32)
+        query = torch.randn(batch.num_tokens, 16, dim, generator=torch.Generator().manual_seed(1))
+        params = AttentionParams(window=window)
+        got = attention.TorchMatmul()(query, store, 3, batch, params)
+        torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=1e-5, rtol=1e-5)
+        assert len(fused) == 3  # those of the shorter heads
+
+
+def _noting(function: Callable[..., Tensor], calls: list[None]) -> Callable[..., Tensor]:
+    def noting(*args: Any) -> Tensor:
+        calls.append(None)
+        return function(*args)
+
+    return noting
 
 
 def test_a_batch_of_one_kind(kernel: attention.Attention) -> None:

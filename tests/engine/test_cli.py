@@ -82,6 +82,7 @@ def test_chat_line_by_line(
         (["w5", "-n", "3"], "n is 3 with temperature 0"),
         (["", "--max-tokens", "1"], "the prompt is empty"),
         (["w5", "--kv", "paged", "--kv-cache-memory-bytes", "some"], "some"),
+        (["w5", "--kv", "paged", "--kv-cache-dtype", "int8"], "kv='virtual'"),
     ],
 )
 def test_errors_are_one_line_on_stderr(

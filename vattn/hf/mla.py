@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek V2 and V3, and others): the latents are stored, not the keys and values.
 
 Such a layer makes the keys and values of all heads from one short vector per token, by one projection. transformers'
-modules do it in `expand_kv`, a method of their own; in a packed step that stores latents it hands them on as they are.
-What is stored of a token is then one row, the latent and the part of the key that has the rotary embedding:
-`kv_lora_rank + qk_rope_head_dim` elements for all heads together.
+modules do it in `expand_kv`, a method of their own (those of older releases do not, and store keys and values); in a
+packed step that stores latents it hands them on as they are. What is stored of a token is then one row, the latent and
+the part of the key that has the rotary embedding: `kv_lora_rank + qk_rope_head_dim` elements for all heads together.
 
 Attention over latents is attention with one KV head whose keys are its values too, once the projection is folded into
 the query and the output (*absorbed*); or the latents are *expanded* by the module first. A query and key cost a head
