@@ -427,10 +427,10 @@ class KVCache(Slots):
         length = self._length.get(reqid)
         if length is None:
             raise self._invalid_slot(reqid)
-        has = self.layout.pages(self._backed(length), length)
+        has = self.layout.pages(self._needed_tokens(reqid), length)
         if num_tokens <= length:
             # A window that moves back needs what lies before it; what lies behind leaves with the next step only.
-            return self.layout.pages(self._backed(length), num_tokens) - has
+            return self.layout.pages(self._needed_tokens(reqid), num_tokens) - has
         replaced = sum(band.replaced_pages(reqid, length // self._block_tokens) for band in self._bands)
         return max(0, min(self.layout.pages(self._backed(num_tokens), length), most) - has) + replaced
 

@@ -743,9 +743,13 @@ class Slots:
     def _needed_pages(self) -> int:
         """Pages that running requests need for what is seen of their tokens."""
         lengths = self._length.items()
-        return sum(self.layout.pages(self._backed(length), length) for length in self._length.values()) - sum(
+        return sum(self.layout.pages(self._needed_tokens(slot), length) for slot, length in lengths) - sum(
             band.saved_pages(lengths) for band in self._bands
         )
+
+    def _needed_tokens(self, slot: int) -> int:
+        """Tokens that an active slot needs to be backed: of blocks that its length went down into, all."""
+        return max(self._backed(self._length[slot]), self._used(slot) * self._block_tokens)
 
     def _count(self, slot: int, pages: int) -> None:
         """The slot has that many private pages more."""

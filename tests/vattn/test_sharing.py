@@ -354,3 +354,17 @@ def test_rows_that_do_not_divide_pages_have_blocks_of_several() -> None:
         cache.check()
         cache.step({reqid: 300})
         cache.check()
+
+
+def test_what_is_available_knows_that_a_block_stays_whole() -> None:
+    """K and V rows of different sizes: a block is two pages of K and one of V, a token one of each, in two layers."""
+    with make(v_head_dim=8) as cache:
+        cache.free_reqid(run(cache, PROMPT))
+        reqid, cached = cache.admit(PROMPT)
+        assert cached == cache.prefix_block_tokens == 128
+        cache.step({reqid: 1})
+        assert cache.available_pages() == 96 - 6
+        other = cache.alloc_reqid()
+        most = max(n for n in range(641) if cache.pages_needed(n, other) <= cache.available_pages())
+        cache.step({other: most})
+        cache.check()
