@@ -41,10 +41,9 @@ class QuantisedKV(VirtualKV):
             place = places[layer]
             row, heads = self.cache.layer(place.layer)[0][:, :, 0], self.cache.layer(layer)[1].shape[2]
             # As heads of one element, like the codes' heads; heads without elements have no scale.
-            values = (
-                row[:, :, place.values, None] if place.values.start < place.values.stop else row[:, :, :heads, None]
-            )
-            views.append((row[:, :, place.keys, None], values[..., : place.values.stop - place.values.start]))
+            has_values = place.values.start < place.values.stop
+            values = row[:, :, place.values, None] if has_values else row[:, :, :heads, None][..., :0]
+            views.append((row[:, :, place.keys, None], values))
         self._scales = ContiguousKV(views)
         self._buffers = [torch.empty(0, dtype=self._dtype, device=config.device)] * 2
 
