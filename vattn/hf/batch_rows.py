@@ -107,7 +107,7 @@ class BatchRows:
                     _copy(_tails(cache, first, length), moves)
                     if start < first:
                         self._first[cache] = first
-                whole = [cache for cache in self._caches if cache.config.sliding_window is None]
+                whole = [cache for cache in self._caches if _window(cache) is None]
                 if length - start < max((cache.layout.block_tokens for cache in whole), default=0):
                     self._copy(whole, moves, start)
                 elif whole:
@@ -132,8 +132,9 @@ class BatchRows:
 
     def _windows(self) -> Iterator[tuple[KVCache, int]]:
         for cache in self._caches:
-            if cache.config.sliding_window is not None:
-                yield cache, cache.config.sliding_window
+            window = _window(cache)
+            if window is not None:
+                yield cache, window
 
     def _copy(self, caches: Sequence[KVCache], moves: dict[int, int], start: int) -> None:
         tails = [tail for cache in caches for tail in _tails(cache, start, self.length)]
@@ -190,6 +191,11 @@ def _replace(caches: Sequence[KVCache], row: int, source: int) -> None:
         cache.free_reqid(row)
         forked = cache.fork(source)
         assert forked == row, "another slot was idle"
+
+
+def _window(cache: KVCache) -> int | None:
+    """The window of a cache's layers, which is that of all of its groups."""
+    return cache.config.tensor_groups[0].sliding_window
 
 
 def _claim(cache: KVCache) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from transformers import PretrainedConfig
 from vattn.cache import KVCache
 from vattn.config import KVConfig, budget_bytes, resolve
 from vattn.errors import CacheClosed, ConfigError, InvalidLength, VattnError
+from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.pool import PagePool
+from vattn.quantised import Scales, dequantise, quantise, quantised_groups
 from vattn.stats import CacheStats
 
 
@@ -47,17 +49,45 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """K and V of the rows in use, `[batch, num_kv_heads, max_context_len, *]`.
+    """K and V of the rows in use, `[batch, num_kv_heads, max_context_len, *]`; in 8 bits, their codes.
 
     Attributes:
+        scales: what the codes of K and of V are multiples of, `[batch, num_kv_heads, max_context_len, 1]`.
         accepts: batch, heads, both head sizes and the type of K of an update that needs no second look.
         folds: the model's SDPA is to fold grouped queries.
     """
 
     keys: Tensor
     values: Tensor
+    scales: tuple[Tensor, Tensor] | None
     accepts: tuple[int, int, int, int, torch.dtype]
     folds: bool
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """All that is kept of a token."""
+        return (self.keys, self.values, *(self.scales or ()))
+
+    def store(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Writes new rows, from token `start` on."""
+        new: tuple[Tensor, ...] = (key, value)
+        if self.scales is not None:
+            (key, key_scales), (value, value_scales) = quantise(key), quantise(value)
+            new = (key, value, key_scales, value_scales)
+        for tensor, rows in zip(self.stored, new, strict=True):
+            tensor.narrow(2, start, rows.shape[2]).copy_(rows)
+
+    def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """K and V of tokens `[first, end)`: views, or copies of what codes stand for."""
+        keys, values, *scales = (tensor.narrow(2, first, end - first) for tensor in self.stored)
+        if not scales:
+            return keys, values
+        dtype = self.accepts[-1]
+        keys, values = (
+            dequantise(codes, factors, torch.empty(codes.shape, dtype=dtype, device=codes.device))
+            for codes, factors in zip((keys, values), scales, strict=True)
+        )
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,7 @@ class _Place:
 
     cache: KVCache
     layer: int
+    scales: Scales | None
     shape: Shape
 
 
@@ -86,6 +117,8 @@ class Storage:
         pool: PagePool | None,
         num_layers: int,
         windows: Mapping[int, int | None],
+        *,
+        quantised: bool,
     ) -> None:
         self.max_context_len: int = settings["max_context_len"]
         self.views: list[View | None] = [None] * num_layers
@@ -97,6 +130,7 @@ class Storage:
         self._given_pool = pool
         self._pool = pool
         self._windows = windows
+        self._quantised = quantised
         self._rows: BatchRows | None = None
         self._places: dict[int, _Place] = {}
         self._closed = False
@@ -114,12 +148,6 @@ class Storage:
         """The caches that the layers lie in."""
         self.check_open()
         return list(dict.fromkeys(place.cache for place in self._places.values()))
-
-    def tensors(self, index: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, `[batch, num_kv_heads, max_context_len, *]`."""
-        view = self.views[index]
-        assert view is not None
-        return view.keys, view.values
 
     # Tokens
 
@@ -183,14 +211,24 @@ class Storage:
         window = self._windows[index]
         return 0 if window is None or self._rows is None else max(0, self._rows.start - window + 1)
 
-    def restore(self, index: int, key: Tensor, value: Tensor, length: int) -> None:
-        """Stores the last of `length` tokens of an empty layer, those that another cache has kept."""
-        view = self.observe(index, key, value)
-        if length != self.end:
-            self.advance(index, length)
-        for tensor, kept in ((view.keys, key), (view.values, value)):
-            tensor.narrow(2, length - kept.shape[2], kept.shape[2]).copy_(kept)
-        self.lengths[index] = length
+    def restore(self, source: Storage) -> None:
+        """Takes over what another storage of the same config keeps; this one is empty."""
+        for index, length in enumerate(source.lengths):
+            if not length:
+                continue
+            shape, first = source._places[index].shape, source.first_kept(index)
+            rows = source.count, shape.num_kv_heads, 0
+            key, value = (
+                torch.empty(*rows, dim, dtype=shape.dtype, device=shape.device)
+                for dim in (shape.head_dim, shape.v_head_dim)
+            )
+            view, kept = self.observe(index, key, value), source.views[index]
+            assert kept is not None
+            if length != self.end:
+                self.advance(index, length)
+            for tensor, other in zip(view.stored, kept.stored, strict=True):
+                tensor.narrow(2, first, length - first).copy_(other.narrow(2, first, length - first))
+            self.lengths[index] = length
 
     def settle(self) -> None:
         """Tells the caches that tokens were forgotten."""
@@ -245,7 +283,7 @@ class Storage:
     def _move(self, sources: Sequence[int]) -> None:
         """To a larger reservation."""
         length = max(self.lengths)
-        before = {index: self.tensors(index) for index in self._shown()}
+        before = {index: view.stored for index, view in enumerate(self.views) if view is not None}
         assert self._rows is not None
         start = self._rows.start
         left = self._reserve(len(sources), len(sources), length)
@@ -255,7 +293,9 @@ class Storage:
             for index, old in before.items():
                 self._show(index)
                 first = self.first_kept(index)
-                for tensor, source in zip(self.tensors(index), old, strict=True):
+                view = self.views[index]
+                assert view is not None
+                for tensor, source in zip(view.stored, old, strict=True):
                     kept = source.narrow(2, first, length - first)
                     tensor.narrow(2, first, length - first).copy_(kept[rows.to(source.device)])
         for cache in left:
@@ -277,13 +317,30 @@ class Storage:
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
         if self._pool is None:
-            everything = _kv_config(shape, len(self._windows), self._rows.slots, self._settings)
+            everything = _kv_config(
+                self._groups(shape, range(len(self._windows)), None)[0], self._rows.slots, self._settings
+            )
             page_size = resolve(everything)[0].page_size
             budget = budget_bytes(everything.memory_budget, everything.device, everything.memory_utilization)
             self._pool = PagePool(budget, device=everything.device, page_size=page_size, guard=everything.guard)
-        cache = KVCache(_kv_config(shape, len(alike), self._rows.slots, self._settings, window), pool=self._pool)
+        groups, scales = self._groups(shape, alike, window)
+        cache = KVCache(_kv_config(groups, self._rows.slots, self._settings), pool=self._pool)
         self._rows.add(cache)
-        self._places |= {layer: _Place(cache, position, shape) for position, layer in enumerate(alike)}
+        self._places |= {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
+
+    def _groups(
+        self, shape: Shape, layers: Iterable[int], window: int | None
+    ) -> tuple[list[TensorGroup], dict[int, Scales]]:
+        """The tensor groups of layers of one shape and window, and where the scales of each are."""
+        group = TensorGroup(
+            layers=layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            dtype=shape.dtype,
+            sliding_window=None if window is None or window >= self.max_context_len else window,
+        )
+        return quantised_groups([group], shape.dtype) if self._quantised else ([group], {})
 
     def _reserve(self, capacity: int, count: int, length: int) -> list[KVCache]:
         """New caches in place of all, for so many rows of that length; the old ones. A failure changes nothing."""
@@ -308,9 +365,17 @@ class Storage:
         place = self._places[index]
         keys, values = (tensor.transpose(1, 2).narrow(0, 0, self.count) for tensor in place.cache.layer(place.layer))
         shape = place.shape
+        scales = None
+        if place.scales is not None:
+            # One row for all layers: as heads of one element, like the codes' heads.
+            row = place.cache.layer(place.scales.layer)[0].narrow(0, 0, self.count)[:, :, 0].transpose(1, 2)[..., None]
+            # V of no elements has no scales either, and takes K's place without a use.
+            per_value = place.scales.values if shape.v_head_dim else place.scales.keys
+            scales = row[:, place.scales.keys], row[:, per_value][..., : 1 if shape.v_head_dim else 0]
         self.views[index] = View(
             keys,
             values,
+            scales,
             (self.count, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, shape.dtype),
             folds=shape.device.type == "cpu"
             and self._config._attn_implementation in ("sdpa", "vattn")
@@ -370,18 +435,5 @@ class Storage:
         return f"{self.count} rows of {max(self.lengths)} tokens" + "".join(f", {c}" for c in self.open_caches())
 
 
-def _kv_config(
-    shape: Shape, num_layers: int, slots: int, settings: dict[str, Any], window: int | None = None
-) -> KVConfig:
-    """The cache of `num_layers` layers of one shape and window."""
-    return KVConfig(
-        sliding_window=None if window is None or window >= settings["max_context_len"] else window,
-        num_layers=num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        dtype=shape.dtype,
-        device=shape.device,
-        max_batch_size=slots,
-        **settings,
-    )
+def _kv_config(groups: Sequence[TensorGroup], slots: int, settings: dict[str, Any]) -> KVConfig:
+    return KVConfig(groups=groups, max_batch_size=slots, **settings)

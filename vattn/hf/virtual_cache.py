@@ -10,7 +10,7 @@ seen in the first update of each layer.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, Dynamic
 from vattn.config import KVConfig
 from vattn.errors import ConfigError, UnsupportedModel, VattnError
 from vattn.hf.folding import FoldingKeys
-from vattn.hf.storage import Storage, View
+from vattn.hf.storage import Storage
 from vattn.pool import PagePool
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
+
+KVCacheDtype = Literal["auto", "int8"]
 
 # What the first update decides, and what a batch in lockstep has no use for.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
@@ -48,6 +50,9 @@ class VirtualCache(Cache):
             later, they move to a larger reservation.
         memory_budget: physical memory that may be mapped, as in `KVConfig`; measured at the first update where it is
             "auto", so after the model is loaded.
+        kv_cache_dtype: "int8" keeps codes of 8 bits with a scale per token and head (`vattn.quantised`): about half of
+            bfloat16's memory, for a copy of what a layer attends to, and a small error; "auto" keeps what the model
+            computes.
         pool: physical pages to draw on, shared with other caches.
         options: further keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
 
@@ -63,6 +68,7 @@ class VirtualCache(Cache):
         max_context_len: int | None = None,
         max_batch_size: int | None = None,
         memory_budget: int | str = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         pool: PagePool | None = None,
         **options: Any,
     ) -> None:
@@ -81,7 +87,14 @@ class VirtualCache(Cache):
         if memory_budget != "auto":
             parse_bytes(memory_budget, "memory_budget")
         KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, **settings)
-        self._arguments = {**settings, "max_batch_size": max_batch_size, "pool": pool}
+        if kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
+        self._arguments = {
+            **settings,
+            "max_batch_size": max_batch_size,
+            "pool": pool,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
         self._config = config
         # None stands for full attention; a dummy layer uses the K and V of another, or has no attention.
         kinds = _model_layers(config)
@@ -90,7 +103,8 @@ class VirtualCache(Cache):
             for index, kind in enumerate(kinds)
             if not isinstance(kind, DummyLayer)
         }
-        self._storage = Storage(config, settings, max_batch_size, pool, len(kinds), windows)
+        quantised = kv_cache_dtype == "int8"
+        self._storage = Storage(config, settings, max_batch_size, pool, len(kinds), windows, quantised=quantised)
         super().__init__(layers=[_layer(self._storage, index, kind) for index, kind in enumerate(kinds)])
 
     def update(
@@ -194,11 +208,7 @@ class VirtualCache(Cache):
         storage.check_open()
         copied = VirtualCache(self._config, **self._arguments)
         memo[id(self)] = copied
-        for index, length in enumerate(storage.lengths):
-            if length:
-                first = storage.first_kept(index)
-                keys, values = (tensor.narrow(2, first, length - first) for tensor in storage.tensors(index))
-                copied._storage.restore(index, keys, values, length)
+        copied._storage.restore(storage)
         return copied
 
     def __repr__(self) -> str:
@@ -247,11 +257,18 @@ class VirtualLayer(CacheLayerMixin):
             storage.advance(index, tokens)
         first = self._first_seen(start)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            keys, values = _store_without_gradient(view, key_states, value_states, first, start, end)
+            with torch.no_grad():
+                view.store(key_states, value_states, start)
+                stored = view.read(first, end)
+            keys, values = map(_NoGradient.apply, stored, (key_states, value_states))
         else:
-            view.keys.narrow(2, start, tokens).copy_(key_states)
-            view.values.narrow(2, start, tokens).copy_(value_states)
-            keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
+            if view.scales is None:
+                view.keys.narrow(2, start, tokens).copy_(key_states)
+                view.values.narrow(2, start, tokens).copy_(value_states)
+                keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
+            else:
+                view.store(key_states, value_states, start)
+                keys, values = view.read(first, end)
             if view.folds:
                 keys = keys.as_subclass(FoldingKeys)
         storage.lengths[index] = end
@@ -287,11 +304,11 @@ class VirtualLayer(CacheLayerMixin):
 
     def _part(self, which: int) -> Tensor | None:
         self._storage.check_open()
-        if self._storage.views[self._index] is None:
+        view = self._storage.views[self._index]
+        if view is None:
             return None
         length = self._storage.lengths[self._index]
-        first = self._first_seen(length)
-        return self._storage.tensors(self._index)[which].narrow(2, first, length - first)
+        return view.read(self._first_seen(length), length)[which]
 
 
 class VirtualSlidingLayer(VirtualLayer):
@@ -369,18 +386,6 @@ class _NoGradient(torch.autograd.Function):
         raise VattnError(
             "a VirtualCache keeps no gradients of what it stores; train with use_cache=False, or a DynamicCache"
         )
-
-
-def _store_without_gradient(
-    view: View, key: Tensor, value: Tensor, first: int, start: int, end: int
-) -> tuple[Tensor, Tensor]:
-    """An update in grad mode: the same, and `backward` raises instead of being wrong."""
-    stored = []
-    for tensor, new in ((view.keys, key), (view.values, value)):
-        with torch.no_grad():
-            tensor.narrow(2, start, end - start).copy_(new)
-        stored.append(_NoGradient.apply(tensor.narrow(2, first, end - first), new))
-    return stored[0], stored[1]
 
 
 @torch.compiler.disable
