@@ -92,7 +92,12 @@ class KVCache(Slots):
 
         Raises:
             NoFreeSlot: if `max_batch_size` requests are running.
+            InvalidLength: a start below 0 or over `max_context_len`.
         """
+        if not 0 <= start <= self.config.max_context_len:
+            raise InvalidLength(
+                f"start={start} is not a token of a slot: 0 to max_context_len={self.config.max_context_len}"
+            )
         with self._pool.lock:
             self._enter()
             slot = self._choose(self._prefix(()), num_tokens)

@@ -84,9 +84,7 @@ class Slots:
         self._windowed = any(band.window is not None for band in layout.bands)
 
         self._length: dict[int, int] = {}  # of active slots
-        self._start: dict[
-            int, int
-        ] = {}  # of active slots: no query that is still to be launched is for an earlier token
+        self._start: dict[int, int] = {}  # of active slots: the queries to come are for tokens from here on
         self._limit: dict[int, int] = {}  # of active slots: up to here, a step has nothing to do
         self._idle: dict[int, None] = dict.fromkeys(range(layout.slots))  # longest idle first
         self._ready = [0] * layout.slots  # tokens whose backing is in place

@@ -144,6 +144,23 @@ def test_what_was_computed_last_can_be_taken_back() -> None:
         cache.check()
 
 
+def test_a_request_that_is_restored_backs_its_window_only() -> None:
+    """Tokens [0, 500) are copied in, as far as they are seen; computation goes on from there."""
+    with make() as cache:
+        parked = cache.alloc_reqid()
+        compute(cache, parked, 0, 90, chunk=30)
+        cache.free_reqid(parked)  # what it leaves in the slot lies before the window
+        reqid = cache.alloc_reqid(501, start=500)
+        cache.step({reqid: 501})
+        assert cache.stats().owned_pages == 2 * 8 + local_pages(500, 501)
+        write(cache, reqid, 500 - WINDOW + 1, 501)
+        compute(cache, reqid, 501, 600)
+        cache.check()
+        for start in (-1, 641):
+            with pytest.raises(vattn.InvalidLength, match=f"start={start} is not a token"):
+                cache.alloc_reqid(start=start)
+
+
 def test_going_back_behind_what_was_released_is_refused() -> None:
     with make() as cache:
         reqid = cache.alloc_reqid()
