@@ -84,7 +84,9 @@ class Slots:
         self._windowed = any(band.window is not None for band in layout.bands)
 
         self._length: dict[int, int] = {}  # of active slots
-        self._start: dict[int, int] = {}  # of active slots: the queries to come are for tokens from here on
+        self._start: dict[
+            int, int
+        ] = {}  # of active slots: queries to come are for tokens from here on; kept up only for windows
         self._limit: dict[int, int] = {}  # of active slots: up to here, a step has nothing to do
         self._idle: dict[int, None] = dict.fromkeys(range(layout.slots))  # longest idle first
         self._ready = [0] * layout.slots  # tokens whose backing is in place
@@ -145,11 +147,12 @@ class Slots:
         short = {slot: n for slot, n in needs.items() if n > self._extent(slot) or slot in leftover}
         if short and capturing:
             raise refusal(f"step has to map memory for {len(short)} slots")
-        before, begun = self._length.copy(), self._start.copy()
-        # What was computed before this step can be taken back by this step at the latest.
-        for slot, length in before.items():
-            start = max(length, begun[slot])  # more than the length before what it holds is copied in
-            self._start[slot] = min(start, lengths.get(slot, start))
+        before, begun = self._length.copy(), self._start
+        if self._windowed:
+            # What was computed before this step can be taken back by this step at the latest. A start past the length
+            # is that of a request whose tokens are still to be copied in.
+            starts = {slot: max(length, begun[slot]) for slot, length in before.items()}
+            self._start = {slot: min(start, lengths.get(slot, start)) for slot, start in starts.items()}
         # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
         blocks = {slot: before[slot] // self._block_tokens for slot in leftover}
         saved = {
