@@ -79,12 +79,20 @@ void Mapper::wait(Ticket ticket) {
   worker_->finished.wait(lock, [&] { return passed(ticket); });
 }
 
-std::vector<std::shared_ptr<Transaction>> Mapper::collect_failures() {
+std::vector<std::shared_ptr<Transaction>> Mapper::failures() {
   if (fork_.forked()) throw std::logic_error("the worker is not running");
   wait(last_);
   const std::lock_guard lock(worker_->mutex);
+  return failures_;
+}
+
+void Mapper::resume() {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  wait(last_);
+  std::vector<std::shared_ptr<Transaction>> forgotten;  // destroyed after the lock is gone
+  const std::lock_guard lock(worker_->mutex);
   failed_ = false;
-  return std::exchange(failures_, {});
+  forgotten.swap(failures_);
 }
 
 void Mapper::stop() {

@@ -3,8 +3,8 @@
 // Decisions are taken, and the books changed, on the caller's thread, while a transaction is put together; the worker
 // only executes, in order, and reports by ticket. A transaction is executed wholly or not at all: where a call fails,
 // what the transaction did before is undone on the worker. From then on the log stands still: every later transaction
-// is cancelled, because its decisions rest on those of the failed one, until the caller collects the failures, takes
-// their decisions back in reverse order (Transaction::revert) and submits anew.
+// is cancelled, because its decisions rest on those of the failed one, until the caller has asked for the failures, taken
+// their decisions back in reverse order (Transaction::revert), and resumed the log.
 #pragma once
 
 #include <atomic>
@@ -80,10 +80,12 @@ class Mapper {
   bool passed(Ticket ticket) const { return passed_.load(std::memory_order_acquire) >= ticket; }
   Ticket last() const { return last_; }
 
-  // True while failures wait to be collected.
+  // True while the log stands still because of failures.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  // Waits for the log to run dry, then hands over what failed and was cancelled, oldest first, and lets the log go on.
-  std::vector<std::shared_ptr<Transaction>> collect_failures();
+  // Waits for the log to run dry; then what failed and was cancelled, oldest first. The log stands still until resume().
+  std::vector<std::shared_ptr<Transaction>> failures();
+  // Forgets the failures, whose decisions were taken back, and lets the log go on.
+  void resume();
 
   // True if undoing a failed transaction failed as well: the mappings are no longer what the books say.
   bool broken() const { return broken_.load(std::memory_order_acquire); }

@@ -1,7 +1,6 @@
 // Python bindings of the mechanism; no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -182,11 +181,15 @@ NB_MODULE(_native, m) {
           "transaction"_a, "count"_a, "Gives the memory of up to `count` free pages back; how many.")
       .def(
           "hold",
-          [](PagePool& self, const Pages& pages) {
+          [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
             for (const auto& column : pages.columns)
-              for (const PageId page : column) self.retain(page);
+              for (const PageId page : column) self->retain(page);
+            transaction.on_revert([self, pages] {
+              for (const auto& column : pages.columns)
+                for (const PageId page : column) self->drop(page);
+            });
           },
-          "pages"_a, "Adds a reference to each, that they stay whether a slot has them or not.")
+          "transaction"_a, "pages"_a, "Adds a reference to each, that they stay whether a slot has them or not.")
       .def(
           "let_go",
           [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
@@ -213,6 +216,7 @@ NB_MODULE(_native, m) {
   nb::class_<Transaction>(m, "Transaction", "Decisions in the books, and the operations that make them true.")
       .def(nb::new_([] { return std::make_shared<Transaction>(); }))
       .def_prop_ro("empty", &Transaction::empty)
+      .def_prop_ro("ticket", &Transaction::ticket, "0 until it is submitted.")
       .def_prop_ro("status", &Transaction::status)
       .def_prop_ro("failed_call", [](const Transaction& t) { return call_name(t.failed_call()); })
       .def_prop_ro("failed_code", &Transaction::failed_result)
@@ -222,8 +226,8 @@ NB_MODULE(_native, m) {
             self.add({.kind = Operation::Kind::kFence, .pages = {}, .event = std::move(event)});
           },
           "event"_a.none(), "What follows waits for the event; None: for all that was launched in the context.")
-      .def("on_revert", &Transaction::on_revert, "undo"_a, "How the caller's own books take the decision back.")
-      .def("revert", &Transaction::revert, "Takes its decisions back; for one that did not happen.");
+      .def("revert", &Transaction::revert,
+           "Takes its decisions back; for one that did not happen. Does nothing the second time.");
 
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, std::size_t tensors,
@@ -273,14 +277,15 @@ NB_MODULE(_native, m) {
       .def_prop_ro("failed", &Mapper::failed)
       .def_prop_ro("broken", &Mapper::broken)
       .def(
-          "collect_failures",
+          "failures",
           [](Mapper& self) {
             {
               const nb::gil_scoped_release unlocked;
               self.wait(self.last());
             }
-            return self.collect_failures();
+            return self.failures();
           },
           "Waits for the log to run dry; then failed and cancelled transactions, oldest first.")
+      .def("resume", &Mapper::resume, "Forgets the failures, which were taken back, and lets the log go on.")
       .def("stop", &Mapper::stop, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from vattn import _native
+from vattn.journal import Change
 from vattn.layout import Band, TensorKind
 from vattn.pool import PagePool
 from vattn.prefix import Key
@@ -82,10 +83,7 @@ class BandPages:
 
     def reaches(self, slot: int, depth: int) -> bool:
         """Whether anything is mapped of the slot from that depth on."""
-        return any(
-            space.columns(slot) > max(space.first(slot), depth * columns)
-            for space, columns in zip(self.spaces, self.shared.columns, strict=True)
-        )
+        return any(space.columns(slot) > max(space.first(slot), depth * columns) for space, columns in self._spaces())
 
     def pages(self, slot: int) -> int:
         """Pages that are mapped under the slot."""
@@ -151,63 +149,71 @@ class BandPages:
         return [block for block in self.shared[slot].blocks if first <= block.depth < end]
 
     def in_place(self, slot: int, blocks: Sequence[PageBlock], end: int) -> bool:
-        """Whether the slot has these blocks, the last of which ends at depth `end`, without anything being mapped."""
-        return self.shared.common(slot, blocks) == len(blocks) and self.extent(slot) >= end * self.band.block_tokens
+        """Whether what the slot has before depth `end` is these blocks, which end there, and nothing else."""
+        if blocks:
+            return self.shared.common(slot, blocks) == len(blocks)
+        return all(space.first(slot) >= end * columns for space, columns in self._spaces())
 
     # Plans
 
-    def grow(self, transaction: _native.Transaction, slot: int, tokens: int, start: int) -> None:
+    def grow(self, change: Change, slot: int, tokens: int, start: int) -> None:
         """Plans the growth that `growth` counts."""
         for (kind, space), count in zip(self._kinds(), self._lacking(slot, tokens, start), strict=True):
             if count:
-                self._place(transaction, space, slot, kind.columns(self.band.floor(start)))
-                space.grow(transaction, slot, count)
+                self._place(change, space, slot, kind.columns(self.band.floor(start)))
+                space.grow(change.transaction, slot, count)
 
-    def grow_eagerly(self, transaction: _native.Transaction, slot: int, columns: int) -> None:
+    def grow_eagerly(self, change: Change, slot: int, columns: int) -> None:
         """Plans the growth that `eager_growth` counts."""
         for space, count in zip(self.spaces, self._eager(slot, columns), strict=True):
             if count:
-                self._place(transaction, space, slot, 0)
-                space.grow(transaction, slot, count)
+                self._place(change, space, slot, 0)
+                space.grow(change.transaction, slot, count)
 
-    def put(self, transaction: _native.Transaction, slot: int, blocks: Sequence[PageBlock], end: int) -> None:
+    def put(self, change: Change, slot: int, blocks: Sequence[PageBlock], end: int) -> None:
         """Plans that the slot has these blocks, the last of which ends at depth `end`, and nothing behind them."""
         kept = self.shared.common(slot, blocks)
-        self.cut(transaction, slot, blocks[0].depth + kept if kept else 0)
-        for space, columns in zip(self.spaces, self.shared.columns, strict=True):
-            self._place(transaction, space, slot, (end - len(blocks)) * columns)
+        self.cut(change, slot, blocks[0].depth + kept if kept else 0)
+        for space, columns in self._spaces():
+            self._place(change, space, slot, (end - len(blocks)) * columns)
         if kept < len(blocks):
-            self.shared.attach(transaction, slot, blocks[kept:])
+            self.shared.attach(change, slot, blocks[kept:])
 
-    def cut(self, transaction: _native.Transaction, slot: int, depth: int) -> None:
+    def cut(self, change: Change, slot: int, depth: int) -> None:
         """Plans to unmap all that the slot has from that depth on, which no request uses."""
-        for space, columns in zip(self.spaces, self.shared.columns, strict=True):
-            space.shrink(transaction, slot, max(0, space.columns(slot) - max(space.first(slot), depth * columns)))
-        self.shared.detach(transaction, slot, max(0, depth - self.shared[slot].start))
+        for space, columns in self._spaces():
+            count = space.columns(slot) - max(space.first(slot), depth * columns)
+            space.shrink(change.transaction, slot, max(0, count))
+        self.shared.detach(change, slot, max(0, depth - self.shared[slot].start))
 
-    def drop(self, transaction: _native.Transaction, slot: int, columns: Sequence[int]) -> None:
+    def drop(self, change: Change, slot: int, columns: Sequence[int]) -> None:
         """Plans to unmap that many of the slot's last columns of each kind, all private."""
         for space, count in zip(self.spaces, columns, strict=True):
-            space.shrink(transaction, slot, count)
+            space.shrink(change.transaction, slot, count)
 
-    def retire(self, transaction: _native.Transaction, slot: int, start: int) -> None:
+    def retire(self, change: Change, slot: int, start: int) -> None:
         """Plans to unmap the blocks that queries from token `start` on do not see."""
         floor = self.band.floor(start)
-        self.shared.retire(transaction, slot, max(0, floor // self.band.block_tokens - self.shared[slot].start))
+        self.shared.retire(change, slot, max(0, floor // self.band.block_tokens - self.shared[slot].start))
         for kind, space in self._kinds():
-            space.retire(transaction, slot, max(0, min(kind.columns(floor), space.columns(slot)) - space.first(slot)))
+            count = min(kind.columns(floor), space.columns(slot)) - space.first(slot)
+            space.retire(change.transaction, slot, max(0, count))
 
     def _kinds(self) -> Iterator[tuple[TensorKind, _native.AddressSpace]]:
         return zip(self.band.kinds, self.spaces, strict=True)
+
+    def _spaces(self) -> Iterator[tuple[_native.AddressSpace, int]]:
+        """The spaces, each with its columns of a block."""
+        return zip(self.spaces, self.shared.columns, strict=True)
 
     @staticmethod
     def _empty(space: _native.AddressSpace, slot: int) -> bool:
         return space.first(slot) == space.columns(slot)
 
-    def _place(self, transaction: _native.Transaction, space: _native.AddressSpace, slot: int, column: int) -> None:
+    def _place(self, change: Change, space: _native.AddressSpace, slot: int, column: int) -> None:
         """What is mapped next begins with that column, unless something is mapped."""
         if self._empty(space, slot) and space.first(slot) != column:
-            space.place(transaction, slot, column)
+            space.place(change.transaction, slot, column)
 
     def _lacking(self, slot: int, tokens: int, start: int) -> list[int]:
         """Columns of each kind that the slot lacks."""

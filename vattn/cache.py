@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -23,9 +24,11 @@ from vattn.errors import (
     InvalidSlot,
 )
 from vattn.fences import refusal
+from vattn.integers import as_int, shown
+from vattn.journal import Change
 from vattn.layout import TensorView
-from vattn.pool import PagePool, Plan
-from vattn.prefix import Admission, as_ids
+from vattn.pool import PagePool, Plan, atomic, reading
+from vattn.prefix import Admission, as_ids, root_key
 from vattn.slots import Known, Prefix, Slots
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
@@ -37,7 +40,10 @@ _log = logging.getLogger("vattn")
 class KVCache(Slots):
     """K and V of up to `max_batch_size` requests, contiguous in virtual memory, on demand in physical memory.
 
-    Usable from several threads; calls are serialised per pool. Also a context manager, which closes it.
+    Usable from several threads; calls are serialised per pool. A call happens wholly or not at all, also where it ends
+    with an exception from outside, a KeyboardInterrupt say. From a signal handler or a finaliser that runs inside
+    another call on the same pool only `free_reqid`, which then takes effect with the next call, and calls that just
+    look are possible. Also a context manager, which closes it.
 
     Args:
         config: what it holds and how it behaves.
@@ -65,17 +71,19 @@ class KVCache(Slots):
         )
         with pool.lock:
             pool.enter()
-        super().__init__(config, layout, min(budget, pool.total_pages), pool)
-        self._views = self._make_views()
-        self._steps = 0
-        self._step_ns = 0
-        self._closed = False
-        self._pool.join(self)
-        self._finalizer = weakref.finalize(self, _collected, self._pool, self._give_back(), self._owns_pool)
-        _log.info("cache on %s: %s", self._pool.driver.device.torch_device, self.capacity())
+            super().__init__(config, layout, min(budget, pool.total_pages), pool)
+            self._views = self._make_views()
+            self._steps = 0
+            self._step_ns = 0
+            self._closed = False
+            self._freed: set[int] = set()  # slots that the next call frees
+            self._finalizer = weakref.finalize(self, _collected, pool, self._give_back(), self._owns_pool)
+            pool.join(self)
+        _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
 
     # The interface
 
+    @atomic
     def alloc_reqid(self, num_tokens: int | None = None, *, start: int = 0) -> int:
         """Gives a request a slot.
 
@@ -85,26 +93,29 @@ class KVCache(Slots):
         Args:
             num_tokens: tokens that the request is known to need, its prompt say; a hint, nothing is mapped for it.
             start: the token with which its computation goes on: those before it are going to be copied in, and layers
-                with a sliding window back no others than the window shows.
+                with a sliding window back no others than the window shows. Of those layers `commit` publishes what is
+                computed from there on.
 
         Returns:
             The slot's index in `[0, max_batch_size)`.
 
         Raises:
             NoFreeSlot: if `max_batch_size` requests are running.
-            InvalidLength: a start below 0 or over `max_context_len`.
+            InvalidLength: a number that is no whole one, below 0 or over `max_context_len`.
         """
-        if not 0 <= start <= self.config.max_context_len:
-            raise InvalidLength(
-                f"start={start} is not a token of a slot: 0 to max_context_len={self.config.max_context_len}"
-            )
-        with self._pool.lock:
-            self._enter()
+        if num_tokens is not None:
+            num_tokens = self._checked_length(num_tokens, "num_tokens", most=None)
+        start = self._checked_length(start, "start")
+
+        def plan(change: Change) -> int:
             slot = self._choose(self._prefix(()), num_tokens)
-            self._take(slot, 0, start)
-            self._prepare_idle_slot()
+            self._pool.repair(lambda: self._give_up(slot))
+            self._take(change, slot, 0, start, origin=start if self._windowed else 0)
             return slot
 
+        return self._give_slot(plan)
+
+    @atomic
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         """Gives a request a slot that holds the longest cached prefix of its tokens, in whole token blocks.
 
@@ -127,29 +138,33 @@ class KVCache(Slots):
             DriverError: a driver call failed. Nothing changed.
         """
         ids = as_ids(token_ids)
+        root_key(salt)
         if not 1 <= len(ids) <= self.config.max_context_len:
             raise InvalidLength(
                 f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
             )
-        with self._pool.lock:
-            self._enter()
+
+        def plan(change: Change) -> int:
             keys = self._find(ids, salt)
             prefix = self._prefix(keys)
             slot = self._choose(prefix, len(ids))
             if self._fences.is_open(slot):
                 del keys[self._in_place(slot, prefix) :]
                 prefix = self._prefix(keys)
-            self._pool.execute(lambda transaction: self._put(transaction, slot, prefix))
+            self._pool.repair(lambda: self._give_up(slot))
+            self._put(change, slot, prefix)
             cached = prefix.count * self._block_tokens
-            self._take(slot, cached)
-            self._use(slot, prefix.count)
-            self._known[slot] = Known(ids[:cached], keys, salt)
-            self._bands[0].shared.index.count(len(ids), cached)
-            self._note_growth(slot)
-            self._set_limit(slot)
-            self._prepare_idle_slot()
-            return Admission(slot, cached)
+            self._take(change, slot, cached)
+            self._use(change, slot, prefix.count)
+            self._know(change, slot, Known(ids[:cached], keys, admitted=prefix.count, salt=salt))
+            return slot
 
+        slot = self._give_slot(plan)
+        cached = self._length[slot]
+        self._bands[0].shared.index.count(len(ids), cached)
+        return Admission(slot, cached)
+
+    @atomic
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:
         """Makes a request's whole token blocks available to requests that start with the same tokens.
 
@@ -166,13 +181,22 @@ class KVCache(Slots):
             InvalidTokens: ids that are no whole numbers.
             TokenMismatch: more than the slot's length, fewer than were committed, or others. Nothing changed.
         """
-        ids = as_ids(token_ids)
-        with self._pool.lock:
-            self._enter()
-            if reqid not in self._length:
-                raise self._invalid_slot(reqid)
-            self._publish(reqid, ids)
+        slot, ids = self._checked_slot(reqid), as_ids(token_ids)
+        self._publish(self._pool.change(), slot, ids)
 
+    @atomic
+    def retract(self, reqid: int) -> None:
+        """Takes back what a request has committed, because its K and V are wrong: not finite, say.
+
+        Blocks that it was the first to commit are found by no request any more; those that it was admitted with, or
+        that another request had committed before, stay. Running requests that were admitted with them keep them.
+
+        Raises:
+            InvalidSlot: if the slot is not allocated.
+        """
+        self._retract(self._pool.change(), self._checked_slot(reqid))
+
+    @atomic
     def fork(self, reqid: int) -> int:
         """Gives a second request a slot with the tokens of a running one.
 
@@ -190,54 +214,42 @@ class KVCache(Slots):
             StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        with self._pool.lock:
-            self._enter()
-            length = self._length.get(reqid)
-            if length is None:
-                raise self._invalid_slot(reqid)
-            handle = self._fences.uncaptured(None, "fork was called")
-            self._fences.launched()
-            count, start = length // self._block_tokens, self._start[reqid]
-            before = [(len(band.shared[reqid].blocks), band.shared[reqid].end) for band in self._bands]
-            end = self._ends.get(reqid, 0)
+        source = self._checked_slot(reqid)
+        handle = self._fences.uncaptured(None, "fork was called")
+        self._fences.launched()
+        length, start, known = self._length[source], self._start[source], self._known[source]
+        count = length // self._block_tokens
+        first: list[int] = []  # per band, the first token that is copied
+
+        def plan(change: Change) -> int:
+            private = self._private_pages(source)
             for band in self._bands:
-                band.shared.adopt(reqid, count)
-            self._set_end(reqid, max(end, count * self._block_tokens))
-            self._recount()
-            prefix = Prefix(count, [band.seen_blocks(reqid, count, start) for band in self._bands])
-
-            def plan(transaction: _native.Transaction) -> None:
-                self._put(transaction, slot, prefix)
-                self._release(transaction, slot, count, handle)
-                self._use(slot, count, transaction)
-                self._grow_all(transaction, {slot: self._backed(length)}, now=True, handle=handle)
-
-            idle = self._idle.copy()
-            try:
-                slot = self._choose(prefix, length)
-                if self._fences.is_open(slot):
-                    raise refusal("fork was called")
-                self._await_growth({slot: self._backed(length)})
-                self._take(slot, length, start)
-                self._execute(plan)
-            except BaseException:
-                for taken in idle.keys() - self._idle.keys():
-                    self._leave(taken)
-                self._idle = idle
-                for band, (listed, used) in zip(self._bands, before, strict=True):
-                    band.shared.disown(reqid, listed, used)
-                self._set_end(reqid, end)
-                self.refresh()
-                raise
-            self._note_growth(slot)
-            known = self._known[reqid]
-            self._known[slot] = Known(known.tokens.copy(), known.keys.copy(), known.salt)
-            self._set_limit(slot)
-            for band, blocks in zip(self._bands, prefix.blocks, strict=True):
-                first = count * self._block_tokens if blocks else band.band.floor(start)
-                band.rows.write(slot, first, band.rows.views(reqid, first, length))
+                band.shared.adopt(change, source, count)
+            self._private_active += self._private_pages(source) - private
+            self._set_end(change, source, max(self._ends.get(source, 0), count * self._block_tokens))
+            prefix = Prefix(count, [band.seen_blocks(source, count, start) for band in self._bands])
+            slot = self._choose(prefix, length)
+            if self._fences.is_open(slot):
+                raise refusal("fork was called")
+            self._pool.repair(lambda: self._give_up(slot))
+            self._take(change, slot, length, start, self._origin.get(source, 0))
+            self._put(change, slot, prefix)
+            self._release(change, slot, count, handle)
+            self._use(change, slot, count)
+            self._know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
+            self._grow_all(change, {slot: self._backed(length)}, now=True, handle=handle)
+            first[:] = [
+                count * self._block_tokens if blocks else band.band.floor(start)
+                for band, blocks in zip(self._bands, prefix.blocks, strict=True)
+            ]
             return slot
 
+        slot = self._give_slot(plan)
+        for band, token in zip(self._bands, first, strict=True):
+            band.rows.write(slot, token, band.rows.views(source, token, length))
+        return slot
+
+    @atomic
     def evict_prefixes(self) -> int:
         """Forgets every cached token block that no running request uses.
 
@@ -250,14 +262,13 @@ class KVCache(Slots):
             StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        with self._pool.lock:
-            self._enter()
-            handle = self._fences.uncaptured(None, "evict_prefixes was called")
-            self._fences.launched()
-            before = self._pool.free_pages
-            self._pool.execute(lambda t: self._evict(t, self._budget + 1, wait=True, running=True, handle=handle))
-            return self._pool.free_pages - before
+        handle = self._fences.uncaptured(None, "evict_prefixes was called")
+        self._fences.launched()
+        before = self._pool.free_pages
+        self._pool.execute(lambda c: self._evict(c, self._budget + 1, wait=True, running=True, handle=handle))
+        return self._pool.free_pages - before
 
+    @atomic
     def step(
         self, lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: drivers.Stream | None = None
     ) -> None:
@@ -284,51 +295,61 @@ class KVCache(Slots):
             OutOfPages: the budget cannot cover it, with the pages that are missing. Nothing changed: preempt a request
                 and call again.
             InvalidSlot: a slot that is not allocated.
-            InvalidLength: a length below 0 or over `max_context_len`, or so far back that its window was given back.
+            InvalidLength: a length that is no whole number, below 0 or over `max_context_len`, or so far back that its
+                window was given back. Nothing changed.
             StreamCapturing: the stream captures a CUDA graph, and memory would have to be mapped. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        with self._pool.lock:
-            start = time.perf_counter_ns()
-            self._enter()
-            if not isinstance(lengths, Mapping):
-                lengths = self._by_slot(lengths)
-            limit = self._limit
-            try:
-                crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
-                for slot in next_lengths or ():
-                    limit[slot]
-            except KeyError as error:
-                raise self._invalid_slot(error.args[0]) from None
-            if lengths and min(lengths.values()) < 0:
-                raise InvalidLength("a length is below 0; lengths count tokens from the start of the slot")
-            back = [slot for slot, n in lengths.items() if n < self._length[slot]] if self._windowed else ()
-            for slot in back:
-                self._check_seen(slot, lengths[slot])
-            ends = self._ends
-            lowered = [slot for slot, end in ends.items() if lengths.get(slot, end) < end] if ends else ()
-            closed = self._fences.launched()
-            if crossing or next_lengths or closed or self._leaving:
-                handle = self._fences.handle(stream)
-                capturing = self._fences.capturing(handle)
-                if crossing:
-                    self._back({slot: lengths[slot] for slot in crossing}, lengths, handle, capturing)
-                else:
-                    self._length.update(lengths)
-                if not capturing:
-                    if self._windowed:
-                        self._release_windows(crossing, handle)
-                    self._look_ahead(crossing, lengths, next_lengths or {})
-                    self._maintain()
+        began = time.perf_counter_ns()
+        if not isinstance(lengths, Mapping):
+            lengths = self._by_slot(lengths)
+        limit = self._limit
+        try:
+            crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
+            # A sum is an int where all are, and a bool, which counts as one, is at most 1.
+            if lengths and not (type(sum(lengths.values())) is int is type(sum(lengths)) and min(lengths.values()) > 1):
+                raise TypeError
+        except Exception:  # something else is among them, or a length below 2
+            lengths = self._checked_lengths(lengths)
+            crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
+        announced = self._checked_lengths(next_lengths) if next_lengths else {}
+        most = self.config.max_context_len
+        for slot in crossing:
+            if lengths[slot] > most:
+                raise InvalidLength(
+                    f"slot {slot}: a length of {lengths[slot]} tokens is over max_context_len={most}; stop the "
+                    "request, or make the cache with a longer context"
+                )
+        back = [slot for slot, n in lengths.items() if n < self._length[slot]] if self._windowed else ()
+        for slot in back:
+            self._check_seen(slot, lengths[slot])
+        ends = self._ends
+        lowered = [slot for slot, end in ends.items() if lengths.get(slot, end) < end] if ends else ()
+        closed = self._fences.launched()
+        if crossing or announced or closed or self._leaving:
+            handle = self._fences.handle(stream)
+            capturing = self._fences.capturing(handle)
+            if crossing:
+                self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)
+            elif lowered or back:
+                self._take_on(self._pool.change(), lengths, lowered)
             else:
                 self._length.update(lengths)
-            for slot in lowered:
-                self._rewind(slot)
             for slot in back:
-                self._start[slot] = min(self._start[slot], lengths[slot])
                 self._set_limit(slot)
-            self._steps += 1
-            self._step_ns += time.perf_counter_ns() - start
+            if not capturing:
+                if self._windowed:
+                    self._release_windows(crossing, handle)
+                self._look_ahead(crossing, lengths, announced)
+                self._maintain()
+        elif lowered or back:
+            self._take_on(self._pool.change(), lengths, lowered)
+            for slot in back:
+                self._set_limit(slot)
+        else:
+            self._length.update(lengths)
+        self._steps += 1
+        self._step_ns += time.perf_counter_ns() - began
 
     def free_reqid(self, reqid: int, stream: drivers.Stream | None = None) -> None:
         """Ends a request. Its pages stay mapped for the slot's next request, or until needed elsewhere: token blocks
@@ -348,16 +369,36 @@ class KVCache(Slots):
             DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
-            self._enter()
-            if reqid not in self._length:
-                raise self._invalid_slot(reqid)
-            self._fences.freed(reqid, self._fences.uncaptured(stream, "free_reqid was called"))
-            self._use(reqid, 0)
-            self._known[reqid] = Known()
-            self._leave(reqid)
-            if not self.config.deferred_reclamation or not all(band.begins(reqid) for band in self._bands):
-                self._leaving[reqid] = None
-            self._maintain()
+            if self._pool.is_inside():
+                self._free_later(self._checked_slot(reqid), stream)
+            else:
+                self._free_now(reqid, stream)
+
+    @atomic
+    def _free_now(self, reqid: int, stream: drivers.Stream | None) -> None:
+        self._end(self._checked_slot(reqid), self._fences.uncaptured(stream, "free_reqid was called"))
+
+    def _free_later(self, slot: int, stream: drivers.Stream | None) -> None:
+        """Ends the slot's request with the next call, as this one comes from inside another."""
+        if slot in self._freed:
+            raise self._invalid_slot(slot)
+        handle = self._fences.handle(stream)
+
+        def free() -> None:
+            if slot in self._length and slot in self._freed:
+                self._end(slot, handle)
+            self._freed.discard(slot)
+
+        self._freed.add(slot)
+        self._pool.postpone(free)
+
+    def _end(self, slot: int, handle: int | None) -> None:
+        change = self._pool.change()
+        self._fences.freed(slot, handle)
+        self._leave(change, slot)
+        if not self.config.deferred_reclamation or not all(band.begins(slot) for band in self._bands):
+            self._leaving[slot] = None
+        self._maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
@@ -369,9 +410,10 @@ class KVCache(Slots):
             IndexError: for a layer that the cache does not have.
         """
         self._check_open()
-        if index not in self._views:
-            raise IndexError(f"layer {index} is not one of the cache's: {', '.join(map(str, self._views))}")
-        return self._views[index]
+        views = self._views.get(index)
+        if views is None:
+            raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self._views))}")
+        return views
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -403,16 +445,16 @@ class KVCache(Slots):
             longest_context=alone(self._budget),
         )
 
+    @reading
     def available_pages(self) -> int:
         """Pages that a step may still take: free ones, those that no request uses (parked, or cached token blocks) of
         all caches on the pool, and what running requests have beyond their lengths. Below 0 where requests have yet to
         get pages of their own in place of shared ones.
         """
-        with self._pool.lock:
-            self._enter()
-            held = self._pool.free_pages + self._pool.spare_pages + self._stuck_pages() + self._owned
-            return min(self._budget, held) - self._needed_pages()
+        held = self._pool.free_pages + self._pool.spare_pages + self._stuck_pages() + self._owned
+        return min(self._budget, held) - self._needed_pages()
 
+    @reading
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages for `num_tokens` tokens: in all, or beyond those for the length of slot `reqid`, or a few more.
 
@@ -424,76 +466,76 @@ class KVCache(Slots):
 
         Raises:
             InvalidSlot: if `reqid` is not allocated.
+            InvalidLength: a number that is no whole one, or that no slot can have.
         """
-        self._check_open()
-        most = self.layout.most_pages(self._backed(num_tokens), self._backed(chunk_tokens or num_tokens))
+        num_tokens = self._checked_length(num_tokens, "num_tokens")
+        chunk = num_tokens if chunk_tokens is None else self._checked_length(chunk_tokens, "chunk_tokens", most=None)
+        most = self.layout.most_pages(self._backed(num_tokens), self._backed(chunk or num_tokens))
         if reqid is None:
             return most
-        length = self._length.get(reqid)
-        if length is None:
-            raise self._invalid_slot(reqid)
-        has = self.layout.pages(self._needed_tokens(reqid), length)
+        slot = self._checked_slot(reqid)
+        length = self._length[slot]
+        has = self.layout.pages(self._needed_tokens(slot), length)
         if num_tokens <= length:
             # A window that moves back needs what lies before it; what lies behind leaves with the next step only.
-            return self.layout.pages(self._needed_tokens(reqid), num_tokens) - has
-        replaced = sum(band.replaced_pages(reqid, length // self._block_tokens) for band in self._bands)
+            return self.layout.pages(self._needed_tokens(slot), num_tokens) - has
+        replaced = sum(band.replaced_pages(slot, length // self._block_tokens) for band in self._bands)
         return max(0, min(self.layout.pages(self._backed(num_tokens), length), most) - has) + replaced
 
+    @reading
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""
-        with self._pool.lock:
-            self._enter()
-            counts = self._pool.native.counts()
-            lengths = self._length.items()
-            live_bytes = 0
-            for band in self._bands:
-                live_bytes += sum(band.band.live_bytes(length) for _, length in lengths)
-                shared_blocks = band.saved_pages(lengths) // band.shared.block_pages
-                live_bytes -= shared_blocks * band.band.live_bytes(self._block_tokens)
-            index = self._bands[0].shared.index
-            return CacheStats(
-                page_size=self.layout.page_size,
-                budget_pages=self._budget,
-                owned_pages=self._owned,
-                parked_pages=self._parked,
-                cached_pages=self._cached,
-                shared_pages=sum(band.shared.shared_pages() for band in self._bands),
-                other_pages=self._budget - self._held - self._free(),
-                free_pages=self._free(),
-                created_pages=counts.budget - counts.absent,
-                peak_mapped_pages=self._peak,
-                reserved_bytes=self.layout.reserved_bytes,
-                live_tokens=sum(self._length.values()),
-                live_bytes=max(0, live_bytes),
-                query_tokens=index.query_tokens,
-                hit_tokens=index.hit_tokens,
-                kernel_mappings=_native.host_usage().kernel_mappings,
-                steps=self._steps,
-                step_seconds=self._step_ns * 1e-9,
-                waits=self._waits,
-                wait_seconds=self._wait_ns * 1e-9,
-                failures=self._pool.failures,
-                calls={
-                    name: CallStats(count, seconds)
-                    for name, (count, seconds) in self._pool.driver.native.call_stats().items()
-                },
-            )
+        counts = self._pool.native.counts()
+        lengths = self._length.items()
+        live_bytes = 0
+        for band in self._bands:
+            live_bytes += sum(band.band.live_bytes(length) for _, length in lengths)
+            shared_blocks = band.saved_pages(lengths) // band.shared.block_pages
+            live_bytes -= shared_blocks * band.band.live_bytes(self._block_tokens)
+        index = self._bands[0].shared.index
+        return CacheStats(
+            page_size=self.layout.page_size,
+            budget_pages=self._budget,
+            owned_pages=self._owned,
+            parked_pages=self._parked,
+            cached_pages=self._cached,
+            shared_pages=sum(band.shared.shared_pages() for band in self._bands),
+            other_pages=self._budget - self._held - self._free(),
+            free_pages=self._free(),
+            created_pages=counts.budget - counts.absent,
+            peak_mapped_pages=self._peak,
+            reserved_bytes=self.layout.reserved_bytes,
+            live_tokens=sum(self._length.values()),
+            live_bytes=max(0, live_bytes),
+            query_tokens=index.query_tokens,
+            hit_tokens=index.hit_tokens,
+            kernel_mappings=_native.host_usage().kernel_mappings,
+            steps=self._steps,
+            step_seconds=self._step_ns * 1e-9,
+            waits=self._waits,
+            wait_seconds=self._wait_ns * 1e-9,
+            failures=self._pool.failures,
+            calls={
+                name: CallStats(count, seconds)
+                for name, (count, seconds) in self._pool.driver.native.call_stats().items()
+            },
+        )
 
+    @reading
     def page_map(self) -> list[SlotPages]:
         """What every slot holds, in tokens and pages."""
-        with self._pool.lock:
-            self._enter()
-            return [
-                SlotPages(
-                    reqid=slot,
-                    active=slot in self._length,
-                    length=self._length.get(slot, 0),
-                    mapped=self._extent(slot),
-                    pages=self._slot_pages(slot),
-                )
-                for slot in range(self.layout.slots)
-            ]
+        return [
+            SlotPages(
+                reqid=slot,
+                active=slot in self._length,
+                length=self._length.get(slot, 0),
+                mapped=self._extent(slot),
+                pages=self._slot_pages(slot),
+            )
+            for slot in range(self.layout.slots)
+        ]
 
+    @atomic
     def trim(self) -> int:
         """Gives back to the machine what no request holds: unmaps parked pages and releases free ones. What the prefix
         cache holds stays; `evict_prefixes` frees it.
@@ -507,18 +549,17 @@ class KVCache(Slots):
             StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        with self._pool.lock:
-            self._enter()
-            self._fences.uncaptured(None, "trim was called")
-            self._fences.launched()
-            self._pool.execute(lambda transaction: self._reclaim_parked(transaction, self._budget, wait=True))
-            counts = self._pool.native.counts()
+        self._fences.uncaptured(None, "trim was called")
+        self._fences.launched()
+        self._pool.execute(lambda change: self._reclaim_parked(change, self._budget, wait=True))
+        self._pool.commit()
+        counts = self._pool.native.counts()
 
-            def plan(transaction: _native.Transaction) -> None:
-                self._pool.native.release_free(transaction, counts.free)
+        def plan(change: Change) -> None:
+            self._pool.native.release_free(change.transaction, counts.free)
 
-            self._pool.execute(plan)
-            return counts.free * self.layout.page_size
+        self._pool.execute(plan)
+        return counts.free * self.layout.page_size
 
     def check(self) -> None:
         """Asserts that every page is where the books say, and nowhere else. Waits for the worker.
@@ -544,6 +585,7 @@ class KVCache(Slots):
             assert not active & idle, "a slot is both active and idle"
             assert active | idle == set(range(self.layout.slots)), "a slot is neither active nor idle"
             assert active == set(self._start), "starts are not those of the active slots"
+            assert set(self._origin) <= active, "an origin is that of an idle slot"
             for slot, known in enumerate(self._known):
                 assert len(known.tokens) == len(known.keys) * self._block_tokens, "tokens without keys"
                 assert len(known.tokens) <= self._ends.get(slot, 0), "tokens are known that are not in blocks"
@@ -561,6 +603,7 @@ class KVCache(Slots):
             for slot, length in self._length.items():
                 extent = self._extent(slot)
                 assert self._ready[slot] <= extent, "a slot counts on tokens that are not backed"
+                assert self._ends.get(slot, 0) <= length, "blocks are in use behind a length"
                 # Guard rows are backed by a step, so not yet behind tokens that a request was admitted with.
                 admitted = length == self._used(slot) * self._block_tokens
                 assert (length if admitted else self._backed(length)) <= extent, "a live token is not backed"
@@ -568,6 +611,9 @@ class KVCache(Slots):
                     assert self._start[slot] <= length, "an earlier query can come than what stays backed for it"
                     seen = all(band.sees(slot, self._start[slot]) for band in self._bands)
                     assert seen, "a token that is seen has left its window"
+                limit = self._limit[slot]
+                self._set_limit(slot)
+                assert limit <= self._limit[slot], "a step would not see that it has to back or replace something"
 
     def close(self) -> None:
         """Unmaps everything and gives the memory back. Idempotent; afterwards every call raises CacheClosed.
@@ -575,17 +621,32 @@ class KVCache(Slots):
         The tensors must not be touched any more; their address space goes when the last of them does.
         """
         with self._pool.lock:
-            if self._closed:
+            if not self._finalizer.alive:
                 return
-            self._closed = True
-            self._finalizer.detach()
+            if not self._closed:
+                self._leave_pool()
             self._views = {}
-            try:
-                self._pool.leave(self, self._give_back())
-            finally:
-                self._bands.clear()
+            self._let_go()
             if self._owns_pool:
                 self._pool.shut()
+            self._finalizer.detach()
+
+    def _leave_pool(self) -> None:
+        give_back = self._give_back()
+
+        def plan(change: Change) -> None:
+            change.on_revert(lambda: setattr(self, "_closed", False))
+            self._closed = True
+            give_back(change)
+
+        if self._pool.mapper.broken:
+            self._pool.leave_broken(self, plan)
+        else:
+            self._leave_by(plan)
+
+    @atomic
+    def _leave_by(self, plan: Plan) -> None:
+        self._pool.leave(self, plan)
 
     def __enter__(self) -> Self:
         return self
@@ -603,20 +664,69 @@ class KVCache(Slots):
             f"{format_bytes(self.layout.reserved_bytes)} reserved)"
         )
 
-    def _by_slot(self, lengths: Sequence[int]) -> dict[int, int]:
-        if len(lengths) != self.layout.slots:
-            raise InvalidLength(
-                f"{len(lengths)} lengths for {self.layout.slots} slots; give one per slot (0: not named), or a mapping"
-            )
-        values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
-        return {slot: length for slot, length in enumerate(values) if length}
+    def _give_slot(self, plan: Callable[[Change], int]) -> int:
+        """Executes a plan that takes a slot, which it returns; the slot is idle again if the call fails later on."""
+        taken: list[int] = []
 
-    def _invalid_slot(self, reqid: object) -> InvalidSlot:
-        if isinstance(reqid, int) and 0 <= reqid < self.layout.slots:
-            return InvalidSlot(
-                f"slot {reqid} is not allocated; alloc_reqid gives out slots, free_reqid takes them back"
+        def decide(change: Change) -> None:
+            taken[:] = [plan(change)]
+
+        self._execute(decide)
+        (slot,) = taken
+        self._note_growth(slot)
+        self._set_limit(slot)
+        self._prepare_idle_slot()
+        return slot
+
+    def _by_slot(self, lengths: Sequence[int]) -> dict[int, int]:
+        try:
+            if isinstance(lengths, str | bytes | Set):
+                raise TypeError(f"{type(lengths).__name__} is no sequence of lengths")
+            values = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+            named = {slot: length for slot, length in enumerate(values) if length != 0}
+        except Exception as error:  # what iterates may raise anything
+            raise InvalidLength(f"lengths must be a mapping from reqid, or a sequence of lengths: {error}") from error
+        if len(values) != self.layout.slots:
+            raise InvalidLength(
+                f"{len(values)} lengths for {self.layout.slots} slots; give one per slot (0: not named), or a mapping"
             )
-        return InvalidSlot(f"slot {reqid!r} is not in [0, {self.layout.slots})")
+        return named
+
+    def _checked_length(self, value: object, name: str, most: int | None = -1) -> int:
+        """A number of tokens as an `int`, from 0 to `most`, by default `max_context_len`."""
+        most = self.config.max_context_len if most == -1 else most
+        try:
+            length = as_int(value)
+        except TypeError as error:
+            raise InvalidLength(f"{name}: {error}; tokens are counted in whole numbers") from None
+        if length < 0 or (most is not None and length > most):
+            limit = "at least 0" if most is None else f"from 0 to max_context_len={most}"
+            raise InvalidLength(f"{name}={shown(value)} must be {limit} tokens")
+        return length
+
+    def _checked_lengths(self, lengths: Mapping[int, int]) -> dict[int, int]:
+        """Lengths by slot as plain numbers, of slots that are allocated."""
+        if not isinstance(lengths, Mapping):
+            raise InvalidLength(f"lengths must be a mapping from reqid, not {type(lengths).__name__}")
+        return {
+            (slot := self._checked_slot(reqid)): self._checked_length(length, f"the length of slot {slot}")
+            for reqid, length in lengths.items()
+        }
+
+    def _checked_slot(self, reqid: object) -> int:
+        """An allocated slot as an `int`."""
+        try:
+            slot = as_int(reqid)
+        except TypeError as error:
+            raise InvalidSlot(f"reqid: {error}; alloc_reqid gives out slots") from None
+        if slot not in self._length:
+            raise self._invalid_slot(slot)
+        return slot
+
+    def _invalid_slot(self, slot: int) -> InvalidSlot:
+        if 0 <= slot < self.layout.slots:
+            return InvalidSlot(f"slot {slot} is not allocated; alloc_reqid gives out slots, free_reqid takes them back")
+        return InvalidSlot(f"slot {shown(slot)} is not in [0, {self.layout.slots})")
 
     def _check_open(self) -> None:
         if self._closed:

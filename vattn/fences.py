@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
 from vattn.errors import StreamCapturing
+from vattn.journal import Change
 
 
 class Fences:
@@ -90,16 +91,16 @@ class Fences:
             return True
         return not events
 
-    def guard(self, transaction: _native.Transaction, slot: int) -> None:
-        """What the transaction does from here on waits for the slot's fences."""
+    def guard(self, change: Change, slot: int) -> None:
+        """What the worker does from here on waits for the slot's fences."""
         assert slot not in self._open, "planned to unmap pages of a slot whose kernels may not be launched yet"
         for event in self._events.get(slot, {}).values():
-            transaction.wait_for(event)
+            change.transaction.wait_for(event)
 
-    def guard_running(self, transaction: _native.Transaction, handle: int | None) -> None:
-        """What the transaction does from here on waits for all that was launched on the stream so far."""
+    def guard_running(self, change: Change, handle: int | None) -> None:
+        """What the worker does from here on waits for all that was launched on the stream so far."""
         if handle is not None:
-            transaction.wait_for(self._driver.native.record(handle))
+            change.transaction.wait_for(self._driver.native.record(handle))
 
     def _set(self, slot: int, handle: int, event: _native.Event) -> None:
         """An event covers the earlier ones of its stream; those of other streams are dropped once they are complete."""

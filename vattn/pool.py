@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -20,12 +21,16 @@ from vattn.errors import (
     OutOfPages,
     VattnError,
 )
+from vattn.journal import Call, Change, Undo, revert
 from vattn.units import format_bytes, parse_bytes
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 # Decides: changes the books and adds operations to the transaction. What it returns is not used.
-Plan = Callable[[_native.Transaction], object]
+Plan = Callable[[Change], object]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
 
@@ -37,7 +42,7 @@ class Tenant(Protocol):
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
 
-    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free up to `pages` pages that no request has, or a few more; returns how many.
 
         With `wait`, also pages that kernels may still read: the worker waits for those kernels first.
@@ -45,6 +50,57 @@ class Tenant(Protocol):
 
     def refresh(self) -> None:
         """Decisions were taken back: derives anew what was derived from the books."""
+
+
+class Member(Protocol):
+    """Something whose calls are atomic: what belongs to a pool."""
+
+    @property
+    def _pool(self) -> PagePool: ...
+
+    def _check_open(self) -> None: ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+def atomic(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Makes a method a call: under its pool's lock, and wholly or not at all, however it ends.
+
+    A call that comes from inside another one on the same thread, out of a signal handler or a finaliser, is refused.
+    """
+
+    @functools.wraps(method)
+    def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
+        pool = self._pool
+        with pool.lock:
+            self._check_open()
+            pool.enter()
+            current = pool.call = Call()
+            try:
+                pool.catch_up()
+                result = method(self, *args, **kwargs)
+                pool.call = None
+                return result
+            except BaseException as error:
+                current.failed = True
+                pool.recover(error)
+                raise
+
+    return cast(Callable[Concatenate[M, P], R], call)
+
+
+def reading(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Makes a method that only looks a call; from inside another one it sees what that one has decided so far."""
+    whole = atomic(method)
+
+    @functools.wraps(method)
+    def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
+        pool = self._pool
+        with pool.lock:
+            return method(self, *args, **kwargs) if pool.is_inside() else whole(self, *args, **kwargs)
+
+    return cast(Callable[Concatenate[M, P], R], call)
 
 
 class PagePool:
@@ -83,9 +139,12 @@ class PagePool:
             raise ConfigError(f"budget={budget!r} is below one page of {format_bytes(page_size)}")
         self.native = _native.PagePool(page_size, size // page_size)
         self.mapper = _native.Mapper(self.driver.native, self.native)
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.call: Call | None = None  # the one under way
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        self._left_behind: list[Plan] = []
+        # Of transactions that the worker may still fail, by ticket: how the books of Python take them back.
+        self._undo: dict[int, list[Undo]] = {}
+        self._chores: list[Callable[[], object]] = []  # what calls could not do when it was asked for
         self._refusal: VattnError | None = None
         self.failures = 0  # transactions that a driver call failed
         _pools.add(self)
@@ -120,29 +179,92 @@ class PagePool:
 
     # With the lock held:
 
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call already."""
+        return self.call is not None and not self.call.failed
+
     def enter(self) -> None:
-        """Starts an operation: refuses what can no longer work, and takes back what failed in the background.
+        """Prepares for a call: refuses it where the pool cannot work any more, and takes back what failed before.
 
         Raises:
             CacheClosed, ForkedProcess, DriverError: the pool cannot be used any more.
+            VattnError: this thread is inside a call already.
         """
         if self._refusal is not None:
             raise self._refusal
+        if self.call is not None:
+            if not self.call.failed:
+                raise VattnError(
+                    "a cache was called from inside another call on the same pool: by a signal handler, or a finaliser "
+                    "that ran in it. There only free_reqid, stats and other calls that just look are possible; do the "
+                    "rest after the call has returned"
+                )
+            self.recover(None)
         if self.mapper.failed:
             self.settle()
-        while self._left_behind:
-            give_back = self._left_behind.pop()
-            try:
-                self.execute(give_back)
-            except BaseException:
-                self._left_behind.append(give_back)
-                raise
+
+    def catch_up(self) -> None:
+        """Does what could not be done when it was asked for; a call begins with it."""
+        while self._chores:
+            self._chores[0]()
+            self.commit()
+            del self._chores[0]
+        if self._undo:
+            self._forget_done()
+
+    def postpone(self, chore: Callable[[], object]) -> None:
+        """Lets the next call begin with a chore, which may run twice."""
+        self._chores.append(chore)
+
+    def change(self) -> Change:
+        """What the call under way has decided, to be added to."""
+        assert self.call is not None
+        if self.call.change is None:
+            self.call.change = Change()
+        return self.call.change
+
+    def repair(self, undo: Undo) -> None:
+        """What has to be done if the call fails although some of its changes are final."""
+        assert self.call is not None
+        self.call.repairs.append(undo)
+
+    def commit(self) -> None:
+        """Makes final what the call has decided so far; it holds no operations."""
+        assert self.call is not None
+        assert self.call.change is None or self.call.change.transaction.empty
+        self.call.change = None
+
+    def recover(self, error: BaseException | None) -> None:
+        """Takes back what a call that failed had decided, as far as it is not final. Interrupted, it goes on with the
+        next call.
+        """
+        call = self.call
+        assert call is not None
+        change = call.change
+        if change is None and not call.repairs and isinstance(error, VattnError):
+            self.call = None  # refused before anything was decided
+            return
+        if change is not None and not change.transaction.ticket:
+            change.revert()
+        # What is executed by now counts as such: which growth is under way, nobody may have noted.
+        self.mapper.wait(self.mapper.last)
+        if self.mapper.failed:
+            self.settle()
+        call.change = None
+        while call.repairs:
+            call.repairs[-1]()
+            call.change = None
+            call.repairs.pop()
+        self._refresh()
+        self.call = None
 
     def settle(self) -> None:
-        """Waits for the worker, and takes back the decisions of every transaction that did not happen."""
-        failures = self.mapper.collect_failures()
+        """Waits for the worker, and takes back the decisions of every transaction that did not happen. Interrupted, it
+        can be called again.
+        """
+        failures = self.mapper.failures()
         for transaction in reversed(failures):
-            transaction.revert()
+            revert(transaction, self._undo.get(transaction.ticket, []))
         if self.mapper.broken:
             self._refusal = DriverError(
                 "a driver call failed, and so did undoing what went before it: the mappings are unknown; close the "
@@ -152,9 +274,10 @@ class PagePool:
                 name=self.driver.native.result_name(failures[0].failed_code),
             )
             raise self._refusal
-        if failures:
-            self.failures += sum(t.status == _native.Status.FAILED for t in failures)
-            self._refresh()
+        self._refresh()
+        self.failures += sum(t.status == _native.Status.FAILED for t in failures)
+        self.mapper.resume()
+        self._undo.clear()
 
     def drain(self) -> None:
         """Waits until the worker has executed everything, and settles."""
@@ -165,25 +288,36 @@ class PagePool:
     def submit(self, plan: Plan) -> int:
         """Decides a transaction by `plan` and hands it to the worker; returns its ticket, 0 if there is nothing to do.
 
-        A plan that raises leaves the books as they were.
+        What the call had decided before becomes final: it does not depend on whether this happens. A plan that raises a
+        VattnError leaves the books as they were.
         """
-        return self._submit(plan)[0]
+        self.commit()
+        return self._submit(plan).ticket
 
     def execute(self, plan: Plan) -> int:
         """Decides a transaction by `plan` and waits until it is executed; returns its ticket, 0 if it was empty.
 
-        `plan` is called again where an earlier failure in the background cancelled the first attempt.
+        `plan` is called again where an earlier failure in the background cancelled the first attempt; nothing else of
+        the call may be undecided by then. An empty transaction is final when the call returns.
 
         Raises:
             OutOfPages: memory is exhausted below the budget (MappingLimit: the table of mappings is).
             DriverError: another driver call failed. Nothing has changed in either case.
         """
+        call = self.call
+        assert call is not None
+        assert call.change is None, "a plan has to hold all that depends on it"
+        repairs = len(call.repairs)
         while True:
-            ticket, transaction = self._submit(plan)
-            self.mapper.wait(ticket)
-            if not ticket or transaction.status == _native.Status.DONE:
-                return ticket
+            transaction = self._submit(plan)
+            if not transaction.ticket:
+                return 0
+            self.mapper.wait(transaction.ticket)
+            if transaction.status == _native.Status.DONE:
+                self._forget_done()
+                return transaction.ticket
             self.settle()
+            del call.repairs[repairs:]
             if transaction.status == _native.Status.FAILED:
                 raise self._error(transaction)
 
@@ -192,12 +326,12 @@ class PagePool:
         """Pages that caches hold without a request for them."""
         return sum(tenant.spare_pages for tenant in self._tenants)
 
-    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free pages of any cache that no request has; returns how many. `wait` as in `Tenant.reclaim`."""
         reclaimed = 0
         for tenant in self._tenants:
             if reclaimed < pages:
-                reclaimed += tenant.reclaim(transaction, pages - reclaimed, wait=wait)
+                reclaimed += tenant.reclaim(change, pages - reclaimed, wait=wait)
         return reclaimed
 
     def join(self, tenant: Tenant) -> None:
@@ -205,42 +339,63 @@ class PagePool:
         self._tenants.add(tenant)
 
     def leave(self, tenant: Tenant, give_back: Plan) -> None:
-        """Takes back what a cache still holds, as `give_back` plans it; the cache is gone afterwards.
+        """Takes back what a cache still holds, as `give_back` plans it; the cache is gone afterwards."""
 
-        On a pool that is broken only the books are cleared: an address space that goes unmaps whatever it finds mapped.
-        """
+        def plan(change: Change) -> None:
+            change.on_revert(lambda: self._tenants.add(tenant))
+            self._tenants.discard(tenant)
+            give_back(change)
+
+        self.execute(plan)
+
+    def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
+        """`leave` where mappings are unknown: clears the books; an address space that goes unmaps whatever is there."""
         self._tenants.discard(tenant)
-        if self.mapper.broken:
-            give_back(_native.Transaction())
-        else:
-            self.enter()
-            self.execute(give_back)
+        give_back(Change())
 
     # Without the lock:
 
     def leave_behind(self, give_back: Plan) -> None:
-        """`leave` for a cache that was collected: at once, or at the next operation if one is under way."""
-        self._left_behind.append(give_back)
+        """`leave` for a cache that was collected: at once, or with the next call if one is under way."""
+        self.postpone(lambda: self.execute(give_back))
         if self.lock.acquire(blocking=False):
             try:
-                if self._refusal is None:
-                    self.enter()
+                if self._refusal is None and not self.is_inside():
+                    _Chores(self).catch_up()
             finally:
                 self.lock.release()
+
+    def _forget_done(self) -> None:
+        """Forgets how to take back what is executed: it may keep alive what nobody else does."""
+        last = self.mapper.last
+        if self._undo and self.mapper.passed(last) and not self.mapper.failed:
+            self._undo.clear()
 
     def _refresh(self) -> None:
         for tenant in self._tenants:
             tenant.refresh()
 
-    def _submit(self, plan: Plan) -> tuple[int, _native.Transaction]:
-        transaction = _native.Transaction()
+    def _submit(self, plan: Plan) -> _native.Transaction:
+        """Decides by `plan`; the transaction, which has a ticket if there is something to do for the worker."""
+        call = self.call
+        assert call is not None
+        change, repairs = Change(), len(call.repairs)
+        call.change = change
         try:
-            plan(transaction)
-        except BaseException:
-            transaction.revert()
-            self._refresh()
+            plan(change)
+        except VattnError:
+            if change.undo or not change.transaction.empty:
+                change.revert()
+                self._refresh()
+            del call.repairs[repairs:]
+            call.change = None
             raise
-        return (0 if transaction.empty else self.mapper.submit(transaction)), transaction
+        transaction = change.transaction
+        if not transaction.empty:
+            self._undo[self.mapper.last + 1] = change.undo
+            self.mapper.submit(transaction)
+            call.change = None
+        return transaction
 
     def _error(self, transaction: _native.Transaction) -> VattnError:
         call, code = transaction.failed_call, transaction.failed_code
@@ -270,11 +425,26 @@ class PagePool:
         return error
 
 
+class _Chores:
+    """A call of a pool without a cache."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+
+    def _check_open(self) -> None:
+        """It always is."""
+
+    @atomic
+    def catch_up(self) -> None:
+        """What every call begins with is all."""
+
+
 def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
     """Gives the memory of free pages back and ends the worker."""
     if mapper.failed:
-        for failure in reversed(mapper.collect_failures()):
+        for failure in reversed(mapper.failures()):
             failure.revert()
+        mapper.resume()
     transaction = _native.Transaction()
     if native.release_free(transaction, native.counts().free):
         mapper.submit(transaction)
@@ -284,6 +454,8 @@ def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
 def _refuse_in_child() -> None:
     for pool in _pools:
         pool._finalizer.detach()
+        pool.lock = threading.RLock()  # a thread that is not here may have held it
+        pool.call = None
         pool._refusal = ForkedProcess(
             f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): mappings "
             "and their worker do not survive a fork; make a cache here, or start workers with 'spawn'"

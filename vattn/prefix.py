@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeVar
@@ -94,8 +94,10 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
         InvalidTokens: it is no sequence of whole numbers of 64 bits.
     """
     try:
+        if isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
+            raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
         return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids).tolist()
-    except (TypeError, OverflowError) as error:
+    except Exception as error:  # what iterates may raise anything
         raise InvalidTokens(f"token_ids must be a sequence of whole numbers of 64 bits: {error}") from error
 
 
@@ -206,15 +208,37 @@ class PrefixIndex(Generic[B]):
         """Evicts a block without users; it can no longer be found."""
         assert block.published, "evicted a block that is not published"
         assert not block.users, "evicted a block that is in use"
-        assert block.key is not None
-        del self._blocks[block.key]
-        block.published = False
         self.unused -= 1
+        self.take_out(block)
 
-    def restore(self, block: B) -> bool:
-        """Takes an eviction back, the block's place in the order included; False if another one has its key by now."""
+    def withdraw(self, block: B) -> None:
+        """Takes a block out that may be in use: no other request finds it."""
+        assert block.published, "withdrew a block that is not published"
+        self.unused -= not block.users
+        self.take_out(block)
+
+    # Of the index only what nothing else says; `refresh` derives the rest.
+
+    def take_out(self, block: B) -> None:
+        """Takes a block out, if it is in."""
+        if block.key is not None and self._blocks.get(block.key) is block:
+            del self._blocks[block.key]
+        block.published = False
+
+    def put_back(self, block: B) -> bool:
+        """Takes `take_out` back; False if another block has its key by now."""
         assert block.key is not None
-        return self.publish(block, block.key)
+        if self._blocks.setdefault(block.key, block) is not block:
+            return False
+        block.published = True
+        return True
+
+    def refresh(self) -> None:
+        """Derives counts and order anew from the blocks."""
+        unused = [block for block in self if not block.users]
+        self.unused = len(unused)
+        self._order = [(*self.order(block), next(self._serial), block) for block in unused]
+        heapq.heapify(self._order)
 
     def check(self) -> None:
         """Asserts that counts, keys and order agree."""

@@ -14,6 +14,9 @@ Every block is in one state, and its pages are counted by it:
     used     by running requests: its reference count is over 0;
     cached   by nobody, but it is in the index: it can be found, and evicted;
     parked   neither, but a slot has it mapped: its memory is for anybody.
+
+What is decided here is which blocks a slot has and how many of them it uses, and which blocks are in the index; users,
+slots, states and counts follow from that, and `refresh` derives them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from enum import Enum
 
 from vattn import _native
 from vattn.errors import TokenMismatch
+from vattn.journal import Change, Undo
 from vattn.layout import Band
 from vattn.prefix import Block, Key, PrefixIndex
 
@@ -43,9 +47,11 @@ class PageBlock(Block):
         pages: its pages, per kind of tensor.
         slots: the slots that have it mapped.
         state: as it is counted.
+        retracted: its contents are wrong, so that it must not be published again.
     """
 
     pages: tuple[_native.Pages, ...]
+    retracted: bool = False
     slots: set[int] = field(default_factory=set)
     state: State = State.GONE
 
@@ -96,6 +102,7 @@ class SharedBlocks:
         self._pool = pool
         self._spaces = spaces
         self._blocks = dict.fromkeys(State, 0)
+        self._uses = 0  # sum of the blocks' users
         self._several = 0  # blocks with several users
 
     def __getitem__(self, slot: int) -> SlotBlocks:
@@ -108,7 +115,7 @@ class SharedBlocks:
     @property
     def saved_pages(self) -> int:
         """Pages that running requests would hold more if they shared nothing."""
-        return self.block_pages * (sum(len(slot.used) for slot in self._slots) - self._blocks[State.USED])
+        return self.block_pages * (self._uses - self._blocks[State.USED])
 
     def shared_pages(self) -> int:
         """Pages that several running requests use, each counted once."""
@@ -133,59 +140,67 @@ class SharedBlocks:
 
     # Changes
 
-    def use(self, slot: int, end: int, transaction: _native.Transaction | None = None) -> None:
+    def use(self, change: Change, slot: int, end: int) -> None:
         """The slot's request uses its blocks up to that depth from now on."""
         mine = self._slots[slot]
-        before = mine.end
-        if transaction is not None:
-            transaction.on_revert(lambda: self.use(slot, before))
-        old = len(mine.used)
+        before, old = mine.end, len(mine.used)
+
+        def undo() -> None:
+            mine.end = before
+
+        change.on_revert(undo)
         mine.end = end
         new = len(mine.used)
         self._acquire(mine.blocks[old:new])
         self._release(mine.blocks[new:old])
 
-    def attach(self, transaction: _native.Transaction, slot: int, blocks: Sequence[PageBlock]) -> None:
+    def attach(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
         """Plans to map these blocks, one or more, read-only behind those of the slot, which has nothing behind them."""
         for kind, space in enumerate(self._spaces):
-            space.attach(transaction, slot, [block.pages[kind] for block in blocks])
-        count = len(self._slots[slot].blocks)
-        transaction.on_revert(lambda: self._remove(slot, count))
-        self._add(slot, blocks)
+            space.attach(change.transaction, slot, [block.pages[kind] for block in blocks])
+        self._add(change, slot, blocks)
 
-    def detach(self, transaction: _native.Transaction, slot: int, count: int) -> None:
+    def detach(self, change: Change, slot: int, count: int) -> None:
         """Notes that all blocks of the slot but the first `count` leave it, which its request does not use."""
-        removed = self._slots[slot].blocks[count:]
-        transaction.on_revert(lambda: self._add(slot, removed))
-        self._remove(slot, count)
-
-    def retire(self, transaction: _native.Transaction, slot: int, count: int) -> None:
-        """Notes that the first `count` blocks of the slot leave it, which its request uses no longer.
-
-        To be called before the pages are planned to be unmapped: on a revert, their being mapped again comes first.
-        """
         mine = self._slots[slot]
-        removed = mine.blocks[:count]
-        transaction.on_revert(lambda: self._bring_back(slot, removed))
-        self._release(mine.used[:count])
-        del mine.blocks[:count]
-        mine.start += len(removed)
+        removed = mine.blocks[count:]
+        assert count >= len(mine.used), "removed a block that is in use"
+        if not removed:
+            return
+        start = mine.start
+
+        def undo() -> None:
+            mine.blocks[count:] = removed
+            mine.start = start
+
+        change.on_revert(undo)
+        del mine.blocks[count:]
         for block in removed:
             block.slots.discard(slot)
             self._recount(block)
 
-    def adopt(self, slot: int, end: int) -> None:
+    def retire(self, change: Change, slot: int, count: int) -> None:
+        """Notes that the first `count` blocks of the slot leave it, which its request uses no longer."""
+        mine = self._slots[slot]
+        removed = mine.blocks[:count]
+        if not removed:
+            return
+        used = mine.used[:count]
+        change.on_revert(lambda: self._bring_back(slot, removed))
+        mine.blocks, mine.start = mine.blocks[count:], mine.start + len(removed)
+        self._release(used)
+        for block in removed:
+            block.slots.discard(slot)
+            self._recount(block)
+
+    def adopt(self, change: Change, slot: int, end: int) -> None:
         """Makes blocks of the slot's private pages, up to that depth, and lets its request use them."""
         mine = self._slots[slot]
         start = mine.stop or self._spaces[0].first(slot) // self.columns[0]
-        self._add(slot, [self._private_block(slot, depth) for depth in range(start, end)])
+        if start < end:
+            self._add(change, slot, [self._private_block(slot, depth) for depth in range(start, end)])
         if end > mine.end:
-            self.use(slot, end)
-
-    def disown(self, slot: int, count: int, end: int) -> None:
-        """Takes `adopt` back: all blocks but the first `count`, which nobody else has got meanwhile."""
-        self.use(slot, min(self._slots[slot].end, end))
-        self._remove(slot, count)
+            self.use(change, slot, end)
 
     def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
         """Raises TokenMismatch where a block of the slot, which others have as well, has another key than this one."""
@@ -193,28 +208,85 @@ class SharedBlocks:
             if block.key not in (None, key):
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
 
-    def publish(self, slot: int, keys: Sequence[Key]) -> None:
-        """Publishes the blocks that the slot's request uses and that have keys; `keys` from depth 0 on."""
-        mine = self._slots[slot]
-        for block, key in zip(mine.used, keys[mine.start :], strict=False):
-            if not block.published and self.index.publish(block, key):
-                for pages in block.pages:
-                    self._pool.hold(pages)
+    def publish(self, change: Change, slot: int, keys: Sequence[Key], first: int = 0) -> list[PageBlock]:
+        """Publishes the blocks that the slot's request uses and that have keys, from depth `first` on; `keys` are those
+        from depth 0 on.
 
-    def evict(self, transaction: _native.Transaction, block: PageBlock) -> None:
+        Returns:
+            Those that were not published before, nor another one in their place.
+        """
+        mine = self._slots[slot]
+        given: list[PageBlock] = []
+        published: list[PageBlock] = []
+
+        def undo() -> None:
+            for block in published:
+                self.index.take_out(block)
+            for block in given:
+                block.key = None
+
+        change.on_revert(undo)
+        for block, key in zip(mine.used, keys[mine.start :], strict=False):
+            if block.published or block.retracted or block.depth < first:
+                continue
+            if block.key is None:
+                given.append(block)
+            if self.index.get(key) is not None:
+                block.key = key
+                continue
+            published.append(block)
+            self.index.publish(block, key)
+            for pages in block.pages:
+                self._pool.hold(change.transaction, pages)
+        return published
+
+    def retract(self, change: Change, block: PageBlock) -> None:
+        """Takes a block, which may be in use, out of the index for good: its contents are wrong."""
+        key = block.key
+
+        def undo() -> None:
+            block.key, block.retracted = key, False
+            self.index.put_back(block)
+
+        change.on_revert(undo)
+        self.index.withdraw(block)
+        block.key, block.retracted = None, True
+        self._recount(block)
+        self._let_go(change, block)
+
+    def evict(self, change: Change, block: PageBlock) -> None:
         """Plans to forget a cached block that no slot has mapped: its pages are free."""
         assert not block.slots, "evicted a block that is mapped"
+        change.on_revert(self._restoring(block))
         self.index.remove(block)
         self._recount(block)
-        transaction.on_revert(lambda: self._restore(block))
-        for pages in block.pages:
-            self._pool.let_go(transaction, pages)
+        self._let_go(change, block)
 
-    def forget(self, transaction: _native.Transaction) -> None:
-        """Plans to give up every page that only the index holds; these books are of no use afterwards."""
-        for block in self.index:
-            for pages in block.pages:
-                self._pool.let_go(transaction, pages)
+    def forget(self, change: Change) -> None:
+        """Plans to give up every page that only the index holds; counts are of no use afterwards."""
+        for block in list(self.index):
+            change.on_revert(self._restoring(block))
+            self.index.take_out(block)
+            self._let_go(change, block)
+
+    def refresh(self) -> None:
+        """Derives users, slots, states and counts anew."""
+        blocks = {block for slot in self._slots for block in slot.blocks} | set(self.index)
+        for block in blocks:
+            block.users, block.slots = 0, set()
+        for number, slot in enumerate(self._slots):
+            for block in slot.blocks:
+                block.slots.add(number)
+            for block in slot.used:
+                block.users += 1
+        self._blocks = dict.fromkeys(State, 0)
+        self._uses = self._several = 0
+        for block in blocks:
+            self._uses += block.users
+            block.state = self._state(block)
+            self._blocks[block.state] += 1
+            self._several += block.users > 1
+        self.index.refresh()
 
     def held(self) -> Iterator[_native.Pages]:
         """The pages that the index holds."""
@@ -234,6 +306,8 @@ class SharedBlocks:
             for space, columns in zip(self._spaces, self.columns, strict=True):
                 if space.columns(number) > space.first(number):
                     assert space.first(number) % columns == 0, "a slot begins within a block"
+                    first = slot.stop or space.first(number) // columns
+                    assert first >= slot.end, "pages are mapped in place of blocks that the slot's request uses"
                 if slot.blocks:
                     assert space.first(number) == slot.start * columns, "a slot does not begin with its first block"
                     assert space.columns(number) >= slot.stop * columns, "a block is not mapped"
@@ -245,6 +319,7 @@ class SharedBlocks:
             assert block.state == self._state(block), "a block is in another state"
             counted[block.state] += 1
         assert self._several == sum(count > 1 for count in users.values()), "shared blocks are miscounted"
+        assert self._uses == sum(users.values()), "uses of blocks are miscounted"
         del counted[State.GONE]
         assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
 
@@ -255,35 +330,44 @@ class SharedBlocks:
         )
         return PageBlock(depth=depth, pages=pages)
 
-    def _restore(self, block: PageBlock) -> None:
-        if not self.index.restore(block):
-            transaction = _native.Transaction()  # never reverted: the block that was published since stays
-            for pages in block.pages:
-                self._pool.let_go(transaction, pages)
-        self._recount(block)
+    def _let_go(self, change: Change, block: PageBlock) -> None:
+        for pages in block.pages:
+            self._pool.let_go(change.transaction, pages)
+
+    def _restoring(self, block: PageBlock) -> Undo:
+        """What takes back that a block left the index; where another one has its key by then, its pages go instead."""
+        gone = False
+
+        def undo() -> None:
+            nonlocal gone
+            if not gone and not block.published and not self.index.put_back(block):
+                gone = True
+                self._let_go(Change(), block)
+
+        return undo
 
     def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
         """Takes `retire` back; whether the request still runs that used the blocks is for `end` to say."""
-        if not blocks:
-            return
         mine = self._slots[slot]
+        if mine.blocks[:1] == blocks[:1]:
+            return
         stop = blocks[-1].depth + 1
         # What was private then, and is back, may have become blocks behind it since.
         between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
-        back = [*blocks, *between]
-        mine.blocks[:0] = back
-        mine.start = back[0].depth
-        for block in back:
-            block.slots.add(slot)
-        self._acquire(block for block in back if block.depth < mine.end)
-        for block in back:
-            self._recount(block)
+        mine.blocks, mine.start = [*blocks, *between, *mine.blocks], blocks[0].depth
 
-    def _add(self, slot: int, blocks: Sequence[PageBlock]) -> None:
+    def _add(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
         mine = self._slots[slot]
-        if not mine.blocks and blocks:
+        count, start = len(mine.blocks), mine.start
+        assert mine.stop in (0, blocks[0].depth), "blocks with a gap between them"
+
+        def undo() -> None:
+            del mine.blocks[count:]
+            mine.start = start
+
+        change.on_revert(undo)
+        if not mine.blocks:
             mine.start = blocks[0].depth
-        assert not blocks or mine.stop in (0, blocks[0].depth), "blocks with a gap between them"
         mine.blocks.extend(blocks)
         for block in blocks:
             block.slots.add(slot)
@@ -291,18 +375,10 @@ class SharedBlocks:
         for block in blocks:
             self._recount(block)
 
-    def _remove(self, slot: int, count: int) -> None:
-        mine = self._slots[slot]
-        removed = mine.blocks[count:]
-        assert count >= len(mine.used), "removed a block that is in use"
-        del mine.blocks[count:]
-        for block in removed:
-            block.slots.discard(slot)
-            self._recount(block)
-
     def _acquire(self, blocks: Iterable[PageBlock]) -> None:
         for block in (found := list(blocks)):
             self.index.acquire((block,))
+            self._uses += 1
             self._several += block.users == 2
         for block in found:
             self._recount(block)
@@ -310,6 +386,7 @@ class SharedBlocks:
     def _release(self, blocks: Sequence[PageBlock]) -> None:
         if blocks:
             self.index.release(blocks)
+        self._uses -= len(blocks)
         for block in blocks:
             self._several -= block.users == 1
             self._recount(block)

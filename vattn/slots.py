@@ -9,6 +9,10 @@ other slots use (`vattn.sharing`).
      old queries  live tokens      backed          being backed    address space only
 
 Queries come from `start` on, so that a window's width before it nothing may leave.
+
+What is decided about a slot is its length, where queries start, what is known of its tokens, and its blocks; everything
+else here follows from that and from what is mapped, and `refresh` derives it. Decisions go through a `Change`
+(`vattn.journal`), which takes them back where a call fails.
 """
 
 from __future__ import annotations
@@ -17,36 +21,48 @@ import contextlib
 import heapq
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
-from vattn import _native
 from vattn.bands import BandPages
 from vattn.config import KVConfig
 from vattn.errors import DriverError, InvalidLength, NoFreeSlot, OutOfPages
 from vattn.fences import Fences, refusal
+from vattn.idle import IdleSlots
+from vattn.journal import Change
 from vattn.layout import Layout
 from vattn.pool import PagePool, Plan
 from vattn.prefix import Key, PrefixIndex, block_keys, check_extension, root_key
-from vattn.sharing import PageBlock, State
+from vattn.sharing import PageBlock, SharedBlocks, State
 from vattn.units import format_bytes
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-@dataclass
+# How many idle slots that are equally good at first sight are compared.
+_CANDIDATES = 4
+
+
+@dataclass(frozen=True)
 class Known:
     """What is known of the tokens that a slot's request holds: whole blocks of them.
 
     Attributes:
-        tokens: their ids.
+        tokens: their ids; never changed in place, no more than `keys`.
         keys: of the blocks.
+        admitted: how many of them it was admitted with.
+        published: blocks that it was the first to commit.
         salt: what the keys start from.
         rewound: the length went down into blocks, so kernels were launched that read what will have to leave.
     """
 
     tokens: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
+    admitted: int = 0
+    published: tuple[tuple[SharedBlocks, PageBlock], ...] = ()
     salt: bytes = b""
     rewound: bool = False
 
@@ -82,19 +98,24 @@ class Slots:
         self._bands = [BandPages(band, layout.slots, pool) for band in layout.bands]
         self._block_tokens = layout.bands[0].block_tokens
         self._windowed = any(band.window is not None for band in layout.bands)
+        # What is mapped behind a window is of no use to the next request, so it says nothing where there is other.
+        self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
 
         self._length: dict[int, int] = {}  # of active slots
-        self._start: dict[
-            int, int
-        ] = {}  # of active slots: queries to come are for tokens from here on; kept up only for windows
+        # Of active slots: queries to come are for tokens from here on. Kept up only for windows.
+        self._start: dict[int, int] = {}
+        # Of active slots whose first tokens are copied in: from here on their windows hold what they should.
+        self._origin: dict[int, int] = {}
         self._limit: dict[int, int] = {}  # of active slots: up to here, a step has nothing to do
-        self._idle: dict[int, None] = dict.fromkeys(range(layout.slots))  # longest idle first
         self._ready = [0] * layout.slots  # tokens whose backing is in place
-        self._known = [Known() for _ in range(layout.slots)]
+        self._known = [Known()] * layout.slots
         self._ends: dict[int, int] = {}  # where the blocks end that a request uses, in tokens; of those that use any
-        self._pending = dict.fromkeys(range(layout.slots), 0)  # ticket of the last growth in the background, or 0
+        self._pending: dict[int, int] = {}  # ticket of the last growth in the background
         self._leaving: dict[int, None] = {}  # idle slots whose pages are to go as soon as no kernel reads them
         self._fences = Fences(self._pool.driver)
+        self._idle = IdleSlots()
+        for slot in range(layout.slots):
+            self._idle.add(slot, 0, 0, 0, None)
         self._private_active = 0  # pages of active slots that are in no block
         self._private_idle = 0
         self._peak = 0
@@ -104,21 +125,33 @@ class Slots:
     # For the pool
 
     def refresh(self) -> None:
-        """Derives counts and limits anew from the books, after decisions were taken back; under the pool's lock."""
+        """Derives anew what follows from the books, after decisions were taken back; under the pool's lock."""
+        if not self._bands:
+            return
+        for band in self._bands:
+            band.shared.refresh()
+        self._pending = {s: ticket for s, ticket in self._pending.items() if not self._pool.mapper.passed(ticket)}
         for slot in range(self.layout.slots):
-            self._note_growth(slot)
-            self._ready[slot] = min(self._ready[slot], self._extent(slot))
+            extent = self._extent(slot)
+            self._ready[slot] = min(self._ready[slot], extent) if slot in self._pending else extent
+        before, self._idle = self._idle, IdleSlots()
+        for slot in dict.fromkeys((*before, *range(self.layout.slots))):
+            if slot not in self._length:
+                self._idle.add(slot, *self._facts(slot))
         self._recount()
+        for slot in [slot for slot in self._leaving if slot in self._length]:
+            del self._leaving[slot]
+        self._limit = {}
         for slot in self._length:
             self._set_limit(slot)
 
-    def reclaim(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free parked pages, of the longest idle slot first, then cached ones; returns how many. Under the
         pool's lock.
         """
-        reclaimed = self._reclaim_parked(transaction, pages, wait=wait)
+        reclaimed = self._reclaim_parked(change, pages, wait=wait)
         if reclaimed < pages:
-            reclaimed += self._evict(transaction, pages - reclaimed, wait=wait)
+            reclaimed += self._evict(change, pages - reclaimed, wait=wait)
         return reclaimed
 
     @property
@@ -128,55 +161,55 @@ class Slots:
 
     # Backing slots; all under the pool's lock
 
-    def _back(self, targets: dict[int, int], lengths: Mapping[int, int], handle: int | None, capturing: bool) -> None:
+    def _back(
+        self,
+        targets: Mapping[int, int],
+        lengths: Mapping[int, int],
+        lowered: Sequence[int],
+        handle: int | None,
+        capturing: bool,
+    ) -> None:
         """Takes on the lengths, with every target backed when it returns; or changes nothing.
 
         Args:
+            lowered: the slots whose length goes down into blocks.
             handle: the stream of the caller's kernels; `capturing`: it captures a graph.
         """
-        for length in targets.values():
-            if length > self.config.max_context_len:
-                raise InvalidLength(
-                    f"a length of {length} tokens is over max_context_len={self.config.max_context_len}; "
-                    "stop the request, or make the cache with a longer context"
-                )
         needs = {slot: self._backed(length) for slot, length in targets.items()}
         begin = time.perf_counter_ns()
         waited = self._await_growth(needs)
         leftover = [slot for slot in targets if self._leftover(slot)]
         short = {slot: n for slot, n in needs.items() if n > self._extent(slot) or slot in leftover}
-        if short and capturing:
+        if not short:
+            self._take_on(self._pool.change(), lengths, lowered)
+        elif capturing:
             raise refusal(f"step has to map memory for {len(short)} slots")
-        before, begun = self._length.copy(), self._start
-        if self._windowed:
-            # What was computed before this step can be taken back by this step at the latest. A start past the length
-            # is that of a request whose tokens are still to be copied in.
-            starts = {slot: max(length, begun[slot]) for slot, length in before.items()}
-            self._start = {slot: min(start, lengths.get(slot, start)) for slot, start in starts.items()}
-        # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
-        blocks = {slot: before[slot] // self._block_tokens for slot in leftover}
-        saved = {
-            slot: self._save(slot, count * self._block_tokens, before[slot])
-            for slot, count in blocks.items()
-            if before[slot] % self._block_tokens
-        }
-        self._length.update(lengths)
-        if short:
+        else:
             waited = True
-            try:
-                self._grow_now(short, handle, blocks)
-            except BaseException:
-                self._length, self._start = before, begun
-                self.refresh()  # limits depend on lengths where blocks are left over
-                raise
-            for slot, rows in saved.items():
-                for band, (start, views) in zip(self._bands, rows, strict=True):
-                    band.rows.write(slot, start, views)
+            self._grow_now(short, leftover, lengths, lowered, handle)
         if waited:
             self._waits += 1
             self._wait_ns += time.perf_counter_ns() - begin
         for slot in targets:
             self._set_limit(slot)
+
+    def _take_on(self, change: Change, lengths: Mapping[int, int], lowered: Sequence[int]) -> None:
+        """The slots have these lengths from now on."""
+        length, start, origin = self._length, self._start, self._origin
+
+        def undo() -> None:
+            self._length, self._start, self._origin = length, start, origin
+
+        change.on_revert(undo)
+        if self._windowed:
+            # What was computed before this step can be taken back by this step at the latest. A start past the length
+            # is that of a request whose tokens are still to be copied in.
+            starts = {slot: max(before, start[slot]) for slot, before in length.items()}
+            self._start = {slot: min(first, lengths.get(slot, first)) for slot, first in starts.items()}
+            self._origin = {slot: first for slot, first in origin.items() if lengths.get(slot, 1) or not length[slot]}
+        self._length = {**length, **lengths}
+        for slot in lowered:
+            self._rewind(change, slot)
 
     def _save(self, slot: int, start: int, end: int) -> list[tuple[int, list[torch.Tensor]]]:
         """Copies of the rows of tokens `[start, end)`, as far as they are seen: per band from where on, and they."""
@@ -186,17 +219,45 @@ class Slots:
             for first, band in zip(starts, self._bands, strict=True)
         ]
 
-    def _grow_now(self, needs: dict[int, int], handle: int | None, blocks: dict[int, int]) -> None:
-        """Backs slots. Of some only so many blocks stay: those behind are left over."""
+    def _grow_now(
+        self,
+        needs: Mapping[int, int],
+        leftover: Sequence[int],
+        lengths: Mapping[int, int],
+        lowered: Sequence[int],
+        handle: int | None,
+    ) -> None:
+        """Takes on the lengths and backs slots, of which some have blocks that are left over."""
+        blocks = {slot: self._length[slot] // self._block_tokens for slot in leftover}
+        # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
+        saved = {
+            slot: self._save(slot, count * self._block_tokens, self._length[slot])
+            for slot, count in blocks.items()
+            if self._length[slot] % self._block_tokens
+        }
+        replaced: list[int] = []
 
-        def plan(transaction: _native.Transaction) -> None:
+        def plan(change: Change) -> None:
+            change.on_revert(replaced.clear)
+            replaced[:] = saved
+            self._take_on(change, lengths, lowered)
             for slot, count in blocks.items():
-                self._release(transaction, slot, count, handle)
-            self._grow_all(transaction, needs, now=True, handle=handle)
+                self._release(change, slot, count, handle)
+            self._grow_all(change, needs, now=True, handle=handle)
+            for slot in needs:
+                if self._known[slot].rewound:
+                    self._know(change, slot, replace(self._known[slot], rewound=False))
 
+        def write_saved() -> None:
+            for slot in replaced:
+                for band, (start, views) in zip(self._bands, saved[slot], strict=True):
+                    band.rows.write(slot, start, views)
+
+        if saved:
+            self._pool.repair(write_saved)
         self._execute(plan)
+        write_saved()
         for slot in needs:
-            self._known[slot].rewound = False
             self._ready[slot] = self._extent(slot)
 
     def _execute(self, plan: Plan) -> None:
@@ -208,32 +269,35 @@ class Slots:
             # uses are both.
             if not self._parked + self._cached or error.__cause__ is None:
                 raise
-            self._pool.execute(lambda transaction: self.reclaim(transaction, self._budget, wait=True))
+            self._pool.execute(lambda change: self.reclaim(change, self._budget, wait=True))
+            self._pool.commit()
             self._pool.execute(plan)
 
-    def _release(self, transaction: _native.Transaction, slot: int, count: int, handle: int | None) -> None:
+    def _release(self, change: Change, slot: int, count: int, handle: int | None) -> None:
         """Plans that the slot, which is to be written to, keeps only its first `count` blocks."""
         if self._fences.is_open(slot):
             raise refusal(f"slot {slot} needs other pages")
         if self._known[slot].rewound:
-            self._fences.guard_running(transaction, handle)
+            self._fences.guard_running(change, handle)
         if self._used(slot) > count:
-            self._use(slot, count, transaction)
+            self._use(change, slot, count)
         for band in self._bands:
             if band.shared[slot].stop > count or not band.sees(slot, self._start[slot]):
-                self._cut(transaction, slot, count, band)
+                self._cut(change, slot, count, band)
 
-    def _rewind(self, slot: int) -> None:
+    def _rewind(self, change: Change, slot: int) -> None:
         """The length went down into blocks that the slot's request uses."""
         known, length = self._known[slot], self._length[slot]
         blocks = -(-self._backed(length) // self._block_tokens)
-        if self._used(slot) > blocks:
-            self._use(slot, blocks)
-        if slot in self._ends:
-            self._ends[slot] = length
         whole = length // self._block_tokens
-        del known.tokens[whole * self._block_tokens :], known.keys[whole:]
-        known.rewound = True
+        if self._used(slot) > blocks:
+            self._use(change, slot, blocks)
+        self._set_end(change, slot, length)
+        self._know(
+            change,
+            slot,
+            replace(known, tokens=known.tokens[: whole * self._block_tokens], keys=known.keys[:whole], rewound=True),
+        )
         self._set_limit(slot)
 
     def _check_seen(self, slot: int, length: int) -> None:
@@ -242,7 +306,9 @@ class Slots:
         Raises:
             InvalidLength: it is not.
         """
-        if 0 < length < self._length[slot] and not all(band.sees(slot, length) for band in self._bands):
+        if 0 < length < self._length[slot] and (
+            length < self._origin.get(slot, 0) or not all(band.sees(slot, length) for band in self._bands)
+        ):
             raise InvalidLength(
                 f"slot {slot} cannot go back from {self._length[slot]} tokens to {length}: what queries there see has "
                 "left the sliding window, and its memory was given back; go back less far, or compute it again from 0"
@@ -291,9 +357,6 @@ class Slots:
             )
         want = num_tokens if num_tokens is not None else self.config.max_context_len
 
-        # What is mapped behind a window is of no use to the next request, so it says nothing where there is other.
-        lasting = [band for band in self._bands if band.band.window is None] or self._bands
-
         def rank(slot: int) -> tuple[int, int, int, bool, bool, int]:
             usable = self._in_place(slot, prefix) if self._fences.is_open(slot) else prefix.count
             missing = lost = 0
@@ -302,49 +365,109 @@ class Slots:
                 missing += max(0, min(usable, len(blocks)) - common)
                 lost += len(band.shared[slot].blocks) - common
             waits = bool(lost or missing) and not self._fences.passed(slot)
-            extent = min(band.extent(slot) for band in lasting)
+            extent = min(band.extent(slot) for band in self._lasting)
             # Blocks that another request could find in place here are worth as much as those to be mapped.
             return (-usable, missing + lost, lost, waits, extent < want, extent if extent >= want else -extent)
 
-        return min(self._idle, key=rank)
+        candidates = dict.fromkeys(self._candidates(prefix, want))
+        return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
 
-    def _take(self, slot: int, length: int, start: int | None = None) -> None:
+    def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:
+        """A few idle slots, the best one for a prefix and so many tokens nearly always among them."""
+        blocks = prefix.blocks[self._bands.index(self._lasting[0])]
+        for block in reversed(blocks):
+            if slots := self._idle.ending_with(block.key, _CANDIDATES):
+                yield from slots
+                if block is blocks[-1] and not all(map(self._fences.is_open, slots)):
+                    return
+                break
+        if blocks:
+            holders = itertools.islice(blocks[-1].slots, 4 * _CANDIDATES)
+            yield from itertools.islice(filter(self._idle.__contains__, holders), _CANDIDATES)
+        for slot in self._idle.fitting(tokens, _CANDIDATES):
+            yield slot
+            if self._fences.passed(slot):
+                break
+        # A slot that is open can only be had as it is.
+        yield from itertools.islice(filter(self._idle.__contains__, self._fences.open_slots), _CANDIDATES)
+
+    def _take(self, change: Change, slot: int, length: int, start: int | None = None, origin: int = 0) -> None:
         """The slot is a request's."""
-        del self._idle[slot]
+        known, leaving = self._known[slot], slot in self._leaving
+
+        def undo() -> None:
+            for books in (self._length, self._start, self._origin, self._limit):
+                books.pop(slot, None)
+            self._known[slot] = known
+            if leaving:
+                self._leaving[slot] = None
+
+        change.on_revert(undo)
+        self._idle.remove(slot)
         self._leaving.pop(slot, None)
         self._length[slot] = length
         self._start[slot] = length if start is None else start
+        if origin:
+            self._origin[slot] = origin
         private = self._private_pages(slot)
         self._private_idle -= private
         self._private_active += private
         self._set_limit(slot)
 
-    def _leave(self, slot: int) -> None:
+    def _leave(self, change: Change, slot: int) -> None:
         """The slot is no request's any more."""
+        length, start, origin = self._length[slot], self._start[slot], self._origin.get(slot, 0)
+
+        def undo() -> None:
+            self._length[slot], self._start[slot] = length, start
+            _put(self._origin, slot, origin)
+            self._leaving.pop(slot, None)
+
+        change.on_revert(undo)
+        self._use(change, slot, 0)
+        self._know(change, slot, Known())
         del self._length[slot], self._limit[slot], self._start[slot]
-        self._idle[slot] = None
+        self._origin.pop(slot, None)
         private = self._private_pages(slot)
         self._private_active -= private
         self._private_idle += private
+        self._idle.add(slot, *self._facts(slot))
+
+    def _give_up(self, slot: int) -> None:
+        """The call that took a slot ends without its number having been given to anybody."""
+        if slot in self._length:
+            self._leave(self._pool.change(), slot)
+
+    def _facts(self, slot: int) -> tuple[int, int, int, Key | None]:
+        """What `IdleSlots` wants to know of an idle slot."""
+        blocks = [len(band.shared[slot].blocks) for band in self._bands]
+        main = self._lasting[0].shared[slot].blocks
+        extent = min(band.extent(slot) for band in self._lasting)
+        return sum(blocks), extent, self._slot_pages(slot), main[-1].key if main else None
+
+    def _know(self, change: Change, slot: int, known: Known) -> None:
+        """That is known of the slot's tokens from now on."""
+        before = self._known[slot]
+        if known is not before:
+            change.on_revert(lambda: self._known.__setitem__(slot, before))
+            self._known[slot] = known
 
     def _used(self, slot: int) -> int:
         """How many blocks the slot's request uses, those behind windows included."""
         return self._bands[0].shared[slot].end
 
-    def _use(self, slot: int, count: int, transaction: _native.Transaction | None = None) -> None:
+    def _use(self, change: Change, slot: int, count: int) -> None:
         """The slot's request uses its first `count` blocks from now on."""
-        before = self._ends.get(slot, 0)
-        if transaction is not None:
-            transaction.on_revert(lambda: self._set_end(slot, before))
         for band in self._bands:
-            band.shared.use(slot, count, transaction)
-        self._set_end(slot, count * self._block_tokens)
+            if band.shared[slot].end != count:
+                band.shared.use(change, slot, count)
+        self._set_end(change, slot, count * self._block_tokens)
 
-    def _set_end(self, slot: int, end: int) -> None:
-        if end:
-            self._ends[slot] = end
-        else:
-            self._ends.pop(slot, None)
+    def _set_end(self, change: Change, slot: int, end: int) -> None:
+        before = self._ends.get(slot, 0)
+        if end != before:
+            change.on_revert(lambda: _put(self._ends, slot, before))
+            _put(self._ends, slot, end)
 
     def _leftover(self, slot: int) -> bool:
         """Whether pages of the slot, which is active, must leave before anything is written behind its length."""
@@ -353,7 +476,7 @@ class Slots:
             self._windowed and not all(band.sees(slot, self._start[slot]) for band in self._bands)
         )
 
-    def _publish(self, slot: int, token_ids: list[int]) -> None:
+    def _publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
         """Publishes the whole blocks of these tokens, which are those of the slot's request up to some point.
 
         Raises:
@@ -369,35 +492,58 @@ class Slots:
         for band in self._bands:
             band.shared.check_keys(slot, keys)
         private = self._private_pages(slot)
+        # In windows, tokens before the origin may never have been copied in.
+        origin = -(-self._origin.get(slot, 0) // self._block_tokens)
+        published = list(known.published)
         for band in self._bands:
-            band.shared.adopt(slot, count)
-            band.shared.publish(slot, keys)
+            band.shared.adopt(change, slot, count)
+            first = 0 if band.band.window is None else origin
+            published += [(band.shared, block) for block in band.shared.publish(change, slot, keys, first)]
         self._private_active += self._private_pages(slot) - private
-        self._set_end(slot, max(self._ends.get(slot, 0), count * self._block_tokens))
-        known.tokens, known.keys = token_ids[: count * self._block_tokens], keys
+        self._set_end(change, slot, max(self._ends.get(slot, 0), count * self._block_tokens))
+        tokens = token_ids[: count * self._block_tokens]
+        self._know(change, slot, replace(known, tokens=tokens, keys=keys, published=tuple(published)))
 
-    def _put(self, transaction: _native.Transaction, slot: int, prefix: Prefix) -> None:
+    def _retract(self, change: Change, slot: int) -> None:
+        """Takes out of the index what the slot's request was the first to commit; it can commit no more of it."""
+        known = self._known[slot]
+        for shared, block in known.published:
+            if block.published:
+                shared.retract(change, block)
+        admitted = known.admitted
+        self._know(
+            change,
+            slot,
+            replace(
+                known, tokens=known.tokens[: admitted * self._block_tokens], keys=known.keys[:admitted], published=()
+            ),
+        )
+
+    def _put(self, change: Change, slot: int, prefix: Prefix) -> None:
         """Plans that the slot starts with a cached prefix."""
         if not prefix.count:
             return
         before = self._private_pages(slot)
+        changed = False
         for band, blocks in zip(self._bands, prefix.blocks, strict=True):
             if not band.in_place(slot, blocks, prefix.count):
-                self._fences.guard(transaction, slot)
-                band.put(transaction, slot, blocks, prefix.count)
-        self._changed(slot, before)
+                self._fences.guard(change, slot)
+                band.put(change, slot, blocks, prefix.count)
+                changed = True
+        if changed:
+            self._changed(slot, before)
 
-    def _cut(self, transaction: _native.Transaction, slot: int, count: int, band: BandPages | None = None) -> None:
+    def _cut(self, change: Change, slot: int, count: int, band: BandPages | None = None) -> None:
         """Plans to unmap all that the slot has, of one band or of all, but its first `count` blocks; the worker waits
         for its fences.
         """
         bands = [band] if band else self._bands
         if not any(each.reaches(slot, count) for each in bands):
             return
-        self._fences.guard(transaction, slot)
+        self._fences.guard(change, slot)
         before = self._private_pages(slot)
         for each in bands:
-            each.cut(transaction, slot, count)
+            each.cut(change, slot, count)
         self._changed(slot, before)
 
     def _changed(self, slot: int, private_before: int) -> None:
@@ -407,7 +553,7 @@ class Slots:
 
     def _evict(
         self,
-        transaction: _native.Transaction,
+        change: Change,
         pages: int,
         *,
         wait: bool,
@@ -440,38 +586,36 @@ class Slots:
                     continue
                 for slot in tuple(block.slots):
                     if self._known[slot].rewound:
-                        self._fences.guard_running(transaction, handle)
-                    self._cut(transaction, slot, block.depth, band)
-                band.shared.evict(transaction, block)
+                        self._fences.guard_running(change, handle)
+                    self._cut(change, slot, block.depth, band)
+                band.shared.evict(change, block)
         return self._pool.free_pages - before
 
     # Growing and shrinking slots
 
-    def _await_growth(self, needs: dict[int, int]) -> bool:
+    def _await_growth(self, needs: Mapping[int, int]) -> bool:
         """Waits for growth in the background that these slots count on; whether it had to."""
-        mapper = self._pool.mapper
-        tickets = [
-            self._pending[slot] for slot, tokens in needs.items() if tokens > self._ready[slot] and self._pending[slot]
-        ]
+        mapper, pending = self._pool.mapper, self._pending
+        tickets = [pending[slot] for slot, tokens in needs.items() if slot in pending and tokens > self._ready[slot]]
         waited = bool(tickets) and not mapper.passed(max(tickets))
         if tickets:
             mapper.wait(max(tickets))
         if mapper.failed:
             self._pool.settle()
         for slot in needs:
-            if self._pending[slot]:
+            if slot in pending:
                 self._note_growth(slot)
         return waited
 
     def _note_growth(self, slot: int) -> None:
         """All that the slot has is in place, unless growth in the background is still under way."""
-        if self._pool.mapper.passed(self._pending[slot]):
-            self._pending[slot] = 0
+        if self._pool.mapper.passed(self._pending.get(slot, 0)):
+            self._pending.pop(slot, None)
             self._ready[slot] = self._extent(slot)
 
     def _grow_all(
         self,
-        transaction: _native.Transaction,
+        change: Change,
         targets: Mapping[int, int],
         *,
         now: bool = False,
@@ -479,20 +623,21 @@ class Slots:
     ) -> None:
         """Plans the growth of slots to their targets.
 
-        Where free pages do not do, out of parked and cached ones that no kernel reads any more. `now`, when a step
+        If free pages are insufficient, out of parked and cached ones that no kernel reads any more. `now`, when a step
         cannot go on without them, also out of those that kernels still read, and out of what running requests have
         beyond their length, mapped ahead or left over from a longer request, or behind their windows.
         """
         need = sum(self._growth(slot, tokens) for slot, tokens in targets.items())
         missing = need - self._free()
-        if missing > 0:
-            missing -= self.reclaim(transaction, missing, wait=now)
+        hopeless = missing > 0 and not now and missing > self._pool.spare_pages
+        if missing > 0 and not hopeless:
+            missing -= self.reclaim(change, missing, wait=now)
         if missing > 0 and now:
-            missing -= self._reclaim_surplus(transaction, missing, handle)
+            missing -= self._reclaim_surplus(change, missing, handle)
             if missing > 0:
-                missing -= self._evict(transaction, missing, wait=True, running=True, handle=handle)
-        if missing > 0 and need <= self._budget - self._held:
-            missing -= self._pool.reclaim(transaction, missing, wait=now)
+                missing -= self._evict(change, missing, wait=True, running=True, handle=handle)
+        if missing > 0 and not hopeless and need <= self._budget - self._held:
+            missing -= self._pool.reclaim(change, missing, wait=now)
         if missing > 0:
             raise OutOfPages(
                 f"{need} pages of {format_bytes(self.layout.page_size)} are needed and {need - missing} are left of a "
@@ -502,15 +647,15 @@ class Slots:
                 missing_bytes=missing * self.layout.page_size,
             )
         for slot, tokens in targets.items():
-            self._grow(transaction, slot, tokens)
+            self._grow(change, slot, tokens)
 
-    def _grow(self, transaction: _native.Transaction, slot: int, tokens: int) -> None:
+    def _grow(self, change: Change, slot: int, tokens: int) -> None:
         pages = self._growth(slot, tokens)
         for band in self._bands:
-            band.grow(transaction, slot, tokens, self._start.get(slot, 0))
+            band.grow(change, slot, tokens, self._start.get(slot, 0))
         self._count(slot, pages)
 
-    def _unmap(self, transaction: _native.Transaction, slot: int, pages: int, *, cached: bool = False) -> int:
+    def _unmap(self, change: Change, slot: int, pages: int, *, cached: bool = False) -> int:
         """Plans to unmap what the slot has beyond its length until `pages` pages are free; returns how many are.
 
         The worker waits for the slot's fences. A slot without one yet keeps its pages.
@@ -524,14 +669,12 @@ class Slots:
         for band in self._bands:
             missing = pages - (self._pool.free_pages - before)
             if missing > 0 or cached:
-                self._unmap_band(transaction, band, slot, missing, needed, cached=cached)
+                self._unmap_band(change, band, slot, missing, needed, cached=cached)
         if slot in self._length:
             self._set_limit(slot)
         return self._pool.free_pages - before
 
-    def _unmap_band(
-        self, transaction: _native.Transaction, band: BandPages, slot: int, pages: int, needed: int, *, cached: bool
-    ) -> None:
+    def _unmap_band(self, change: Change, band: BandPages, slot: int, pages: int, needed: int, *, cached: bool) -> None:
         shared = band.shared
         blocks, keep = shared[slot].blocks, len(shared[slot].used)
         if slot in self._idle and not cached:
@@ -545,23 +688,23 @@ class Slots:
             if not block.users and not block.published and len(block.slots) == 1:
                 freed += shared.block_pages
         if count < len(blocks):
-            self._cut(transaction, slot, shared[slot].start + count, band)
+            self._cut(change, slot, shared[slot].start + count, band)
         elif private:
-            self._fences.guard(transaction, slot)
+            self._fences.guard(change, slot)
             before = self._private_pages(slot)
-            band.drop(transaction, slot, columns)
+            band.drop(change, slot, columns)
             self._changed(slot, before)
 
-    def _reclaim_parked(self, transaction: _native.Transaction, pages: int, *, wait: bool) -> int:
+    def _reclaim_parked(self, change: Change, pages: int, *, wait: bool) -> int:
         reclaimed = 0
-        for slot in self._idle:
+        for slot in self._idle.mapped:
             if reclaimed >= pages:
                 break
             if wait or self._fences.passed(slot):
-                reclaimed += self._unmap(transaction, slot, pages - reclaimed)
+                reclaimed += self._unmap(change, slot, pages - reclaimed)
         return reclaimed
 
-    def _reclaim_surplus(self, transaction: _native.Transaction, pages: int, handle: int | None) -> int:
+    def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
         """Plans to unmap pages that active slots have beyond their lengths and behind their windows; returns how many.
 
         A length went down after kernels were launched that read up to the old one, and the last step's kernels read
@@ -578,19 +721,19 @@ class Slots:
             if not outlived and not any(band.has_surplus(slot, backed) for band in self._bands):
                 continue
             if not guarded:
-                self._fences.guard_running(transaction, handle)
+                self._fences.guard_running(change, handle)
                 guarded = True
             if outlived and not self._fences.is_open(slot):
-                self._retire(transaction, slot)
-            self._unmap(transaction, slot, pages - (self._pool.free_pages - before))
+                self._retire(change, slot)
+            self._unmap(change, slot, pages - (self._pool.free_pages - before))
         return self._pool.free_pages - before
 
-    def _retire(self, transaction: _native.Transaction, slot: int) -> None:
+    def _retire(self, change: Change, slot: int) -> None:
         """Plans to unmap what has left the slot's windows."""
         before = self._private_pages(slot)
         for band in self._bands:
             if band.band.window is not None:
-                band.retire(transaction, slot, self._start[slot])
+                band.retire(change, slot, self._start[slot])
         self._count(slot, self._private_pages(slot) - before)
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
@@ -599,10 +742,10 @@ class Slots:
         if not slots:
             return
 
-        def plan(transaction: _native.Transaction) -> None:
-            self._fences.guard_running(transaction, handle)
+        def plan(change: Change) -> None:
+            self._fences.guard_running(change, handle)
             for slot in slots:
-                self._retire(transaction, slot)
+                self._retire(change, slot)
 
         self._in_background(plan)
         for slot in slots:
@@ -623,50 +766,47 @@ class Slots:
             return
         # Without pages there is nothing to do ahead: the next step finds out, and says so.
         with contextlib.suppress(OutOfPages):
-            ticket = self._pool.submit(lambda transaction: self._grow_all(transaction, needs))
+            ticket = self._pool.submit(lambda change: self._grow_all(change, needs))
             self._pending.update(dict.fromkeys(needs, ticket))
 
     def _maintain(self) -> None:
         """Keeps pages free, and an idle slot backed, for what comes next."""
         leaving = [slot for slot in self._leaving if self._fences.passed(slot)]
         if leaving:
-            for slot in leaving:
-                del self._leaving[slot]
-            self._in_background(lambda transaction: self._vacate(transaction, leaving))
+            self._in_background(lambda change: self._vacate(change, leaving))
         low = self._low_water()
         if self._parked and self._free() < low:
-            self._in_background(lambda transaction: self._reclaim_parked(transaction, low - self._free(), wait=False))
+            self._in_background(lambda change: self._reclaim_parked(change, low - self._free(), wait=False))
         self._prepare_idle_slot()
 
-    def _vacate(self, transaction: _native.Transaction, slots: Sequence[int]) -> None:
+    def _vacate(self, change: Change, slots: Sequence[int]) -> None:
         """Plans to unmap what idle slots have no use for: all of it, or what no request can begin with."""
+        leaving = self._leaving
+        change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
         for slot in slots:
+            del leaving[slot]
             if not self.config.deferred_reclamation:
-                self._unmap(transaction, slot, self._budget, cached=True)
+                self._unmap(change, slot, self._budget, cached=True)
                 continue
             for band in self._bands:
                 if not band.begins(slot):
-                    self._cut(transaction, slot, band.shared[slot].stop, band)
+                    self._cut(change, slot, band.shared[slot].stop, band)
 
     def _prepare_idle_slot(self) -> None:
         """Backs the start of the best idle slot, so that the next request's prefill finds its pages mapped."""
         if not self.config.eager_pages:
             return
-        empty = [
-            slot
-            for slot in self._idle
-            if all(band.begins(slot) and not band.shared[slot].blocks for band in self._bands)
-        ]
-        if not empty:
+        empty = self._idle.largest_empty(_CANDIDATES)
+        slot = next((slot for slot in empty if all(band.begins(slot) for band in self._bands)), None)
+        if slot is None:
             return
-        slot = max(empty, key=self._extent)
         pages = sum(band.eager_growth(slot, self.config.eager_pages) for band in self._bands)
         if not pages or self._free() - pages < self._low_water():
             return
 
-        def plan(transaction: _native.Transaction) -> None:
+        def plan(change: Change) -> None:
             for band in self._bands:
-                band.grow_eagerly(transaction, slot, self.config.eager_pages)
+                band.grow_eagerly(change, slot, self.config.eager_pages)
             self._count(slot, pages)
 
         if ticket := self._in_background(plan):
@@ -676,6 +816,7 @@ class Slots:
         """Queues what nobody waits for (does it at once without `overlap`); its ticket, or 0 if there is none."""
         if self.config.overlap:
             return self._pool.submit(plan)
+        self._pool.commit()
         with contextlib.suppress(OutOfPages, DriverError):  # it is taken back, and counted
             return self._pool.execute(plan)
         return 0
@@ -703,9 +844,8 @@ class Slots:
         pages = sum(map(self._private_pages, open_slots))
         for band in self._bands:
             slots = (band.shared[slot] for slot in (*open_slots, *self._length))
-            pages += band.shared.block_pages * len(
-                {block for slot in slots for block in slot.blocks if not block.users}
-            )
+            unused = {block for slot in slots if slot.stop > slot.end for block in slot.blocks if not block.users}
+            pages += band.shared.block_pages * len(unused)
         return pages
 
     def _slot_pages(self, slot: int) -> int:
@@ -758,6 +898,7 @@ class Slots:
             self._private_active += pages
         else:
             self._private_idle += pages
+            self._idle.update(slot, *self._facts(slot))
         self._peak = max(self._peak, self._held)
 
     def _free(self) -> int:
@@ -781,18 +922,32 @@ class Slots:
                 limit = min(limit, band.outlives_at(slot, default=limit))
         self._limit[slot] = limit
 
+    def _let_go(self) -> None:
+        """Lets go of the virtual tensors, with nothing mapped in them."""
+        self._bands.clear()
+        self._lasting.clear()
+        self._known.clear()
+
     def _give_back(self) -> Plan:
         """Plans to give up every page; knows nothing of the cache itself, which may be gone."""
         bands = self._bands
 
-        def plan(transaction: _native.Transaction) -> None:
+        def plan(change: Change) -> None:
             spaces = [space for band in bands for space in band.spaces]
             if any(space.columns(slot) > space.first(slot) for space in spaces for slot in range(space.slots)):
-                transaction.wait_for(None)  # kernels that read them, on whichever stream
+                change.transaction.wait_for(None)  # kernels that read them, on whichever stream
             for space in spaces:
                 for slot in range(space.slots):
-                    space.shrink(transaction, slot, space.columns(slot) - space.first(slot))
+                    space.shrink(change.transaction, slot, space.columns(slot) - space.first(slot))
             for band in bands:
-                band.shared.forget(transaction)
+                band.shared.forget(change)
 
         return plan
+
+
+def _put(books: dict[K, V], key: K, value: V) -> None:
+    """Of books that list only what is not 0."""
+    if value:
+        books[key] = value
+    else:
+        books.pop(key, None)

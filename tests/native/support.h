@@ -136,6 +136,13 @@ inline std::size_t release_free(PagePool& pool, Transaction& transaction, std::s
   return pages.size();
 }
 
+// The failures, with the log going on.
+inline std::vector<std::shared_ptr<Transaction>> take_failures(Mapper& mapper) {
+  auto failures = mapper.failures();
+  mapper.resume();
+  return failures;
+}
+
 // One pool, one space over it, and their mapper.
 struct World {
   explicit World(const AddressSpace::Shape& shape, std::size_t budget, const Vmm& table = host_vmm(),

@@ -142,7 +142,7 @@ FORK_TEST(a_child_inherits_no_memory_and_harms_none) {
     CHECK_THROWS(std::logic_error, world.submit([&](Transaction& t) { world.space->grow(t, 0, 1); }));
     world.mapper->wait(world.mapper->last() - 1);  // has passed before the fork
     CHECK_THROWS(std::logic_error, world.mapper->wait(world.mapper->last() + 1));
-    CHECK_THROWS(std::logic_error, world.mapper->collect_failures());
+    CHECK_THROWS(std::logic_error, take_failures(*world.mapper));
     world.mapper->stop();
     world.mapper.reset();
     const std::weak_ptr<AddressSpace> space = world.space;

@@ -74,7 +74,7 @@ TEST(tickets_come_in_order_and_pass_in_order) {
   world.mapper->wait(1);
   for (const auto& transaction : submitted) CHECK(transaction->status() == Status::kDone);
   CHECK(!world.mapper->failed());
-  CHECK(world.mapper->collect_failures().empty());
+  CHECK(take_failures(*world.mapper).empty());
   world.space->check();
   CHECK(world.clear() == Status::kDone);
 }
@@ -140,7 +140,7 @@ TEST(a_failure_is_visible_once_its_ticket_has_passed) {
     }
     CHECK(world.mapper->failed());
     CHECK(transaction->status() == Status::kFailed);
-    for (const auto& failure : world.mapper->collect_failures()) failure->revert();
+    for (const auto& failure : take_failures(*world.mapper)) failure->revert();
     CHECK(!world.mapper->failed());
   }
 }
@@ -159,10 +159,10 @@ TEST(after_a_failure_everything_is_cancelled_until_it_is_collected) {
   CHECK(empty->status() == Status::kCancelled);
   CHECK(failed->failed_call() == Call::kMap);
   CHECK_EQ(failed->failed_result(), kMapFailed);
-  const auto failures = world.mapper->collect_failures();
+  const auto failures = take_failures(*world.mapper);
   CHECK(failures == (std::vector{failed, cancelled, empty}));
   for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
-  CHECK(world.mapper->collect_failures().empty());
+  CHECK(take_failures(*world.mapper).empty());
   CHECK_EQ(world.driver->stats(Call::kMap).count, 1u);
   CHECK(world.grow(1, 1) == Status::kDone);
   CHECK_EQ(word(world.at(0, 1, 0, 0)), 0u);
@@ -192,7 +192,7 @@ TEST(stop_executes_what_is_in_the_log) {
   world.mapper->stop();
   CHECK_THROWS(std::logic_error, world.submit([](Transaction&) {}));
   CHECK_EQ(world.mapper->last(), 16u);
-  CHECK(world.mapper->collect_failures().empty());
+  CHECK(take_failures(*world.mapper).empty());
 }
 
 TEST(stop_with_failures_left_hands_them_over_still) {
@@ -203,7 +203,7 @@ TEST(stop_with_failures_left_hands_them_over_still) {
   world.mapper->stop();
   CHECK(failed->status() == Status::kFailed);
   CHECK(cancelled->status() == Status::kCancelled);
-  const auto failures = world.mapper->collect_failures();
+  const auto failures = take_failures(*world.mapper);
   CHECK(failures == (std::vector{failed, cancelled}));
   for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
   CHECK_EQ(world.pool->counts().taken, 0u);
@@ -293,7 +293,7 @@ TEST(transactions_are_destroyed_on_the_callers_thread) {
       world.mapper->submit(std::move(transaction));
       CHECK(i != 149 || gone >= 50);  // those that were done go as others are submitted
       if (i % 100 == 50) {
-        const auto failures = world.mapper->collect_failures();
+        const auto failures = take_failures(*world.mapper);
         for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
       }
     }

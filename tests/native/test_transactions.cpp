@@ -79,7 +79,7 @@ void check_world(const World& world, std::size_t bytes) {
 
 // Takes back what failed, as the caller of a mapper has to.
 std::size_t revert_failures(World& world) {
-  const auto failures = world.mapper->collect_failures();
+  const auto failures = take_failures(*world.mapper);
   for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
   return failures.size();
 }
@@ -490,7 +490,7 @@ TEST(the_nth_call_fails_with_the_log_full_for_every_n) {
       books.emplace_back(world);
       submitted.push_back(world.submit(step.decide));
     }
-    const auto failures = world.mapper->collect_failures();
+    const auto failures = take_failures(*world.mapper);
     std::size_t done = 0;
     while (done < submitted.size() && submitted[done]->status() == Status::kDone) ++done;
     for (std::size_t i = done; i < submitted.size(); ++i)
@@ -649,7 +649,7 @@ TEST(a_full_table_of_mappings_fails_a_transaction_without_breaking_the_mapper) {
     });
     world.mapper->wait(transaction->ticket());
     CHECK(!world.mapper->broken());
-    for (const auto& failure : world.mapper->collect_failures()) failure->revert();
+    for (const auto& failure : take_failures(*world.mapper)) failure->revert();
     world.space->check();
     while (filled-- > 0) CHECK_EQ(host_vmm().unmap(base + 2 * filled * kPage, kPage), kSuccess);
     CHECK_EQ(host_vmm().release(handle), kSuccess);

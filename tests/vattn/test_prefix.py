@@ -82,7 +82,8 @@ def test_random_requests_against_the_naive_model(seed: int) -> None:
                     evicted.append(block)
             if rng.random() < 0.3:
                 for block in reversed(evicted):
-                    assert index.restore(block)
+                    assert index.put_back(block)
+                index.refresh()
                 assert [tokens_of[block] for block in index.victims()] == order
             else:
                 for block in evicted:
@@ -109,7 +110,8 @@ def test_a_restored_block_gives_way_to_one_that_was_published_since() -> None:
     assert index.publish(old, b"k")
     index.remove(old)
     assert index.publish(new, b"k")
-    assert not index.restore(old)
+    assert not index.put_back(old)
+    index.refresh()
     index.check()
     assert list(index) == [new]
 

@@ -157,7 +157,7 @@ def test_a_request_that_is_restored_backs_its_window_only() -> None:
         compute(cache, reqid, 501, 600)
         cache.check()
         for start in (-1, 641):
-            with pytest.raises(vattn.InvalidLength, match=f"start={start} is not a token"):
+            with pytest.raises(vattn.InvalidLength, match=f"start={start} must be from 0 to max_context_len=640"):
                 cache.alloc_reqid(start=start)
 
 
