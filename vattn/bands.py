@@ -119,6 +119,24 @@ class BandPages:
         ]
         return self.shared.block_pages * (len(seen) - len(set(seen)))
 
+    def live_bytes(self, lengths: Iterable[tuple[int, int]]) -> int:
+        """Bytes of K and V of the live tokens of slots; those of a block that several have count once."""
+        window, block_tokens = self.band.window, self.band.block_tokens
+        live = sum(self.band.live_bytes(length) for _, length in lengths)
+        if window is None:
+            return live - self.shared.saved_pages // self.shared.block_pages * block_tokens * self.band.token_bytes
+        most: dict[PageBlock, int] = {}
+        several = 0
+        for slot, length in lengths:
+            for block in self.shared[slot].used:
+                start = block.depth * block_tokens
+                tokens = min(length, start + block_tokens) - max(start, length - window)
+                if tokens > 0:
+                    before = most.get(block, 0)
+                    several += min(before, tokens)
+                    most[block] = max(before, tokens)
+        return live - several * self.band.token_bytes
+
     def has_surplus(self, slot: int, tokens: int) -> bool:
         """Whether the slot has pages past `tokens` tokens."""
         return any(space.columns(slot) > max(space.first(slot), kind.columns(tokens)) for kind, space in self._kinds())

@@ -320,7 +320,10 @@ class KVCache(Slots):
                     f"slot {slot}: a length of {lengths[slot]} tokens is over max_context_len={most}; stop the "
                     "request, or make the cache with a longer context"
                 )
-        back = [slot for slot, n in lengths.items() if n < self._length[slot]] if self._windowed else ()
+        back: Sequence[int] = ()
+        if self._windowed:
+            length, start = self._length, self._start
+            back = [slot for slot, n in lengths.items() if n < length[slot] or n < start[slot]]
         for slot in back:
             self._check_seen(slot, lengths[slot])
         ends = self._ends
@@ -487,11 +490,6 @@ class KVCache(Slots):
         """A snapshot of pages, bytes, calls and times."""
         counts = self._pool.native.counts()
         lengths = self._length.items()
-        live_bytes = 0
-        for band in self._bands:
-            live_bytes += sum(band.band.live_bytes(length) for _, length in lengths)
-            shared_blocks = band.saved_pages(lengths) // band.shared.block_pages
-            live_bytes -= shared_blocks * band.band.live_bytes(self._block_tokens)
         index = self._bands[0].shared.index
         return CacheStats(
             page_size=self.layout.page_size,
@@ -506,7 +504,7 @@ class KVCache(Slots):
             peak_mapped_pages=self._peak,
             reserved_bytes=self.layout.reserved_bytes,
             live_tokens=sum(self._length.values()),
-            live_bytes=max(0, live_bytes),
+            live_bytes=max(0, sum(band.live_bytes(lengths) for band in self._bands)),
             query_tokens=index.query_tokens,
             hit_tokens=index.hit_tokens,
             kernel_mappings=_native.host_usage().kernel_mappings,

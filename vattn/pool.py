@@ -18,6 +18,7 @@ from vattn.errors import (
     DriverError,
     ForkedProcess,
     MappingLimit,
+    NoFreeSlot,
     OutOfPages,
     VattnError,
 )
@@ -72,20 +73,7 @@ def atomic(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P]
 
     @functools.wraps(method)
     def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
-        pool = self._pool
-        with pool.lock:
-            self._check_open()
-            pool.enter()
-            current = pool.call = Call()
-            try:
-                pool.catch_up()
-                result = method(self, *args, **kwargs)
-                pool.call = None
-                return result
-            except BaseException as error:
-                current.failed = True
-                pool.recover(error)
-                raise
+        return self._pool.atomically(lambda: method(self, *args, **kwargs), self._check_open)
 
     return cast(Callable[Concatenate[M, P], R], call)
 
@@ -176,6 +164,29 @@ class PagePool:
         """`close`, whoever still uses the pool; with the lock held, or when nobody else has the pool any more."""
         self._finalizer()
         self._refusal = self._refusal or CacheClosed("the pool is closed; make a new one")
+
+    def atomically(self, body: Callable[[], R], check: Callable[[], None] = lambda: None) -> R:
+        """Runs the body of a call: under the lock, and wholly or not at all, however it ends.
+
+        Args:
+            check: runs under the lock, before; it may refuse the call.
+        """
+        with self.lock:
+            while True:
+                check()
+                self.enter()
+                call = self.call = Call()
+                try:
+                    self.catch_up()
+                    result = body()
+                    self.call = None
+                    return result
+                except BaseException as error:
+                    call.failed = True
+                    self.recover(error)
+                    # What finalisers gave back in the meantime may be just what was missing.
+                    if not (self._chores and isinstance(error, OutOfPages | NoFreeSlot)):
+                        raise
 
     # With the lock held:
 
@@ -297,6 +308,7 @@ class PagePool:
     def execute(self, plan: Plan) -> int:
         """Decides a transaction by `plan` and waits until it is executed; returns its ticket, 0 if it was empty.
 
+        Outside a call it is one.
         `plan` is called again where an earlier failure in the background cancelled the first attempt; nothing else of
         the call may be undecided by then. An empty transaction is final when the call returns.
 
@@ -305,7 +317,8 @@ class PagePool:
             DriverError: another driver call failed. Nothing has changed in either case.
         """
         call = self.call
-        assert call is not None
+        if call is None:
+            return self.atomically(lambda: self.execute(plan))
         assert call.change is None, "a plan has to hold all that depends on it"
         repairs = len(call.repairs)
         while True:
@@ -361,7 +374,7 @@ class PagePool:
         if self.lock.acquire(blocking=False):
             try:
                 if self._refusal is None and not self.is_inside():
-                    _Chores(self).catch_up()
+                    self.atomically(lambda: None)
             finally:
                 self.lock.release()
 
@@ -423,20 +436,6 @@ class PagePool:
             )
         error.__cause__ = cause
         return error
-
-
-class _Chores:
-    """A call of a pool without a cache."""
-
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-
-    def _check_open(self) -> None:
-        """It always is."""
-
-    @atomic
-    def catch_up(self) -> None:
-        """What every call begins with is all."""
 
 
 def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:

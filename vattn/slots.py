@@ -636,6 +636,8 @@ class Slots:
             missing -= self._reclaim_surplus(change, missing, handle)
             if missing > 0:
                 missing -= self._evict(change, missing, wait=True, running=True, handle=handle)
+            if missing > 0:  # what running requests gave up may be mapped in idle slots, too
+                missing -= self.reclaim(change, missing, wait=True)
         if missing > 0 and not hopeless and need <= self._budget - self._held:
             missing -= self._pool.reclaim(change, missing, wait=now)
         if missing > 0:
@@ -734,7 +736,7 @@ class Slots:
         for band in self._bands:
             if band.band.window is not None:
                 band.retire(change, slot, self._start[slot])
-        self._count(slot, self._private_pages(slot) - before)
+        self._changed(slot, before)
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues that what has left the windows of these slots is unmapped, once what was launched has ended."""
