@@ -46,6 +46,7 @@ class BandPages:
             )
             for kind in band.kinds
         ]
+        self._lanes = [(space, space.lanes) for space in self.spaces]
         self.shared = SharedBlocks(band, slots, pool.native, self.spaces)
         self.rows = Rows(band.kinds, self.spaces, pool.driver.dlpack_device)
 
@@ -57,6 +58,8 @@ class BandPages:
 
     def sees(self, slot: int, start: int) -> bool:
         """Whether what is mapped of the slot lies where it can be grown for queries from token `start` on."""
+        if self.band.window is None:
+            return True
         floor = self.band.floor(start)
         return all(
             self._empty(space, slot) or space.first(slot) <= kind.columns(floor) <= space.columns(slot)
@@ -65,6 +68,8 @@ class BandPages:
 
     def outlived(self, slot: int, start: int) -> bool:
         """Whether blocks of the slot are mapped that queries from token `start` on do not see."""
+        if self.band.window is None:
+            return False
         floor = self.band.floor(start)
         return any(
             not self._empty(space, slot) and space.first(slot) < kind.columns(floor) for kind, space in self._kinds()
@@ -79,7 +84,13 @@ class BandPages:
 
     def extent(self, slot: int) -> int:
         """The token up to which the slot is mapped; 0 where nothing is."""
-        return min(0 if self._empty(space, slot) else kind.tokens(space.columns(slot)) for kind, space in self._kinds())
+        least = None
+        for kind, space in zip(self.band.kinds, self.spaces, strict=True):
+            columns = space.columns(slot)
+            tokens = kind.tokens(columns) if columns > space.first(slot) else 0
+            least = tokens if least is None or tokens < least else least
+        assert least is not None
+        return least
 
     def reaches(self, slot: int, depth: int) -> bool:
         """Whether anything is mapped of the slot from that depth on."""
@@ -87,7 +98,10 @@ class BandPages:
 
     def pages(self, slot: int) -> int:
         """Pages that are mapped under the slot."""
-        return sum(space.lanes * (space.columns(slot) - space.first(slot)) for space in self.spaces)
+        pages = 0
+        for space, lanes in self._lanes:
+            pages += lanes * (space.columns(slot) - space.first(slot))
+        return pages
 
     def private_pages(self, slot: int) -> int:
         """Those of them that are in no block."""

@@ -56,6 +56,11 @@ class KVCache(Slots):
     """
 
     def __init__(self, config: KVConfig, *, pool: PagePool | None = None) -> None:
+        if not isinstance(config, KVConfig) or not isinstance(pool, PagePool | None):
+            raise ConfigError(
+                f"KVCache(config, pool=...) takes a vattn.KVConfig and a vattn.PagePool, not {shown(config)} and "
+                f"{shown(pool)}; vattn.init takes keywords"
+            )
         layout, budget = resolve(
             config,
             pool_page_size=pool.page_size if pool else None,
@@ -301,13 +306,14 @@ class KVCache(Slots):
             DriverError: a driver call failed. Nothing changed.
         """
         began = time.perf_counter_ns()
-        if not isinstance(lengths, Mapping):
+        if type(lengths) is not dict and not isinstance(lengths, Mapping):
             lengths = self._by_slot(lengths)
         limit = self._limit
         try:
             crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
-            # A sum is an int where all are, and a bool, which counts as one, is at most 1.
-            if lengths and not (type(sum(lengths.values())) is int is type(sum(lengths)) and min(lengths.values()) > 1):
+            # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
+            plain = type(sum(lengths.values())) is int is type(sum(lengths)) and {int}.issuperset(map(type, crossing))
+            if lengths and not (plain and min(lengths.values()) > 1):
                 raise TypeError
         except Exception:  # something else is among them, or a length below 2
             lengths = self._checked_lengths(lengths)

@@ -10,7 +10,7 @@ import torch
 
 from vattn import drivers
 from vattn.errors import ConfigError
-from vattn.groups import TensorGroup, check_int, parse_dtype
+from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, check_int, parse_dtype
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
@@ -90,17 +90,17 @@ class KVConfig:
     watermark: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_context_len"):
-            self._check_int(name, at_least=1)
+        self._check_int("max_batch_size", at_least=1, at_most=MOST_SLOTS)
+        self._check_int("max_context_len", at_least=1, at_most=MOST_TOKENS)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.groups is not None:
             object.__setattr__(self, "groups", tuple(self.groups))
         _ = self.tensor_groups
         if self.block_tokens is not None:
-            self._check_int("block_tokens", at_least=1)
+            self._check_int("block_tokens", at_least=1, at_most=MOST_TOKENS)
         for name in ("guard_rows", "eager_pages"):
-            self._check_int(name, at_least=0)
+            self._check_int(name, at_least=0, at_most=MOST_TOKENS)
         self._check_choice("layout", ("auto", *LAYOUTS))
         self._check_choice("kv_order", ("auto", "NHD", "HND"))
         self._check_choice("guard", ("zero", "strict"))
@@ -119,7 +119,7 @@ class KVConfig:
                     f"memory_utilization={share} is for memory_budget='auto', which is {self.memory_budget!r}; give one"
                 )
         if self.page_size != "auto":
-            self._check_int("page_size", at_least=1)
+            self._check_int("page_size", at_least=1, at_most=2**40)
             if drivers.parse(self.device).type == "cpu":
                 drivers.check_page_size(self.page_size)
         drivers.parse(self.device)
@@ -149,7 +149,7 @@ class KVConfig:
             missing = [name for name in (*plain[:3], "dtype") if getattr(self, name) is None]
             if missing:
                 raise ConfigError(f"{', '.join(missing)} must be given, or groups=[vattn.TensorGroup(...), ...]")
-            self._check_int("num_layers", at_least=1)
+            self._check_int("num_layers", at_least=1, at_most=MOST_LAYERS)
             assert self.num_layers is not None
             assert self.num_kv_heads is not None
             assert self.head_dim is not None
@@ -177,8 +177,8 @@ class KVConfig:
                 raise ConfigError("dtype must be given, to the cache or to each of its groups")
         return tuple(group if group.dtype is not None else replace(group, dtype=self.dtype) for group in groups)
 
-    def _check_int(self, name: str, *, at_least: int) -> None:
-        check_int(name, getattr(self, name), at_least=at_least)
+    def _check_int(self, name: str, *, at_least: int, at_most: int) -> None:
+        object.__setattr__(self, name, check_int(name, getattr(self, name), at_least=at_least, at_most=at_most))
 
     def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
         value = getattr(self, name)

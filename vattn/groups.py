@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from vattn.errors import ConfigError
+from vattn.integers import as_int, shown
+
+# More than any model and machine has, and few enough that nothing is computed or reserved for a slip of the keyboard.
+MOST_LAYERS = MOST_SLOTS = 2**16
+MOST_HEADS = 2**20  # also elements of a head
+MOST_TOKENS = 2**32
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
@@ -39,20 +46,21 @@ class TensorGroup:
 
     def __post_init__(self) -> None:
         try:
-            layers = tuple(self.layers)
+            layers = tuple(itertools.islice(self.layers, MOST_LAYERS + 1))
         except TypeError:
-            raise ConfigError(f"layers={self.layers!r} must be layer indices, range(32) say") from None
-        for layer in layers:
-            check_int("layers", layer, at_least=0)
+            raise ConfigError(f"layers={shown(self.layers)} must be layer indices, range(32) say") from None
+        if len(layers) > MOST_LAYERS:
+            raise ConfigError(f"layers={shown(self.layers)} are more than {MOST_LAYERS}")
         if not layers:
             raise ConfigError("a tensor group without layers; leave it out")
-        object.__setattr__(self, "layers", layers)
-        check_int("num_kv_heads", self.num_kv_heads, at_least=1)
-        check_int("head_dim", self.head_dim, at_least=1)
-        if self.v_head_dim is not None:
-            check_int("v_head_dim", self.v_head_dim, at_least=0)
-        if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, at_least=1)
+        object.__setattr__(
+            self, "layers", tuple(check_int("layers", layer, at_least=0, at_most=MOST_TOKENS) for layer in layers)
+        )
+        for name, least in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0), ("sliding_window", 1)):
+            value = getattr(self, name)
+            if value is not None or name in ("num_kv_heads", "head_dim"):
+                most = MOST_TOKENS if name == "sliding_window" else MOST_HEADS
+                object.__setattr__(self, name, check_int(name, value, at_least=least, at_most=most))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
 
@@ -93,7 +101,16 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
 
 
-def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Raise a ConfigError for what is no whole number, or too small a one."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {at_least}")
+def check_int(name: str, value: object, *, at_least: int, at_most: int) -> int:
+    """A whole number as an `int`.
+
+    Raises:
+        ConfigError: it is none, or too small or large a one.
+    """
+    try:
+        number = as_int(value)
+    except TypeError:
+        number = at_least - 1
+    if not at_least <= number <= at_most:
+        raise ConfigError(f"{name}={shown(value)} must be a whole number from {at_least} to {at_most}")
+    return number

@@ -96,6 +96,11 @@ class IdleSlots(Collection[int]):
             at = first
         return found
 
+    def largest_extent(self) -> int:
+        """Tokens that back the largest slot without blocks; 0 without any."""
+        end = bisect.bisect_left(self._order, (1,)) if self._order and self._order[-1].blocks else len(self._order)
+        return self._order[end - 1].extent if end else 0
+
     def largest_empty(self, limit: int) -> list[int]:
         """Up to `limit` slots without blocks, those that back most first."""
         end = bisect.bisect_left(self._order, (1,))

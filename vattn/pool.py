@@ -27,6 +27,8 @@ from vattn.units import format_bytes, parse_bytes
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
+_MOST_PAGES = 2**32  # the native module's page indices have 32 bits
+
 # Decides: changes the books and adds operations to the transaction. What it returns is not used.
 Plan = Callable[[Change], object]
 
@@ -125,6 +127,11 @@ class PagePool:
         size = parse_bytes(budget, "budget")
         if size < page_size:
             raise ConfigError(f"budget={budget!r} is below one page of {format_bytes(page_size)}")
+        if size // page_size >= _MOST_PAGES:
+            raise ConfigError(
+                f"budget={budget!r} is {size // page_size} pages of {format_bytes(page_size)}; a pool has fewer than "
+                f"{_MOST_PAGES}: give less, or larger pages"
+            )
         self.native = _native.PagePool(page_size, size // page_size)
         self.mapper = _native.Mapper(self.driver.native, self.native)
         self.lock = threading.RLock()

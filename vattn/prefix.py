@@ -94,7 +94,7 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
         InvalidTokens: it is no sequence of whole numbers of 64 bits.
     """
     try:
-        if isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
+        if type(token_ids) is not list and isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
             raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
         return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids).tolist()
     except Exception as error:  # what iterates may raise anything

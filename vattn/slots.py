@@ -118,6 +118,10 @@ class Slots:
             self._idle.add(slot, 0, 0, 0, None)
         self._private_active = 0  # pages of active slots that are in no block
         self._private_idle = 0
+        self._low_water = int(config.watermark * budget)  # free pages below which parked ones are unmapped
+        # An idle slot that backs so many tokens has its eager pages; with windows more has to be looked at.
+        kinds = layout.kinds if config.eager_pages and not self._windowed else ()
+        self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)
         self._peak = 0
         self._waits = 0  # times that a step waited for the driver
         self._wait_ns = 0
@@ -428,10 +432,11 @@ class Slots:
         self._know(change, slot, Known())
         del self._length[slot], self._limit[slot], self._start[slot]
         self._origin.pop(slot, None)
+        facts = self._facts(slot)
         private = self._private_pages(slot)
         self._private_active -= private
         self._private_idle += private
-        self._idle.add(slot, *self._facts(slot))
+        self._idle.add(slot, *facts)
 
     def _give_up(self, slot: int) -> None:
         """The call that took a slot ends without its number having been given to anybody."""
@@ -776,7 +781,7 @@ class Slots:
         leaving = [slot for slot in self._leaving if self._fences.passed(slot)]
         if leaving:
             self._in_background(lambda change: self._vacate(change, leaving))
-        low = self._low_water()
+        low = self._low_water
         if self._parked and self._free() < low:
             self._in_background(lambda change: self._reclaim_parked(change, low - self._free(), wait=False))
         self._prepare_idle_slot()
@@ -798,12 +803,14 @@ class Slots:
         """Backs the start of the best idle slot, so that the next request's prefill finds its pages mapped."""
         if not self.config.eager_pages:
             return
+        if self._eager_tokens is not None and self._idle.largest_extent() >= self._eager_tokens:
+            return
         empty = self._idle.largest_empty(_CANDIDATES)
         slot = next((slot for slot in empty if all(band.begins(slot) for band in self._bands)), None)
         if slot is None:
             return
         pages = sum(band.eager_growth(slot, self.config.eager_pages) for band in self._bands)
-        if not pages or self._free() - pages < self._low_water():
+        if not pages or self._free() - pages < self._low_water:
             return
 
         def plan(change: Change) -> None:
@@ -906,9 +913,6 @@ class Slots:
     def _free(self) -> int:
         """Pages that a slot can take without any being unmapped."""
         return min(self._budget - self._held, self._pool.free_pages)
-
-    def _low_water(self) -> int:
-        return int(self.config.watermark * self._budget)
 
     def _set_limit(self, slot: int) -> None:
         length = self._length[slot]

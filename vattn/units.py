@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 
 from vattn.errors import ConfigError
+from vattn.integers import as_int, shown
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+
+
+_MOST_BYTES = 2**50  # more than any machine has
 
 
 def parse_bytes(value: int | str, what: str) -> int:
@@ -21,16 +25,19 @@ def parse_bytes(value: int | str, what: str) -> int:
         ConfigError: if it is no such text or not positive.
     """
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
-            raise ConfigError(f"{what}={value!r} is not a size; write bytes, or text such as '4GiB' or '512MiB'")
+            raise ConfigError(f"{what}={shown(value)} is not a size; write bytes, or text such as '4GiB' or '512MiB'")
         size = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
     else:
-        raise ConfigError(f"{what}={value!r} is not a size; write bytes, or text such as '4GiB'")
-    if size <= 0:
-        raise ConfigError(f"{what}={value!r} must be more than 0 bytes")
+        try:
+            size = as_int(value)
+        except TypeError:
+            raise ConfigError(f"{what}={shown(value)} is not a size; write bytes, or text such as '4GiB'") from None
+    if not 0 < size <= _MOST_BYTES:
+        raise ConfigError(
+            f"{what}={shown(value)} must be more than 0 bytes, and no more than {format_bytes(_MOST_BYTES)}"
+        )
     return size
 
 
