@@ -253,7 +253,7 @@ def small() -> vattn.KVCache:
 def test_lengths_of_narrow_types_are_counted_in_full(kind: Callable[[int], Any]) -> None:
     with small() as cache:
         reqid = cache.alloc_reqid()
-        with pytest.raises(vattn.OutOfPages, match="2000[01] pages"):
+        with pytest.raises(vattn.OutOfPages, match=r"2000[01] pages"):
             cache.step({reqid: kind(20000)})
         cache.step({reqid: kind(300)})
         assert cache.page_map()[reqid].length == 300
