@@ -418,6 +418,22 @@ class KVCache(Slots):
             raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self._views))}")
         return views
 
+    def lend(self, index: int, owner: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """`layer`, as tensors that keep `owner` alive. An owner that refers to the cache keeps its memory mapped as
+        long as somebody has one of them: a cache that is not closed gives it back when nobody refers to it any more.
+        """
+        self.layer(index)
+        spaces = [space for band in self._bands for space in band.spaces]
+
+        def view(where: TensorView) -> torch.Tensor:
+            return self._view(
+                where, spaces[where.kind].tensor(where.tensor, *self._pool.driver.dlpack_device, owner=owner)
+            )
+
+        with torch.inference_mode(False):
+            k, v = self.layout.views[index]
+            return view(k), view(v)
+
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that the cache has K and V of."""
@@ -744,11 +760,13 @@ class KVCache(Slots):
             ]
 
             def view(where: TensorView) -> torch.Tensor:
-                base = bases[where.kind][where.tensor].view(where.dtype)
-                shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
-                return base.as_strided(shape, where.strides, where.offset)
+                return self._view(where, bases[where.kind][where.tensor])
 
             return {layer: (view(k), view(v)) for layer, (k, v) in self.layout.views.items()}
+
+    def _view(self, where: TensorView, base: torch.Tensor) -> torch.Tensor:
+        shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
+        return base.view(where.dtype).as_strided(shape, where.strides, where.offset)
 
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
