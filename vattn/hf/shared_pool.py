@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from vattn import _native, drivers
+from vattn.journal import Change
 from vattn.pool import PagePool, Plan, Tenant
 
 _pools: weakref.WeakValueDictionary[tuple[torch.device, int, drivers.Guard], SharedPool] = weakref.WeakValueDictionary()
@@ -54,9 +55,9 @@ def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: 
 def _and_release(give_back: Plan, native: _native.PagePool) -> Plan:
     """`give_back`, and what is free afterwards goes to the machine. It knows no pool, as pools keep such plans."""
 
-    def plan(transaction: _native.Transaction) -> None:
-        give_back(transaction)
-        native.release_free(transaction, native.counts().free)
+    def plan(change: Change) -> None:
+        give_back(change)
+        native.release_free(change.transaction, native.counts().free)
 
     return plan
 
