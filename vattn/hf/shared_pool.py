@@ -1,14 +1,13 @@
-"""The pools that caches of `generate()` share: one per device, page size and guard, for as long as a cache uses it.
+"""The pools that caches of `generate()` share: one per device, page size and guard, kept for caches to come.
 
-A cache per call is then no thread per call while another one lives. What a cache has goes back to the machine when the
-cache does, as from a pool of its own.
+A cache per call is then no thread per call. What a cache has goes back to the machine when the cache does, as from a
+pool of its own: a pool that no cache uses is a thread that sleeps.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 
 import torch
 
@@ -16,7 +15,7 @@ from vattn import _native, drivers
 from vattn.journal import Change
 from vattn.pool import PagePool, Plan, Tenant
 
-_pools: weakref.WeakValueDictionary[tuple[torch.device, int, drivers.Guard], SharedPool] = weakref.WeakValueDictionary()
+_pools: dict[tuple[torch.device, int, drivers.Guard], SharedPool] = {}
 _lock = threading.Lock()
 
 
@@ -30,9 +29,22 @@ class SharedPool(PagePool):
 
     def leave(self, tenant: Tenant, give_back: Plan) -> None:
         super().leave(tenant, _and_release(give_back, self.native))
+        self._let_go()
 
     def leave_behind(self, give_back: Plan) -> None:
         super().leave_behind(_and_release(give_back, self.native))
+        if self.lock.acquire(blocking=False):
+            try:
+                if self.usable and not self.is_inside():
+                    self._let_go()
+            finally:
+                self.lock.release()
+
+    def _let_go(self) -> None:
+        """Has the worker let go of what it executed last, which is kept until the next transaction: with it goes the
+        address space of a cache that is gone.
+        """
+        self.mapper.submit(_native.Transaction())
 
 
 def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: drivers.Guard) -> SharedPool:

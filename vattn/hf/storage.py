@@ -481,16 +481,17 @@ class Storage:
         """
         assert self._rows is not None
         groups = self._groups(shape, range(len(self._windows)), None)[0]
-        asked = _kv_config(groups, shape.device, self._rows.slots, self._settings)
-        budget = budget_bytes(asked.memory_budget, asked.device, asked.memory_utilization)
-        settings = self._settings | {"memory_budget": budget}
-        settings.pop("memory_utilization", None)
-        page_size = resolve(_kv_config(groups, shape.device, self._rows.slots, settings))[0].page_size
-        self._owns_pool = asked.memory_budget != "auto" or len(set(self._windows.values())) > 1
+        settings = self._settings.copy()
+        asked = settings["memory_budget"]
+        budget = budget_bytes(asked, shape.device, settings.pop("memory_utilization", "auto"))
+        settings["memory_budget"] = budget
+        config = _kv_config(groups, shape.device, self._rows.slots, settings)
+        page_size = resolve(config)[0].page_size
+        self._owns_pool = asked != "auto" or len(set(self._windows.values())) > 1
         if self._owns_pool:
-            self._pool = PagePool(budget, device=asked.device, page_size=page_size, guard=asked.guard)
+            self._pool = PagePool(budget, device=shape.device, page_size=page_size, guard=config.guard)
         else:
-            self._pool = shared_pool(budget, asked.device, page_size, asked.guard)
+            self._pool = shared_pool(budget, shape.device, page_size, config.guard)
         self._settings = settings
 
     def _groups(
