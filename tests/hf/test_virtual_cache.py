@@ -234,6 +234,7 @@ def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
         ("T5Config", {}, "encoder-decoder"),
         ("MllamaConfig", {}, "cross-attention"),
         ("MllamaTextConfig", {}, "cross-attention"),
+        ("BltConfig", {}, "says nothing of its layers"),
     ],
 )
 def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: str) -> None:

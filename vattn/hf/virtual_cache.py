@@ -434,6 +434,8 @@ def _model_layers(config: PretrainedConfig) -> list[Any]:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
         raise _unsupported(config, f"has layers of type {error}") from error
+    except AttributeError as error:  # Blt: several decoders, whose layers have different lengths
+        raise _unsupported(config, "has a config that says nothing of its layers") from error
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
             raise _unsupported(config, f"has layers with state besides keys and values ({type(layer).__name__})")
