@@ -88,13 +88,14 @@ Stats call_stats(const Driver& driver) {
 }
 
 nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, std::size_t index, int device_type,
-                                              int device_id) {
+                                              int device_id, nb::handle owner) {
   const AddressSpace& space = nb::cast<const AddressSpace&>(self);
   const std::size_t shape[1] = {space.tensor_bytes()};
+  const nb::tuple owners = nb::make_tuple(self, owner);
   return {reinterpret_cast<void*>(space.base(index)),
           1,
           shape,
-          self,
+          owners,
           nullptr,
           nb::dtype<std::uint8_t>(),
           device_type,
@@ -262,8 +263,9 @@ NB_MODULE(_native, m) {
           },
           "slot"_a, "begin"_a, "end"_a)
       .def("check", &AddressSpace::check)
-      .def("tensor", &tensor, "index"_a, "device_type"_a, "device_id"_a,
-           "One virtual tensor as uint8 [tensor_bytes], which keeps the addresses reserved while it lives.");
+      .def("tensor", &tensor, "index"_a, "device_type"_a, "device_id"_a, "owner"_a.none() = nb::none(),
+           "One virtual tensor as uint8 [tensor_bytes], which keeps the addresses reserved while it lives, and `owner` "
+           "alive.");
 
   nb::class_<Mapper>(m, "Mapper", "The worker that executes transactions in the order of their tickets.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool) {

@@ -26,4 +26,4 @@ def test_block_runs(block: str) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11

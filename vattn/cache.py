@@ -77,14 +77,15 @@ class KVCache(Slots):
         with pool.lock:
             pool.enter()
             super().__init__(config, layout, min(budget, pool.total_pages), pool)
-            self._views = self._make_views()
+            self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as they were asked for
             self._steps = 0
             self._step_ns = 0
             self._closed = False
             self._freed: set[int] = set()  # slots that the next call frees
             self._finalizer = weakref.finalize(self, _collected, pool, self._give_back(), self._owns_pool)
             pool.join(self)
-        _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
 
     # The interface
 
@@ -421,8 +422,27 @@ class KVCache(Slots):
         self._check_open()
         views = self._views.get(index)
         if views is None:
-            raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self._views))}")
+            views = self._views[index] = self.lend(index, None)
         return views
+
+    def lend(self, index: int, owner: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """`layer`, as tensors that keep `owner` alive. An owner that refers to the cache keeps its memory mapped as
+        long as somebody has one of them: a cache that is not closed gives it back when nobody refers to it any more.
+        """
+        self._check_open()
+        if index not in self.layout.views:
+            raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
+        spaces = [space for band in self._bands for space in band.spaces]
+
+        def view(where: TensorView) -> torch.Tensor:
+            base = spaces[where.kind].tensor(where.tensor, *self._pool.driver.dlpack_device, owner=owner)
+            shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
+            return base.view(where.dtype).as_strided(shape, where.strides, where.offset)
+
+        # Outside inference mode: a tensor made inside it could not be written outside it.
+        with torch.inference_mode(False):
+            k, v = self.layout.views[index]
+            return view(k), view(v)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -739,22 +759,6 @@ class KVCache(Slots):
     def _enter(self) -> None:
         self._check_open()
         self._pool.enter()
-
-    def _make_views(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        # Outside inference mode: a tensor made inside it could not be written outside it.
-        with torch.inference_mode(False):
-            bases = [
-                [space.tensor(i, *self._pool.driver.dlpack_device) for i in range(kind.tensors)]
-                for band in self._bands
-                for kind, space in zip(band.band.kinds, band.spaces, strict=True)
-            ]
-
-            def view(where: TensorView) -> torch.Tensor:
-                base = bases[where.kind][where.tensor].view(where.dtype)
-                shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
-                return base.as_strided(shape, where.strides, where.offset)
-
-            return {layer: (view(k), view(v)) for layer, (k, v) in self.layout.views.items()}
 
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:

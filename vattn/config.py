@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -254,8 +254,10 @@ def resolve(
     else:
         sizes = list(device.page_sizes)
 
-    candidates = [build_layout(config, name, size) for name in names for size in sizes]
+    # One after the other, as a layout takes longer than all else here and the first usually will do.
+    candidates: Iterable[Layout] = (build_layout(config, name, size) for name in names for size in sizes)
     if config.block_tokens is not None:
+        candidates = list(candidates)
         fine = [c for c in candidates if c.block_tokens <= config.block_tokens]
         if not fine:
             best = min(candidates, key=lambda c: c.block_tokens)
@@ -281,8 +283,14 @@ def resolve(
             and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
         )
 
-    finest = min(candidates, key=lambda c: c.pages(1) * c.page_size)
-    chosen = next(filter(comfortable, candidates), finest)
+    tried = []
+    for candidate in candidates:
+        tried.append(candidate)
+        if comfortable(candidate):
+            chosen = candidate
+            break
+    else:
+        chosen = min(tried, key=lambda c: c.pages(1) * c.page_size)
     if pages(chosen) < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
         raise ConfigError(

@@ -21,6 +21,7 @@ heads). Groups with the same window form a *band*: what they back of a slot is t
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,6 +204,19 @@ def build(
         page_size: bytes of a page, a multiple of every element's.
         window_guard: rows before a window that a kernel may read without using them.
     """
+    return _build(name, kv_order, tuple(groups), slots, tokens, page_size, window_guard)
+
+
+@functools.lru_cache(maxsize=64)  # a cache per call of generate() asks for the same again and again
+def _build(
+    name: LayoutName,
+    kv_order: KVOrder,
+    groups: tuple[TensorGroup, ...],
+    slots: int,
+    tokens: int,
+    page_size: int,
+    window_guard: int,
+) -> Layout:
     views: dict[int, tuple[TensorView, TensorView]] = {}
     kinds: list[TensorKind] = []
     members: dict[int | None, tuple[list[TensorKind], list[TensorGroup]]] = {}

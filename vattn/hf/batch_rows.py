@@ -51,7 +51,8 @@ class BatchRows:
     def add(self, cache: KVCache) -> None:
         """Takes a new cache's slots, and backs what the rows have."""
         _claim(cache)
-        cache.step(dict.fromkeys(range(self.count), self.length))
+        if self.length:
+            cache.step(dict.fromkeys(range(self.count), self.length))
         self._caches.append(cache)
 
     def step(self, length: int) -> None:
@@ -60,8 +61,9 @@ class BatchRows:
         for cache, window in self._windows():
             if 0 < length < before and max(0, length - window + 1) < self._first.get(cache, 0):
                 raise InvalidLength(
-                    f"the rows cannot go back from {before} tokens to {length}: they were reordered or repeated since, "
-                    f"and got the last {window} tokens only in layers with that window; crop before, or reset"
+                    f"the rows cannot go back from {before} tokens to {length}: they were reordered, repeated or "
+                    f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
+                    "reset"
                 )
         rows = dict.fromkeys(range(self.count), length)
         try:
@@ -78,6 +80,11 @@ class BatchRows:
             self._first.clear()
         self.start = min(before, length)
         self.length = length
+
+    def arrived(self, start: int) -> None:
+        """The rows got their tokens from elsewhere: in layers with a window those that queries from `start` on see."""
+        self.start = start
+        self._first = {cache: max(0, start - window + 1) for cache, window in self._windows()}
 
     def resize(self, count: int) -> None:
         """Other rows, empty ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +14,20 @@ from transformers import PretrainedConfig
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig, budget_bytes, resolve
-from vattn.errors import CacheClosed, ConfigError, InvalidLength, VattnError
+from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, VattnError
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
+from vattn.hf.shared_pool import SharedPool, shared_pool
 from vattn.pool import PagePool
 from vattn.quantised import Scales, dequantise, quantise, quantised_groups
 from vattn.stats import CacheStats
+
+# What is kept of a layer, in plain form: its length, the first token that is there, the element type of its keys, and
+# `View.stored` from that token on. And of a cache: where the last forward pass began, and its layers.
+SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
+Saved = tuple[int, list[SavedLayer | None]]
+
+_storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,16 @@ class View:
 
     def store(self, key: Tensor, value: Tensor, start: int) -> None:
         """Writes new rows, from token `start` on."""
-        new: tuple[Tensor, ...] = (key, value)
+        self.store_part(0, key, start)
+        self.store_part(1, value, start)
+
+    def store_part(self, which: int, rows: Tensor, start: int) -> None:
+        """Writes rows of K (0) or of V (1), from token `start` on."""
+        tokens = rows.shape[2]
         if self.scales is not None:
-            (key, key_scales), (value, value_scales) = quantise(key), quantise(value)
-            new = (key, value, key_scales, value_scales)
-        for tensor, rows in zip(self.stored, new, strict=True):
-            tensor.narrow(2, start, rows.shape[2]).copy_(rows)
+            rows, scales = quantise(rows)
+            self.scales[which].narrow(2, start, tokens).copy_(scales)
+        (self.keys, self.values)[which].narrow(2, start, tokens).copy_(rows)
 
     def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """K and V of tokens `[first, end)`: views, or copies of what codes stand for."""
@@ -100,13 +114,27 @@ class _Place:
     shape: Shape
 
 
+class _Lease:
+    """What tensors own that show the memory of a cache: as long as one is there, the cache is not collected."""
+
+    __slots__ = ("__weakref__", "cache")
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+
 class Storage:
     """The memory behind the layers. It knows no layer, so that nothing but references keeps a cache alive.
+
+    Whoever has a tensor that shows this memory keeps it (`_Lease`): caches are left to such tensors, not closed under
+    them. A tensor that a user asked for (`part`) shows the same for ever: before that would change, the storage moves
+    to other memory. Tensors that an update gave are a model's, which is done with them before anything changes.
 
     Attributes:
         views: per layer; None until its first update.
         lengths: tokens per layer. They differ within a forward pass only.
         end: what the lengths are after the forward pass under way; -1 where something was taken back since.
+        ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
     """
 
     def __init__(
@@ -124,16 +152,22 @@ class Storage:
         self.views: list[View | None] = [None] * num_layers
         self.lengths = [0] * num_layers
         self.end = -1
+        self.ungraded = [self.max_context_len] * num_layers
         self._config = config
         self._settings = settings
         self._max_batch_size = max_batch_size
-        self._given_pool = pool
         self._pool = pool
+        self._owns_pool = False
         self._windows = windows
         self._quantised = quantised
         self._rows: BatchRows | None = None
         self._places: dict[int, _Place] = {}
+        self._leases: dict[KVCache, _Lease] = {}
+        self._lent: weakref.WeakSet[_Lease] = weakref.WeakSet()  # of tensors that `part` gave, of the caches now used
+        self._left: weakref.WeakSet[KVCache] = weakref.WeakSet()  # to tensors
         self._closed = False
+        self._forked: ForkedProcess | None = None
+        _storages.add(self)
 
     @property
     def count(self) -> int:
@@ -141,8 +175,26 @@ class Storage:
         return self._rows.count if self._rows else 0
 
     def check_open(self) -> None:
+        if self._forked is not None:
+            raise self._forked
         if self._closed:
-            raise CacheClosed("the cache is closed; make a new one, and do not touch this one's tensors")
+            raise CacheClosed("the cache is closed; make a new one")
+
+    def length(self, index: int) -> int:
+        """Tokens of a layer; a forked child may know them too."""
+        if self._closed:
+            self.check_open()
+        return self.lengths[index]
+
+    def refuse_in_child(self) -> None:
+        """In a forked child, where what the tensors show is not mapped."""
+        self.views = [None] * len(self.views)
+        self.end = -1
+        self._forked = ForkedProcess(
+            f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): its "
+            "memory does not survive a fork; make a cache here, hand over a saved one (pickle), or start workers with "
+            "'spawn'"
+        )
 
     def open_caches(self) -> list[KVCache]:
         """The caches that the layers lie in."""
@@ -177,11 +229,13 @@ class Storage:
         assert view is not None
         return view
 
-    def advance(self, index: int, tokens: int) -> None:
-        """Backs what a forward pass adds, before the first of its layers stores anything."""
+    def advance(self, index: int, tokens: int) -> View:
+        """Backs what a forward pass adds, before the first of its layers stores anything; where that layer then is."""
         self.check_open()
         self._check_even()
         assert self._rows is not None
+        if self._lent and any(window is not None for window in self._windows.values()):
+            self._detach()  # what is behind a window goes
         start = self.lengths[index]
         if start + tokens > self.max_context_len:
             raise InvalidLength(
@@ -192,6 +246,9 @@ class Storage:
             self._rows.step(start)
         self._rows.step(start + tokens)
         self.end = start + tokens
+        view = self.views[index]
+        assert view is not None
+        return view
 
     def cut(self, lengths: Mapping[int, int]) -> None:
         """Forgets tokens of layers from these lengths on.
@@ -201,9 +258,17 @@ class Storage:
         """
         self.check_open()
         after = [min(length, lengths.get(index, length)) for index, length in enumerate(self.lengths)]
+        if after != self.lengths and max(after):
+            self._detach()
         if self._rows is not None and max(after) < self._rows.length:
             self._rows.step(max(after))
         self.lengths = after
+        self.ungraded = [
+            self.max_context_len if length <= first else first
+            for length, first in zip(after, self.ungraded, strict=True)
+        ]
+        if not max(after):
+            self._detach()  # to empty memory
         self.end = -1
 
     def first_kept(self, index: int) -> int:
@@ -211,24 +276,79 @@ class Storage:
         window = self._windows[index]
         return 0 if window is None or self._rows is None else max(0, self._rows.start - window + 1)
 
-    def restore(self, source: Storage) -> None:
-        """Takes over what another storage of the same config keeps; this one is empty."""
-        for index, length in enumerate(source.lengths):
-            if not length:
-                continue
-            shape, first = source._places[index].shape, source.first_kept(index)
-            rows = source.count, shape.num_kv_heads, 0
-            key, value = (
-                torch.empty(*rows, dim, dtype=shape.dtype, device=shape.device)
-                for dim in (shape.head_dim, shape.v_head_dim)
+    def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """K and V of tokens `[first, end)` of a layer, for a user to keep; None before the layer's first update."""
+        self.check_open()
+        view = self.views[index]
+        if view is None:
+            return None
+        if view.scales is None:
+            lease = _Lease(self._places[index].cache)
+            view = self._view(index, lease)
+            self._lent.add(lease)
+        return view.read(first, end)
+
+    def assign(self, index: int, which: int, first: int, rows: Tensor | None) -> None:
+        """Replaces K (0) or V (1) of a layer from token `first` on.
+
+        Raises:
+            ConfigError: other rows, tokens or shapes than are there, or a type that the layer's does not hold.
+        """
+        self.check_open()
+        name, view = ("keys", "values")[which], self.views[index]
+        if view is None:
+            raise ConfigError(f"layer {index} has no {name} before its first update; give them to update()")
+        shape = self._places[index].shape
+        dim = (shape.head_dim, shape.v_head_dim)[which]
+        held = (self.count, shape.num_kv_heads, self.lengths[index] - first, dim)
+        if not isinstance(rows, Tensor) or tuple(rows.shape) != held:
+            given = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise ConfigError(
+                f"the {name} of layer {index} are {list(held)}, the new ones {given}. An assignment replaces values; "
+                "tokens and rows change in all layers at once: crop(), reset(), reorder_cache(), "
+                "batch_select_indices() and batch_repeat_interleave() of the cache"
             )
-            view, kept = self.observe(index, key, value), source.views[index]
-            assert kept is not None
+        if torch.promote_types(shape.dtype, rows.dtype) != shape.dtype:
+            raise ConfigError(f"layer {index} holds {shape}; it cannot hold {name} in {rows.dtype} without loss")
+        new = rows.detach().clone()  # they may be a part of what is replaced
+        self._detach()
+        view = self.views[index]
+        assert view is not None
+        with torch.no_grad():
+            view.store_part(which, new, first)
+
+    def saved(self) -> Saved:
+        """What there is, as views."""
+        self.check_open()
+        self._check_even()
+        layers: list[SavedLayer | None] = [None] * len(self.views)
+        for index, view in enumerate(self.views):
+            length, first = self.lengths[index], self.first_kept(index)
+            if view is not None and length:
+                stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
+                layers[index] = (length, first, view.accepts[-1], stored)
+        return (0 if self._rows is None else self._rows.start), layers
+
+    def restore(self, saved: Saved) -> None:
+        """Takes over what was kept of a cache for the same model; this one is empty."""
+        start, layers = saved
+        for index, layer in enumerate(layers):
+            if layer is None:
+                continue
+            length, first, dtype, stored = layer
+            rows, heads = stored[0].shape[:2]
+            key, value = (
+                torch.empty(rows, heads, 0, tensor.shape[3], dtype=dtype, device=tensor.device) for tensor in stored[:2]
+            )
+            view = self.observe(index, key, value)
             if length != self.end:
-                self.advance(index, length)
-            for tensor, other in zip(view.stored, kept.stored, strict=True):
-                tensor.narrow(2, first, length - first).copy_(other.narrow(2, first, length - first))
+                view = self.advance(index, length)
+            with torch.no_grad():
+                for tensor, other in zip(view.stored, stored, strict=True):
+                    tensor.narrow(2, first, length - first).copy_(other)
             self.lengths[index] = length
+        if self._rows is not None:
+            self._rows.arrived(start)
 
     def settle(self) -> None:
         """Tells the caches that tokens were forgotten."""
@@ -251,7 +371,7 @@ class Storage:
         if self._max_batch_size is not None and len(sources) > self._max_batch_size:
             raise ConfigError(f"{len(sources)} rows; the cache was made for max_batch_size={self._max_batch_size}")
         self.settle()
-        if len(sources) > self._rows.capacity:
+        if len(sources) > self._rows.capacity or self._lent:
             self._move(sources)
         else:
             try:
@@ -276,30 +396,58 @@ class Storage:
             self._rows.step(0)
             self._rows.resize(batch)
         else:
-            for cache in self._reserve(self._max_batch_size or batch, batch, 0):
-                cache.close()
+            left = self._reserve(self._max_batch_size or batch, batch, 0)
+            self._show_all()
+            self._retire(left)
+            return
         self._show_all()
 
+    def _detach(self) -> None:
+        """Leaves the memory to tensors that `part` gave, if there are any, and goes on in a copy."""
+        if self._lent:
+            try:
+                self._move(range(self.count))
+            except OutOfPages as error:
+                error.add_note(
+                    "keys and values that were taken from the cache still show its memory, so that it has to move; "
+                    "delete them, or keep clones"
+                )
+                raise
+
     def _move(self, sources: Sequence[int]) -> None:
-        """To a larger reservation."""
-        length = max(self.lengths)
-        before = {index: view.stored for index, view in enumerate(self.views) if view is not None}
+        """To another reservation, with at least as many rows as this one."""
         assert self._rows is not None
-        start = self._rows.start
-        left = self._reserve(len(sources), len(sources), length)
-        self._rows.start = start
+        length, start = max(self.lengths), self._rows.start
+        left = self._reserve(max(self._rows.capacity, len(sources)), len(sources), length)
+        self._rows.arrived(start)
         rows = torch.tensor(sources)
-        with torch.no_grad():
-            for index, old in before.items():
-                self._show(index)
-                first = self.first_kept(index)
-                view = self.views[index]
-                assert view is not None
-                for tensor, source in zip(view.stored, old, strict=True):
+        for index in self._shown():
+            self._take_over(index, rows, length)
+        self._retire(left)
+
+    def _take_over(self, index: int, rows: Tensor, length: int) -> None:
+        """Shows a layer where it is now, with the tokens of these rows of where it was."""
+        first, old = self.first_kept(index), self.views[index]
+        assert old is not None
+        self._show(index)
+        view = self.views[index]
+        assert view is not None
+        if first < length:
+            with torch.no_grad():
+                for tensor, source in zip(view.stored, old.stored, strict=True):
                     kept = source.narrow(2, first, length - first)
                     tensor.narrow(2, first, length - first).copy_(kept[rows.to(source.device)])
-        for cache in left:
-            cache.close()
+
+    def _retire(self, caches: Sequence[KVCache]) -> None:
+        """Closes caches that are no longer used, but for those that tensors show: these go with the last of them."""
+        shown = {lease.cache for lease in self._lent}
+        self._lent = weakref.WeakSet()
+        for cache in caches:
+            lease = weakref.ref(self._leases.pop(cache))
+            if lease() is None and cache not in shown:
+                cache.close()
+            else:
+                self._left.add(cache)
 
     def _check_even(self) -> None:
         lengths = {self.lengths[index] for index in self._shown()}
@@ -317,16 +465,34 @@ class Storage:
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
         if self._pool is None:
-            everything = _kv_config(
-                self._groups(shape, range(len(self._windows)), None)[0], self._rows.slots, self._settings
-            )
-            page_size = resolve(everything)[0].page_size
-            budget = budget_bytes(everything.memory_budget, everything.device, everything.memory_utilization)
-            self._pool = PagePool(budget, device=everything.device, page_size=page_size, guard=everything.guard)
+            self._find_pool(shape)
         groups, scales = self._groups(shape, alike, window)
-        cache = KVCache(_kv_config(groups, self._rows.slots, self._settings), pool=self._pool)
+        assert self._pool is not None
+        cache = KVCache(_kv_config(groups, shape.device, self._rows.slots, self._settings), pool=self._pool)
         self._rows.add(cache)
+        self._leases[cache] = _Lease(cache)
         self._places |= {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
+
+    def _find_pool(self, shape: Shape) -> None:
+        """The pool for layers that are expected to have this shape.
+
+        A budget that was given holds for all layers together, and so does an automatic one where layers differ in their
+        windows: that takes a pool of its own, as a pool bounds each cache on it alone.
+        """
+        assert self._rows is not None
+        groups = self._groups(shape, range(len(self._windows)), None)[0]
+        settings = self._settings.copy()
+        asked = settings["memory_budget"]
+        budget = budget_bytes(asked, shape.device, settings.pop("memory_utilization", "auto"))
+        settings["memory_budget"] = budget
+        config = _kv_config(groups, shape.device, self._rows.slots, settings)
+        page_size = resolve(config)[0].page_size
+        self._owns_pool = asked != "auto" or len(set(self._windows.values())) > 1
+        if self._owns_pool:
+            self._pool = PagePool(budget, device=shape.device, page_size=page_size, guard=config.guard)
+        else:
+            self._pool = shared_pool(budget, shape.device, page_size, config.guard)
+        self._settings = settings
 
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None
@@ -351,6 +517,7 @@ class Storage:
             rows.add(caches[old])
         rows.step(length)
         self._rows = rows
+        self._leases |= {cache: _Lease(cache) for cache in caches.values()}
         self._places = {index: replace(place, cache=caches[place.cache]) for index, place in self._places.items()}
         return list(caches)
 
@@ -362,17 +529,24 @@ class Storage:
             self._show(index)
 
     def _show(self, index: int) -> None:
+        self.views[index] = self._view(index, self._leases[self._places[index].cache])
+
+    def _view(self, index: int, lease: _Lease) -> View:
+        """A layer's rows in use, as tensors that keep the lease."""
         place = self._places[index]
-        keys, values = (tensor.transpose(1, 2).narrow(0, 0, self.count) for tensor in place.cache.layer(place.layer))
         shape = place.shape
+        keys, values = (
+            tensor.transpose(1, 2).narrow(0, 0, self.count) for tensor in place.cache.lend(place.layer, lease)
+        )
         scales = None
         if place.scales is not None:
             # One row for all layers: as heads of one element, like the codes' heads.
-            row = place.cache.layer(place.scales.layer)[0].narrow(0, 0, self.count)[:, :, 0].transpose(1, 2)[..., None]
+            row = place.cache.lend(place.scales.layer, lease)[0].narrow(0, 0, self.count)
+            row = row[:, :, 0].transpose(1, 2)[..., None]
             # V of no elements has no scales either, and takes K's place without a use.
             per_value = place.scales.values if shape.v_head_dim else place.scales.keys
             scales = row[:, place.scales.keys], row[:, per_value][..., : 1 if shape.v_head_dim else 0]
-        self.views[index] = View(
+        return View(
             keys,
             values,
             scales,
@@ -389,10 +563,12 @@ class Storage:
         if len(parts) == 1:
             return parts[0]
         assert self._pool is not None
-        budget, free = self._pool.total_pages, self._pool.free_pages
         owned, parked, cached = (
             sum(getattr(part, f"{name}_pages") for part in parts) for name in ("owned", "parked", "cached")
         )
+        shared = isinstance(self._pool, SharedPool)
+        budget = sum(part.budget_pages for part in parts) if shared else self._pool.total_pages
+        free = min(self._pool.free_pages, budget - owned - parked - cached)
         return replace(
             parts[0],
             budget_pages=budget,
@@ -421,19 +597,31 @@ class Storage:
     def close(self) -> None:
         if self._closed:
             return
-        for cache in self.open_caches():
-            cache.close()
-        if self._pool is not None and self._pool is not self._given_pool:
-            self._pool.close()
-        self._closed = True
+        caches = self.open_caches()
         self.views = [None] * len(self.views)
         self._places.clear()
+        self._rows = None
+        self._closed = True
+        self._retire(caches)
+        if self._pool is not None and self._owns_pool and not self._left:
+            self._pool.close()
+        self._pool = None
 
     def __str__(self) -> str:
+        if self._forked is not None:
+            return "of the parent process"
         if self._closed:
             return "closed"
         return f"{self.count} rows of {max(self.lengths)} tokens" + "".join(f", {c}" for c in self.open_caches())
 
 
-def _kv_config(groups: Sequence[TensorGroup], slots: int, settings: dict[str, Any]) -> KVConfig:
-    return KVConfig(groups=groups, max_batch_size=slots, **settings)
+def _refuse_in_child() -> None:
+    for storage in _storages:
+        storage.refuse_in_child()
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+def _kv_config(groups: Sequence[TensorGroup], device: torch.device, slots: int, settings: dict[str, Any]) -> KVConfig:
+    return KVConfig(groups=groups, device=device, max_batch_size=slots, **settings)

@@ -9,21 +9,30 @@ seen in the first update of each layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from vattn.config import KVConfig
 from vattn.errors import ConfigError, UnsupportedModel, VattnError
 from vattn.hf.folding import FoldingKeys
-from vattn.hf.storage import Storage
+from vattn.hf.storage import Saved, Storage, View
 from vattn.pool import PagePool
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # before transformers 5.20; layers that use another's K and V have no entry there
+
+    class DummyLayer:  # type: ignore[no-redef]
+        pass
+
 
 KVCacheDtype = Literal["auto", "int8"]
 
@@ -116,7 +125,9 @@ class VirtualCache(Cache):
             key_states, value_states: `[batch, num_kv_heads, new tokens, head_dim]`, V with its own head size.
 
         Returns:
-            K and V `[batch, num_kv_heads, tokens, head_dim]`, valid until the cache is reset, reordered or closed.
+            K and V `[batch, num_kv_heads, tokens, head_dim]`: the cache's memory, for this forward pass. They outlive
+            the cache, but show what becomes of it; `layers[i].keys` and `values` are for keeping. Where new tokens
+            require gradients, copies through which those flow.
 
         Raises:
             OutOfPages: the budget does not have the pages. Nothing is stored; the cache is as before the forward pass.
@@ -138,8 +149,7 @@ class VirtualCache(Cache):
 
     def reset(self) -> None:
         """Forgets all tokens. The memory stays, for the next ones; `trim` gives it back."""
-        super().reset()
-        self._storage.settle()
+        self._storage.cut(dict.fromkeys(range(len(self._storage.lengths)), 0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens of every row; no memory moves.
@@ -191,7 +201,9 @@ class VirtualCache(Cache):
         return self._storage.trim()
 
     def close(self) -> None:
-        """Gives all memory back; afterwards every call raises, and tensors got from `update` must not be touched."""
+        """Gives the memory back, what tensors got from the cache still show with the last of them; afterwards every
+        call raises `CacheClosed`.
+        """
         self._storage.close()
 
     def __enter__(self) -> Self:
@@ -204,12 +216,27 @@ class VirtualCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
         """A cache of its own with the same tokens."""
-        storage = self._storage
-        storage.check_open()
-        copied = VirtualCache(self._config, **self._arguments)
-        memo[id(self)] = copied
-        copied._storage.restore(storage)
+        saved = self._storage.saved()
+        copied = memo[id(self)] = VirtualCache(self._config, **self._arguments)
+        copied._storage.restore(saved)
         return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The tokens' keys and values, as tensors of their own, and what the cache was made with but for the pool."""
+        start, layers = self._storage.saved()
+        kept = [
+            None
+            if layer is None
+            else (*layer[:3], tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in layer[3]))
+            for layer in layers
+        ]
+        return _load, (self._config, self._arguments | {"pool": None}, (start, kept))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Per layer keys, values and the sliding window, as a `DynamicCache` gives and takes them."""
+        for layer in self.layers:
+            window = getattr(layer, "sliding_window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return f"VirtualCache({self._storage})"
@@ -233,14 +260,39 @@ class VirtualLayer(CacheLayerMixin):
         return self._storage.views[self._index] is not None
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """K of the tokens it has, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update."""
+    def keys(self) -> Tensor | None:
+        """K of the tokens it has, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update.
+
+        It may be written, which changes the cache (in 8 bits it is a copy), and kept: the cache leaves it what it
+        shows. An assignment replaces all of it.
+
+        Raises:
+            ConfigError: an assignment of another shape, or of a type that the layer's does not hold.
+        """
         return self._part(0)
 
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign(0, keys)
+
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """V of the tokens it has."""
+    def values(self) -> Tensor | None:
+        """V of the tokens it has; as `keys`."""
         return self._part(1)
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign(1, values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of keys and values."""
+        return self._shown().accepts[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._shown().keys.device
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._storage.observe(self._index, key_states, value_states)
@@ -254,13 +306,12 @@ class VirtualLayer(CacheLayerMixin):
         start = storage.lengths[index]
         end = start + tokens
         if end != storage.end:
-            storage.advance(index, tokens)
+            view = storage.advance(index, tokens)
         first = self._first_seen(start)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            with torch.no_grad():
-                view.store(key_states, value_states, start)
-                stored = view.read(first, end)
-            keys, values = map(_NoGradient.apply, stored, (key_states, value_states))
+        if torch.is_grad_enabled() and (
+            key_states.requires_grad or value_states.requires_grad or start > storage.ungraded[index]
+        ):
+            keys, values = self._update_with_gradients(view, key_states, value_states, first, start)
         else:
             if view.scales is None:
                 view.keys.narrow(2, start, tokens).copy_(key_states)
@@ -274,9 +325,27 @@ class VirtualLayer(CacheLayerMixin):
         storage.lengths[index] = end
         return keys, values
 
+    def _update_with_gradients(
+        self, view: View, key_states: Tensor, value_states: Tensor, first: int, start: int
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new tokens, and gives copies of what is seen through which gradients flow to them, and no further."""
+        storage, index = self._storage, self._index
+        with torch.no_grad():
+            view.store(key_states, value_states, start)
+            before = view.read(first, start)
+        if start > storage.ungraded[index]:
+            anchor = torch.empty(0, requires_grad=True)
+            before = _NoGradient.apply(before[0], anchor), _NoGradient.apply(before[1], anchor)
+        if key_states.requires_grad or value_states.requires_grad:
+            storage.ungraded[index] = min(start, storage.ungraded[index])
+        keys, values = (
+            torch.cat([old, new.to(old.dtype)], dim=2)
+            for old, new in zip(before, (key_states, value_states), strict=True)
+        )
+        return keys, values
+
     def get_seq_length(self) -> int:
-        self._storage.check_open()
-        return self._storage.lengths[self._index]
+        return self._storage.length(self._index)
 
     def get_max_length(self) -> int:
         return self._storage.max_context_len
@@ -303,12 +372,22 @@ class VirtualLayer(CacheLayerMixin):
         return 0
 
     def _part(self, which: int) -> Tensor | None:
+        length = self.get_seq_length()
+        part = self._storage.part(self._index, self._first_seen(length), length)
+        return None if part is None else part[which]
+
+    def _assign(self, which: int, rows: Tensor | None) -> None:
+        self._storage.assign(self._index, which, self._first_seen(self.get_seq_length()), rows)
+
+    def _shown(self) -> View:
         self._storage.check_open()
         view = self._storage.views[self._index]
-        if view is None:
-            return None
-        length = self._storage.lengths[self._index]
-        return view.read(self._first_seen(length), length)[which]
+        if view is None:  # as a DynamicLayer has it
+            raise AttributeError(f"layer {self._index} has neither dtype nor device before its first update")
+        return view
+
+    def __reduce__(self) -> Any:
+        raise VattnError("layers lie in one memory: copy or pickle the cache, not a layer")
 
 
 class VirtualSlidingLayer(VirtualLayer):
@@ -346,6 +425,8 @@ def _model_layers(config: PretrainedConfig) -> list[Any]:
     Raises:
         UnsupportedModel: one is of a kind that does not just keep K and V.
     """
+    if getattr(config, "cross_attention_layers", None):
+        raise _unsupported(config, "has cross-attention layers, whose length is an image's")
     kinds = getattr(config, "layer_types", None)
     if "chunked_attention" in kinds if kinds else getattr(config, "attention_chunk_size", None):
         raise _unsupported(config, "has chunked attention layers")
@@ -353,6 +434,8 @@ def _model_layers(config: PretrainedConfig) -> list[Any]:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
         raise _unsupported(config, f"has layers of type {error}") from error
+    except AttributeError as error:  # Blt: several decoders, whose layers have different lengths
+        raise _unsupported(config, "has a config that says nothing of its layers") from error
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
             raise _unsupported(config, f"has layers with state besides keys and values ({type(layer).__name__})")
@@ -384,8 +467,16 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise VattnError(
-            "a VirtualCache keeps no gradients of what it stores; train with use_cache=False, or a DynamicCache"
+            "a VirtualCache keeps no gradients of tokens of earlier forward passes. Compute a prefix that needs none "
+            "under torch.no_grad(); train the rest with use_cache=False, or a DynamicCache"
         )
+
+
+def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> VirtualCache:
+    """A pickled cache again."""
+    cache = VirtualCache(config, **arguments)
+    cache._storage.restore(saved)
+    return cache
 
 
 @torch.compiler.disable

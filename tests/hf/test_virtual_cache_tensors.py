@@ -1,0 +1,499 @@
+"""What a VirtualCache hands out and takes in: tensors that outlive it, copies in files, assignments, gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import target
+import torch
+import transformers
+from tiny_models import make_model, make_prompts
+from torch import Tensor
+from transformers import DynamicCache, MistralConfig
+
+import vattn
+
+OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
+IDS = torch.tensor(make_prompts([40, 40]))
+MORE = torch.tensor(make_prompts([30, 30], seed=5))
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return make_model("llama")
+
+
+def filled(model: transformers.PreTrainedModel, **options: Any) -> vattn.VirtualCache:
+    cache = vattn.VirtualCache(model, **OPTIONS | options)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    return cache
+
+
+def taken(cache: vattn.VirtualCache) -> list[Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+def generated(model: transformers.PreTrainedModel, cache: Any) -> list[list[int]]:
+    ids = torch.cat([IDS, MORE], dim=1)
+    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
+    return output.tolist()
+
+
+# Tensors that are kept
+
+ENDS: dict[str, Callable[[vattn.VirtualCache], Any]] = {
+    "closed": lambda cache: cache.close(),
+    "more rows": lambda cache: cache.batch_repeat_interleave(2),
+    "other rows": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "fewer rows": lambda cache: (cache.batch_select_indices(torch.tensor([1])), cache.trim()),
+    "cropped": lambda cache: (cache.crop(-3), cache.update(*[torch.ones(2, 2, 3, 8)] * 2, 0)),
+    "reset": lambda cache: (cache.reset(), cache.trim(), cache.update(*[torch.ones(2, 2, 90, 8)] * 2, 0)),
+    "assigned": lambda cache: setattr(cache.layers[0], "keys", torch.ones_like(cache.layers[0].keys)),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("end", ENDS)
+def test_keys_and_values_outlive_what_happens_to_the_cache(family: str, end: str) -> None:
+    """Never zeros, never a fault at a write; and when they are gone, so is their memory."""
+    before = target.usage()
+    cache = filled(make_model(family))
+    kept = taken(cache)
+    want = [tensor.clone() for tensor in kept]
+    assert all(bool(tensor.any()) for tensor in want)
+    ENDS[end](cache)
+    assert same(kept, want)
+    for tensor in kept:
+        tensor.fill_(7)
+    if end != "closed":
+        cache.check()
+        assert not any(bool((tensor == 7).all()) for tensor in taken(cache) if tensor.numel())
+    cache.close()
+    assert all(bool((tensor == 7).all()) for tensor in kept)
+    assert target.usage() != before
+    del kept, tensor
+    assert target.usage() == before
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_keys_outlive_a_cache_that_is_collected(family: str) -> None:
+    before = target.usage()
+    model = make_model(family)
+    cache = filled(model)
+    kept, updated = taken(cache), cache.update(*[torch.ones(2, 2, 1, 8)] * 2, 0)[0]
+    want, want_updated = [tensor.clone() for tensor in kept], updated.clone()
+    del cache
+    others = [filled(model) for _ in range(3)]
+    assert same(kept, want)
+    assert torch.equal(updated, want_updated)
+    del others, kept
+    assert torch.equal(updated, want_updated)
+    updated.zero_()
+    assert target.usage() != before
+    del updated
+    assert target.usage() == before
+
+
+def test_keys_stay_while_their_window_moves_on() -> None:
+    """What lies behind a window is given back, but not under tensors that somebody has."""
+    model = make_model("mistral-window")
+    with filled(model) as cache, filled(model) as undisturbed:
+        kept = taken(cache)
+        want = [tensor.clone() for tensor in kept]
+        got = generated(model, cache)
+        assert same(kept, want)
+        assert got == generated(model, undisturbed)
+        cache.check()
+
+
+def test_a_cache_that_cannot_move_says_what_holds_it(model: transformers.PreTrainedModel) -> None:
+    with filled(model, memory_budget=30 * 4096, layout="layer") as cache:
+        kept = taken(cache)
+        want = [tensor.clone() for tensor in kept]
+        with pytest.raises(vattn.OutOfPages) as caught:
+            cache.crop(-1)
+        assert "still show" in caught.value.__notes__[0]
+        assert cache.get_seq_length() == 40
+        assert same(kept, want)
+        del kept
+        cache.crop(-1)
+        cache.check()
+        del caught
+
+
+def test_writing_keys_changes_the_cache(model: transformers.PreTrainedModel) -> None:
+    with filled(model) as cache:
+        cache.layers[1].keys[:, :, 3] = 5
+        assert bool((cache.layers[1].keys[:, :, 3] == 5).all())
+        kept = cache.layers[1].values
+        kept.mul_(2)
+        with torch.no_grad():
+            model(MORE, past_key_values=cache)
+        assert torch.equal(cache.layers[1].values[:, :, :40], kept)
+
+
+# Assignments, and what a DynamicCache's layers have besides
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_assigned_keys_and_values_are_attended_to(family: str, dtype: str) -> None:
+    model = make_model(family)
+    ours, theirs = filled(model, kv_cache_dtype=dtype), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS, past_key_values=theirs)
+    wanted = [tensor for layer in ours.layers for tensor in (layer.keys.flip(2), layer.values * 0.5)]
+    for cache in (ours, theirs):
+        for layer in cache.layers:
+            layer.keys = layer.keys.flip(2)
+            layer.values *= 0.5
+    for got, want in zip(taken(ours), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0 if dtype == "auto" else 0.01 * float(want.abs().max()))
+    if dtype == "auto":
+        assert generated(model, ours) == generated(model, theirs)
+    ours.check()
+    ours.close()
+
+
+def test_assignments_that_it_cannot_hold(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, pytest.raises(vattn.ConfigError, match="before its first"):
+        cache.layers[0].keys = torch.zeros(2, 2, 40, 8)
+    with filled(model) as cache:
+        layer, want = cache.layers[0], cache.layers[0].values.clone()
+        for wrong, why in (
+            (layer.values[:, :, :4], "crop"),
+            (layer.values[:1], "batch_select_indices"),
+            (None, "NoneType"),
+            (layer.values.double(), "without loss"),
+        ):
+            with pytest.raises(vattn.ConfigError, match=why):
+                layer.values = wrong
+        assert torch.equal(layer.values, want)
+
+
+def test_dtype_and_device_of_a_layer(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        assert not hasattr(cache.layers[0], "dtype")  # as DynamicLayer has it
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        assert cache.layers[0].dtype == torch.float32
+        assert cache.layers[0].device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+def test_iteration_is_that_of_a_dynamic_cache(family: str) -> None:
+    model = make_model(family)
+    with filled(model) as cache:
+        theirs = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(IDS, past_key_values=theirs)
+        for ours, other in zip(cache, theirs, strict=True):
+            assert len(ours) == len(other)
+            assert all(torch.equal(a, b) if b is not None else a is None for a, b in zip(ours, other, strict=True))
+        if family == "llama":
+            again = DynamicCache(list(cache))
+            cache.close()
+            assert generated(model, again) == generated(model, theirs)
+
+
+# Copies in files
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "deepseek-v3"])
+def test_a_pickled_cache_goes_on(family: str, dtype: str) -> None:
+    """Also with torch.save, within an output of generate(), and where it was made with a pool."""
+    model = make_model(family)
+    pool = vattn.PagePool("16MiB", page_size=4096)
+    cache = vattn.VirtualCache(model, max_context_len=256, pool=pool, kv_cache_dtype=dtype)
+    output = model.generate(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache,
+                            return_dict_in_generate=True, **GREEDY)  # fmt: skip
+    file = io.BytesIO()
+    torch.save(output, file)
+    copies = [pickle.loads(pickle.dumps(cache)), torch.load(io.BytesIO(file.getvalue()), weights_only=False)[1]]
+    want = [tensor.clone() for tensor in taken(cache)]
+    ids = torch.cat([output.sequences, MORE], dim=1)
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=copy.deepcopy(cache), **GREEDY)
+    cache.close()
+    pool.close()
+    for again in copies:
+        assert type(again) is vattn.VirtualCache
+        assert same(taken(again), want)
+        again.check()
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=again, **GREEDY)
+        assert torch.equal(got, tokens)
+        again.close()
+
+
+def test_a_pickled_cache_is_as_long_as_its_tokens(model: transformers.PreTrainedModel) -> None:
+    with filled(model, max_context_len=100_000) as cache:
+        assert len(pickle.dumps(cache)) < cache.stats().live_bytes + 20_000
+
+
+def test_a_pickled_cache_loads_in_another_process(model: transformers.PreTrainedModel, tmp_path: Any) -> None:
+    with filled(model) as cache:
+        (tmp_path / "cache").write_bytes(pickle.dumps(cache))
+        want = float(cache.layers[1].keys.double().sum())
+    code = "import pickle, sys; c = pickle.load(open(sys.argv[1], 'rb')); print(c.layers[1].keys.double().sum().item())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cache")], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == want
+
+
+def test_an_empty_cache_is_pickled_too(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, pickle.loads(pickle.dumps(cache)) as again:
+        assert again.max_context_len == 256
+        assert generated(model, again) == generated(model, DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "more rows"])
+def test_a_copy_does_not_go_back_to_what_was_not_copied(way: str) -> None:
+    """Behind windows only what they show is copied: a crop beyond says so, and does not show zeros."""
+    model = make_model("mistral-window")
+    with filled(model) as cache:
+        with torch.no_grad():
+            model(IDS[:, :10], past_key_values=cache)
+        if way == "more rows":
+            cache.batch_repeat_interleave(2)
+            copied = cache
+        else:
+            copied = copy.deepcopy(cache) if way == "deepcopy" else pickle.loads(pickle.dumps(cache))
+        with torch.no_grad():
+            model(MORE.repeat_interleave(copied.layers[0].keys.shape[0] // 2, 0), past_key_values=copied)
+        copied.crop(-30)
+        with pytest.raises(vattn.InvalidLength, match="cannot go back"):
+            copied.crop(-20)
+        copied.close()
+
+
+# Forked children
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What an action does in a fork of this process: "done", an exception's name, or a signal."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            result = "done"
+        except BaseException as error:
+            result = type(error).__name__
+        os.write(write, result.encode())
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(read) as pipe:
+        return pipe.read() or f"signal {status & 127}"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["own pool", "shared pool"])
+def test_a_forked_child_is_refused_everything_but_the_length(
+    model: transformers.PreTrainedModel, options: dict[str, Any]
+) -> None:
+    cache = vattn.VirtualCache(model, **options)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    refused: dict[str, Callable[[], object]] = {
+        "keys": lambda: cache.layers[0].keys.sum(),
+        "values": lambda: cache.layers[0].values.tolist(),
+        "assignment": lambda: setattr(cache.layers[0], "keys", torch.zeros(2, 2, 40, 8)),
+        "deepcopy": lambda: copy.deepcopy(cache),
+        "pickle": lambda: pickle.dumps(cache),
+        "iteration": lambda: list(cache),
+        "update": lambda: cache.update(*[torch.ones(2, 2, 1, 8)] * 2, 0),
+        "a later layer's update": lambda: cache.update(*[torch.ones(2, 2, 0, 8)] * 2, 1),
+        "crop": lambda: cache.crop(-1),
+        "reorder": lambda: cache.reorder_cache(torch.tensor([0, 1])),
+        "reset": cache.reset,
+        "dtype": lambda: cache.layers[0].dtype,
+        "stats": cache.stats,
+        "trim": cache.trim,
+        "close": cache.close,
+        "generate": lambda: generated(model, cache),
+    }
+    assert {name: in_child(action) for name, action in refused.items()} == dict.fromkeys(refused, "ForkedProcess")
+
+    def possible() -> None:
+        assert cache.get_seq_length() == 40
+        assert "parent" in repr(cache)
+        with vattn.VirtualCache(model, **options) as own:
+            assert generated(model, own) == generated(model, DynamicCache(config=model.config))
+
+    assert in_child(possible) == "done"
+    assert cache.layers[0].keys.any()
+    cache.close()
+
+
+# Gradients
+
+
+def gradients(model: transformers.PreTrainedModel, cache: Any, prefix: int) -> list[Tensor]:
+    model.zero_grad()
+    if prefix:
+        with torch.no_grad():
+            model(IDS[:, :prefix], past_key_values=cache)
+    model(IDS[:, prefix:], past_key_values=cache).logits.square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("prefix", [0, 25])
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
+    model = make_model(family)
+    want = gradients(model, DynamicCache(config=model.config), prefix)
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        got = gradients(model, cache, prefix)
+        assert len(got) == len(want) > 10
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+        with torch.no_grad():
+            logits = model(MORE, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
+
+
+def test_gradients_through_earlier_forward_passes_are_refused_not_lost(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        model(IDS, past_key_values=cache)
+        logits = model(MORE, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
+        with pytest.raises(vattn.VattnError, match="no gradients of tokens of earlier"):
+            logits.sum().backward()
+        cache.crop(-70)
+        assert gradients(model, cache, 10)  # none of those tokens is left
+        cache.reset()
+        assert gradients(model, cache, 0)
+    torch.ones(1, requires_grad=True).sum().backward()  # torch keeps a graph that failed until the next one
+
+
+# Pools
+
+
+def pool_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_caches_of_one_kind_share_a_pool_and_its_thread(model: transformers.PreTrainedModel) -> None:
+    want = generated(model, DynamicCache(config=model.config))
+    before = target.usage()
+    first = vattn.VirtualCache(model, page_size=4096)
+    assert generated(model, first) == want
+    threads = pool_threads()
+    caches = [vattn.VirtualCache(model, page_size=4096) for _ in range(4)]
+    for cache in caches:
+        assert generated(model, cache) == want
+    assert pool_threads() == threads
+    for cache in caches:
+        cache.check()
+    mapped = first.stats().created_bytes
+    caches.pop().close()
+    assert first.stats().created_bytes == mapped * 4 // 5  # to the machine, not to the pool's other caches
+    caches.pop()
+    del cache
+    assert first.stats().created_bytes == mapped * 3 // 5
+    caches.clear()
+    del first
+    assert target.usage() == before
+    for _ in range(3):
+        assert generated(model, vattn.VirtualCache(model, page_size=4096)) == want
+        assert target.usage() == before
+    assert pool_threads() == threads
+
+
+def test_a_budget_that_is_given_bounds_all_layers_of_a_cache() -> None:
+    """16 pages would do for either of gemma3's groups of layers."""
+    model = make_model("gemma3")
+    with vattn.VirtualCache(model, **OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}) as cache:
+        with pytest.raises(vattn.OutOfPages), torch.no_grad():
+            model(torch.tensor(make_prompts([180])), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_a_pool_that_is_broken_is_not_shared_any_more(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, page_size=4096) as cache:
+        generated(model, cache)
+        cache._storage._pool._refusal = vattn.DriverError("broken", call="", code=1, name="")
+        with vattn.VirtualCache(model, page_size=4096) as other:
+            assert generated(model, other) == generated(model, DynamicCache(config=model.config))
+        cache._storage._pool._refusal = None
+
+
+# Where else
+
+
+def test_threads_hand_a_cache_over(model: transformers.PreTrainedModel) -> None:
+    """Made here, filled in one thread, used in another and closed in a third."""
+    cache = vattn.VirtualCache(model, **OPTIONS)
+    results: list[Any] = []
+
+    def fill() -> None:
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+
+    for action in (fill, lambda: results.append(generated(model, cache)), cache.close):
+        thread = threading.Thread(target=action)
+        thread.start()
+        thread.join()
+    assert results == [generated(model, DynamicCache(config=model.config))]
+
+
+def test_threads_each_with_a_cache(model: transformers.PreTrainedModel) -> None:
+    want = generated(model, DynamicCache(config=model.config))
+    results: list[Any] = []
+
+    def run() -> None:
+        for _ in range(3):
+            results.append(generated(model, vattn.VirtualCache(model, page_size=4096)))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [want] * 12
+
+
+def test_copies_between_inference_mode_and_outside(model: transformers.PreTrainedModel) -> None:
+    want = generated(model, DynamicCache(config=model.config))
+    with torch.inference_mode():
+        cache = filled(model)
+        inside = copy.deepcopy(cache)
+        saved = pickle.dumps(cache)
+        keys = cache.layers[0].keys
+    outside = copy.deepcopy(cache)
+    keys.add_(0)
+    for each in (inside, outside, pickle.loads(saved), cache):
+        assert generated(model, each) == want
+        each.close()
+
+
+def test_a_model_on_the_meta_device() -> None:
+    config = MistralConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+                           intermediate_size=16, vocab_size=9, sliding_window=None)  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MistralForCausalLM(config)
+        ids = torch.zeros(1, 3, dtype=torch.int64)
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        with pytest.raises(vattn.ConfigError, match="'meta' has no memory driver"):
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 0
