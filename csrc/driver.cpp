@@ -54,6 +54,7 @@ Driver::Scope::~Scope() {
 }
 
 std::shared_ptr<Event> Driver::record(StreamHandle stream) {
+  if (fork_.forked()) throw std::logic_error("the driver belongs to the parent of this process");
   const Scope scope(*this);
   EventHandle handle = nullptr;
   {

@@ -1,6 +1,7 @@
 #include "host_vmm.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -65,6 +66,12 @@ class PhysicalFile {
 
   int fd() const { return fd_; }
 
+  // In a forked child, where nothing else may be touched. An open file keeps all of its memory.
+  void close_in_child() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+  }
+
  private:
   int fd_ = -1;
   off_t end_ = 0;
@@ -107,33 +114,54 @@ struct State {
   ForkGuard fork;
 };
 
-// A forked child starts anew: the parent's mappings are not there, and its mutex may be held by a thread that is not.
-// What the child inherited is leaked on purpose.
+std::atomic<State*> current_state{new State};
+
+// A forked child starts anew: the parent's mappings are not there. What the child inherited is leaked on purpose.
 State& state() {
-  static std::atomic<State*> current = new State;
-  State* found = current.load(std::memory_order_acquire);
+  State* found = current_state.load(std::memory_order_acquire);
   if (!found->fork.forked()) return *found;
   auto fresh = std::make_unique<State>();
-  if (!current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
-  for (const PhysicalFile& file : found->files)
-    if (file.fd() >= 0) close(file.fd());
+  if (!current_state.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
   return *fresh.release();
 }
 
+// A child that keeps the file open, or a mapping of it, keeps all of the memory after its owner has gone, and can read
+// it. So each child closes the file before it does anything else, also one that never comes here; and the lock is held
+// during a fork, so that none falls between the making of a file or a mapping and what keeps it out of children.
+thread_local State* forking = nullptr;  // locked by the fork that the calling thread makes
+
+[[maybe_unused]] const int registered = pthread_atfork(
+    [] {
+      forking = current_state.load(std::memory_order_acquire);
+      forking->mutex.lock();
+    },
+    [] { forking->mutex.unlock(); },
+    [] {
+      for (PhysicalFile& file : forking->files) file.close_in_child();
+      forking->mutex.unlock();
+    });
+
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
-// MADV_DONTFORK belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again. It cannot fail
-// there: the range is one mapping, so nothing has to be split.
+// Keeps a new mapping out of children. It cannot fail: the range is one mapping, so nothing has to be split.
+void keep_to_this_process(void* address, std::size_t size) { madvise(address, size, MADV_DONTFORK); }
+
+// The advice belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again.
 bool map_fixed(Address address, std::size_t size, int protection, int flags, int fd, off_t offset) {
   if (mmap(pointer(address), size, protection, MAP_FIXED | flags, fd, offset) == MAP_FAILED) return false;
-  madvise(pointer(address), size, MADV_DONTFORK);
+  keep_to_this_process(pointer(address), size);
   return true;
 }
 
 // Brings the file's range into memory, zeroed. False: there is not enough of it.
-bool populate(int fd, off_t offset, std::size_t size) {
-  void* window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
-  if (window == MAP_FAILED) return false;
+bool populate(State& s, int fd, off_t offset, std::size_t size) {
+  void* window = MAP_FAILED;
+  {
+    const std::lock_guard lock(s.mutex);
+    window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+    if (window == MAP_FAILED) return false;
+    keep_to_this_process(window, size);
+  }
   bool populated = madvise(window, size, MADV_POPULATE_WRITE) == 0;
   if (!populated && errno == EINVAL) {  // Linux < 5.14
     populated = fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size)) == 0;
@@ -281,7 +309,7 @@ Result address_reserve(Address* address, std::size_t size, std::size_t alignment
   if (aligned > start) munmap(raw, aligned - start);
   const Address excess = start + padded - (aligned + size);
   if (excess) munmap(pointer(aligned + size), excess);
-  madvise(pointer(aligned), size, MADV_DONTFORK);
+  keep_to_this_process(pointer(aligned), size);
   s.reservations.emplace(aligned, Reservation{size, strict, {}});
   s.kernel_mappings += 1;
   *address = aligned;
@@ -314,7 +342,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const bool filled = populate(file.fd(), offset, size);
+  const bool filled = populate(s, file.fd(), offset, size);
   const std::lock_guard lock(s.mutex);
   if (!filled) {
     file.deallocate(offset, size);

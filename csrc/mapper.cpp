@@ -42,6 +42,8 @@ struct Mapper::Worker {
   // Executed transactions, until a caller's thread destroys them: what they hold may need the interpreter's lock, for
   // which the worker must never wait.
   std::vector<std::shared_ptr<Transaction>> executed;
+  std::vector<std::shared_ptr<Transaction>> failures;
+  std::vector<Handle> released;  // the thread's own: memory that the transaction under way gives back
   bool stopping = false;
   std::thread thread;
 };
@@ -84,7 +86,7 @@ std::vector<std::shared_ptr<Transaction>> Mapper::collect_failures() {
   wait(last_);
   const std::lock_guard lock(worker_->mutex);
   failed_ = false;
-  return std::exchange(failures_, {});
+  return std::exchange(worker_->failures, {});
 }
 
 void Mapper::stop() {
@@ -124,7 +126,7 @@ void Mapper::run() {
     if (status != Status::kDone) failed_ = true;
     transaction.status_.store(status, std::memory_order_release);
     passed_.store(transaction.ticket_, std::memory_order_release);
-    auto& destination = status == Status::kDone ? worker_->executed : failures_;
+    auto& destination = status == Status::kDone ? worker_->executed : worker_->failures;
     destination.push_back(std::move(worker_->log.front()));
     worker_->log.pop_front();
     worker_->finished.notify_all();
@@ -143,11 +145,11 @@ void Mapper::execute(Transaction& transaction) {
     // Memory goes when nothing else can fail: gone earlier, an undo could replace it, but not what it held.
     std::size_t gone = 0;
     Result result = kSuccess;
-    while (gone < released_.size() && (result = driver_->release(released_[gone])) == kSuccess) ++gone;
-    if (gone == released_.size()) return released_.clear();
+    while (gone < worker_->released.size() && (result = driver_->release(worker_->released[gone])) == kSuccess) ++gone;
+    if (gone == worker_->released.size()) return worker_->released.clear();
     transaction.failed_call_ = Call::kRelease;
     transaction.failed_result_ = result;
-    while (gone-- > 0) undone = driver_->create(&released_[gone], pool_->page_size()) == kSuccess && undone;
+    while (gone-- > 0) undone = driver_->create(&worker_->released[gone], pool_->page_size()) == kSuccess && undone;
   }
   while (i-- > 0) undone = undo(operations[i], operations[i].pages.size()) && undone;
   if (!undone) broken_ = true;
@@ -170,7 +172,7 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
         if (failed(Call::kCreate, driver_->create(&pool_->handle(pages[*done]), page_size))) return false;
       return true;
     case Operation::Kind::kRelease:
-      for (; *done < pages.size(); ++*done) released_.push_back(pool_->handle(pages[*done]));
+      for (; *done < pages.size(); ++*done) worker_->released.push_back(pool_->handle(pages[*done]));
       return true;
     case Operation::Kind::kMap:
       for (; *done < pages.size(); ++*done)
@@ -206,7 +208,7 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
       while (done-- > 0) undone = driver_->release(pool_->handle(operation.pages[done])) == kSuccess && undone;
       return undone;
     case Operation::Kind::kRelease:
-      for (; done-- > 0; released_.pop_back()) pool_->handle(operation.pages[done]) = released_.back();
+      for (; done-- > 0; worker_->released.pop_back()) pool_->handle(operation.pages[done]) = worker_->released.back();
       return true;
     case Operation::Kind::kMap:
       inverse.kind = Operation::Kind::kUnmap;

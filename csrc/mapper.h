@@ -93,7 +93,7 @@ class Mapper {
   void stop();
 
  private:
-  struct Worker;  // what the thread shares with its callers; leaked in a forked child, where it cannot be torn down
+  struct Worker;  // what the thread writes to; leaked in a forked child, which may have been made in the midst of it
   void run();
   void execute(Transaction& transaction);
   bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
@@ -103,8 +103,6 @@ class Mapper {
   const std::shared_ptr<PagePool> pool_;
   const ForkGuard fork_;
   std::unique_ptr<Worker> worker_;
-  std::vector<Handle> released_;  // the worker's: memory that the transaction under way gives back
-  std::vector<std::shared_ptr<Transaction>> failures_;  // guarded by the worker's mutex
   std::atomic<Ticket> last_{0};
   std::atomic<bool> stopped_{false};
   std::once_flag stop_once_;
