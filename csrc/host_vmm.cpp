@@ -17,8 +17,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <utility>
 
+#include "available_memory.h"
 #include "fork_guard.h"
 
 namespace vattn {
@@ -31,7 +33,7 @@ constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
 class PhysicalFile {
  public:
   Result allocate(std::size_t size, off_t* offset) {
-    if (fd_ < 0 && (fd_ = memfd_create("vattn", MFD_CLOEXEC)) < 0) return kOutOfMemory;
+    if (fd_ < 0 && (fd_ = memfd_create("vattn", MFD_CLOEXEC)) < 0) return kErrno + errno;
     for (auto hole = holes_.begin(); hole != holes_.end(); ++hole) {
       if (hole->second < size) continue;
       *offset = hole->first;
@@ -41,7 +43,7 @@ class PhysicalFile {
       return kSuccess;
     }
     if (size > static_cast<std::size_t>(std::numeric_limits<off_t>::max() - end_)) return kOutOfMemory;
-    if (ftruncate(fd_, end_ + static_cast<off_t>(size)) != 0) return kOutOfMemory;
+    if (ftruncate(fd_, end_ + static_cast<off_t>(size)) != 0) return kErrno + errno;
     *offset = end_;
     end_ += static_cast<off_t>(size);
     return kSuccess;
@@ -108,6 +110,7 @@ struct State {
   std::map<Address, Reservation> reservations;
   Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
   std::size_t kernel_mappings = 0;
+  std::size_t max_mappings = 0;    // that the kernel allows the process, as last asked
   std::size_t other_mappings = 0;  // of the rest of the process, as last counted
   std::size_t physical_bytes = 0;
   std::size_t memory_allowance = 0;  // bytes to create before the machine's memory is looked at again
@@ -153,13 +156,13 @@ bool map_fixed(Address address, std::size_t size, int protection, int flags, int
   return true;
 }
 
-// Brings the file's range into memory, zeroed. False: there is not enough of it.
-bool populate(State& s, int fd, off_t offset, std::size_t size) {
+// Brings the file's range into memory, zeroed.
+Result populate(State& s, int fd, off_t offset, std::size_t size) {
   void* window = MAP_FAILED;
   {
     const std::lock_guard lock(s.mutex);
     window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
-    if (window == MAP_FAILED) return false;
+    if (window == MAP_FAILED) return kErrno + errno;
     keep_to_this_process(window, size);
   }
   bool populated = madvise(window, size, MADV_POPULATE_WRITE) == 0;
@@ -168,14 +171,14 @@ bool populate(State& s, int fd, off_t offset, std::size_t size) {
     if (populated) std::memset(window, 0, size);
   }
   munmap(window, size);
-  return populated;
+  return populated ? kSuccess : kOutOfMemory;
 }
 
 constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
 
-Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kUnknown; }
+Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kErrno + errno; }
 
 std::map<Address, Reservation>::iterator find_reservation(State& s, Address address) {
   auto it = s.reservations.upper_bound(address);
@@ -232,22 +235,14 @@ std::size_t seams(Address base, const Reservation& reservation, Address begin, A
   return count;
 }
 
-std::size_t max_map_count() {
-  static const std::size_t limit = [] {
-    std::size_t value = 65530;
-    std::ifstream("/proc/sys/vm/max_map_count") >> value;
-    return value;
-  }();
-  return limit;
-}
-
 // A table of mappings that is full to the last entry fails malloc and thread creation elsewhere, so some are left.
 constexpr std::size_t kReservedMappings = 512;
 
 // Whether the kernel's table has room for `more` and a reserve. Near the limit the rest of the process is counted anew.
 bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
-  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= max_map_count(); };
+  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= s.max_mappings; };
   if (s.other_mappings == 0 || !fits()) {
+    s.max_mappings = max_mappings();
     std::ifstream maps("/proc/self/maps");
     std::size_t lines = 0;
     for (std::string line; std::getline(maps, line);) ++lines;
@@ -256,33 +251,20 @@ bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
   return fits();
 }
 
-std::size_t read_number(const char* path, const std::string& field = "") {
-  std::ifstream file(path);
-  std::string word;
-  while (!field.empty() && file >> word && word != field) continue;
-  std::size_t value = 0;
-  return file >> value ? value : std::numeric_limits<std::size_t>::max();  // "max", say, where there is no limit
-}
-
-std::size_t available_memory() {
-  const std::size_t machine = read_number("/proc/meminfo", "MemAvailable:");
-  const std::size_t limit = read_number("/sys/fs/cgroup/memory.max");
-  const std::size_t used = read_number("/sys/fs/cgroup/memory.current");
-  const std::size_t group = limit == std::numeric_limits<std::size_t>::max() ? limit : limit - std::min(limit, used);
-  return std::min(machine == std::numeric_limits<std::size_t>::max() ? machine : machine * 1024, group);
-}
-
 // Where memory is exhausted Linux ends a process instead of refusing, so that `create` has to refuse before. Looking
-// costs as much as creating a page, hence not every time.
-bool room_for_memory(State& s, std::size_t size) {
-  constexpr std::size_t kReserve = std::size_t{256} << 20, kLookEvery = std::size_t{64} << 20;
+// costs as much as creating a page, hence not every time. What is left to the rest is 256 MiB, less in a small group.
+Result room_for_memory(State& s, std::size_t size) try {
+  constexpr std::size_t kReserve = std::size_t{256} << 20;
   if (size > s.memory_allowance) {
-    const std::size_t available = available_memory();
-    if (available < kReserve || size > available - kReserve) return false;
-    s.memory_allowance = std::max(size, kLookEvery);
+    const AvailableMemory memory = available_memory();
+    const std::size_t reserve = std::min(kReserve, memory.total / 8);
+    if (memory.bytes < reserve || size > memory.bytes - reserve) return kOutOfMemory;
+    s.memory_allowance = std::max(size, reserve / 4);
   }
   s.memory_allowance -= size;
-  return true;
+  return kSuccess;
+} catch (const std::system_error& error) {
+  return kErrno + error.code().value();
 }
 
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
@@ -337,16 +319,16 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   off_t offset = 0;
   {
     const std::lock_guard lock(s.mutex);
-    if (!room_for_memory(s, size)) return kOutOfMemory;
+    if (const Result r = room_for_memory(s, size); r != kSuccess) return r;
     if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const bool filled = populate(s, file.fd(), offset, size);
+  const Result filled = populate(s, file.fd(), offset, size);
   const std::lock_guard lock(s.mutex);
-  if (!filled) {
+  if (filled != kSuccess) {
     file.deallocate(offset, size);
-    return kOutOfMemory;
+    return filled;
   }
   *handle = s.next_handle++;
   s.physical.emplace(*handle, Physical{log2, offset, size, 1, 0});
@@ -550,6 +532,30 @@ Result error_name(Result result, const char** name) {
     case kUnknown:
       *name = "CUDA_ERROR_UNKNOWN";
       break;
+    case kErrno + EPERM:
+      *name = "EPERM";
+      break;
+    case kErrno + EAGAIN:
+      *name = "EAGAIN";
+      break;
+    case kErrno + ENOMEM:
+      *name = "ENOMEM";
+      break;
+    case kErrno + EACCES:
+      *name = "EACCES";
+      break;
+    case kErrno + ENFILE:
+      *name = "ENFILE";
+      break;
+    case kErrno + EMFILE:
+      *name = "EMFILE";
+      break;
+    case kErrno + EFBIG:
+      *name = "EFBIG";
+      break;
+    case kErrno + ENOSYS:
+      *name = "ENOSYS";
+      break;
     default:
       return kInvalidValue;
   }
@@ -582,6 +588,12 @@ const Vmm& host_vmm() {
       .error_name = error_name,
   };
   return table;
+}
+
+std::size_t max_mappings() {
+  std::size_t value = 65530;
+  std::ifstream("/proc/sys/vm/max_map_count") >> value;
+  return value;
 }
 
 HostUsage host_usage() {

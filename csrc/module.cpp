@@ -8,8 +8,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <system_error>
 
 #include "address_space.h"
+#include "available_memory.h"
 #include "host_vmm.h"
 #include "mapper.h"
 
@@ -102,14 +104,22 @@ nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, s
           device_id};
 }
 
+void raise_failure(const char* call, Result result, const std::string& name) {
+  const nb::object make = nb::module_::import_("vattn.drivers.failure").attr("failure");
+  const nb::object error = make(call, result, name);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
 void raise_driver_error(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const DriverFailure& failure) {
-    const nb::object type = nb::module_::import_("vattn.errors").attr("DriverError");
-    const nb::object error =
-        type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result, "name"_a = failure.name);
-    PyErr_SetObject(type.ptr(), error.ptr());
+    raise_failure(call_name(failure.call), failure.result, failure.name);
+  } catch (const std::system_error& error) {  // no thread, or no file descriptor
+    const Result result = kErrno + error.code().value();
+    const char* name = nullptr;
+    host_vmm().error_name(result, &name);
+    raise_failure(error.what(), result, name ? name : "an unknown result");
   }
 }
 
@@ -133,6 +143,14 @@ NB_MODULE(_native, m) {
       "CUDA's names of the calls that a table has.");
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
   m.attr("HOST_MAP_RESTORE") = kMapRestore;
+  m.attr("HOST_ERRNO") = kErrno;
+  m.def("host_max_mappings", &max_mappings, "Mappings that Linux allows this process.");
+  nb::class_<AvailableMemory>(m, "AvailableMemory")
+      .def_ro("bytes", &AvailableMemory::bytes)
+      .def_ro("total", &AvailableMemory::total)
+      .def_ro("source", &AvailableMemory::source);
+  m.def("available_memory", &available_memory, "root"_a = "",
+        "What the machine and the control groups around this process have left, and which file says so.");
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <map>
 #include <optional>
 #include <thread>
@@ -207,11 +208,31 @@ TEST(exhaustion_is_an_error_that_changes_nothing) {
   const Result created = vmm.create(&handle, bytes_of(21), &prop, 0);
   const Result reserved = vmm.address_reserve(&address, bytes_of(21), 0, 0, 0);
   setrlimit(RLIMIT_AS, &before);
-  CHECK_EQ(created, kOutOfMemory);
+  CHECK_EQ(created, kErrno + ENOMEM);  // not kOutOfMemory: the machine has the memory
   CHECK_EQ(reserved, kOutOfMemory);
   CHECK_EQ(host_usage().physical_bytes, nothing_left.before.physical_bytes + bytes_of(21));
   CHECK_EQ(vmm.release(create(bytes_of(21), 21)), kSuccess);
   CHECK_EQ(vmm.release(warm), kSuccess);
+  nothing_left.check();
+}
+
+// Memory may be there, but there is no file descriptor to look by.
+TEST(without_descriptors_creation_says_so) {
+  const NothingLeft nothing_left;
+  const AllocationProp prop = host_prop(17);
+  struct rlimit before{};
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  struct rlimit none = before;
+  none.rlim_cur = 0;
+  Handle handle = 0;
+  setrlimit(RLIMIT_NOFILE, &none);
+  const Result created = vmm.create(&handle, bytes_of(28), &prop, 0);
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK_EQ(created, kErrno + EMFILE);
+  const char* name = nullptr;
+  CHECK_EQ(vmm.error_name(created, &name), kSuccess);
+  CHECK_EQ(std::string(name), "EMFILE");
+  CHECK_EQ(vmm.release(create(bytes_of(17), 17)), kSuccess);
   nothing_left.check();
 }
 
