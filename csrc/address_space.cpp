@@ -23,7 +23,7 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
 }
 
 AddressSpace::~AddressSpace() {
-  if (fork_.forked()) return;
+  if (fork_.forked() || exiting()) return;
   const Driver::Scope scope(*driver_);
   Handle handle = 0;
   Access access = Access::kNone;

@@ -22,7 +22,7 @@ DriverFailure::DriverFailure(Call call_, Result result_, std::string name_)
       name(std::move(name_)) {}
 
 Driver::~Driver() {
-  if (stock_.empty() || fork_.forked()) return;
+  if (stock_.empty() || fork_.forked() || exiting()) return;
   const Scope scope(*this);
   for (const EventHandle event : stock_) table_.event_destroy(event);
 }

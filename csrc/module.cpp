@@ -1,4 +1,5 @@
 // Python bindings of the mechanism; no logic.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
@@ -6,8 +7,10 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <exception>
 #include <system_error>
 
 #include "address_space.h"
@@ -77,6 +80,26 @@ nb::bytes host_prop(std::size_t granularity) {
   return nb::bytes(&prop, sizeof prop);
 }
 
+// Runs the body without the interpreter's lock. A daemon thread that asks for it back while the interpreter ends,
+// before Python 3.14, is unwound by pthread_exit, which ends the process at the first noexcept function; so it waits
+// here.
+template <class Body>
+void without_lock(Body&& body) {
+  PyThreadState* const thread = PyEval_SaveThread();
+  std::exception_ptr thrown;
+  try {
+    body();
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  try {
+    PyEval_RestoreThread(thread);
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+  if (thrown) std::rethrow_exception(thrown);
+}
+
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
 
 StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
@@ -130,6 +153,7 @@ NB_MODULE(_native, m) {
   // Tensors may outlive the interpreter's modules, and what they keep alive is then reported as leaked.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(raise_driver_error);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&set_exiting));
 
   m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
   m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
@@ -285,7 +309,8 @@ NB_MODULE(_native, m) {
            }),
            "driver"_a, "pool"_a)
       .def("submit", &Mapper::submit, "transaction"_a)
-      .def("wait", &Mapper::wait, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait", [](Mapper& self, Ticket ticket) { without_lock([&] { self.wait(ticket); }); }, "ticket"_a)
       .def("passed", &Mapper::passed, "ticket"_a)
       .def_prop_ro("last", &Mapper::last)
       .def_prop_ro("failed", &Mapper::failed)
@@ -293,12 +318,9 @@ NB_MODULE(_native, m) {
       .def(
           "collect_failures",
           [](Mapper& self) {
-            {
-              const nb::gil_scoped_release unlocked;
-              self.wait(self.last());
-            }
+            without_lock([&] { self.wait(self.last()); });
             return self.collect_failures();
           },
           "Waits for the log to run dry; then failed and cancelled transactions, oldest first.")
-      .def("stop", &Mapper::stop, nb::call_guard<nb::gil_scoped_release>());
+      .def("stop", [](Mapper& self) { without_lock([&] { self.stop(); }); });
 }

@@ -72,6 +72,7 @@ class KVCache(Slots):
         self._closed = False
         self._pool.join(self)
         self._finalizer = weakref.finalize(self, _collected, self._pool, self._give_back(), self._owns_pool)
+        self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
         _log.info("cache on %s: %s", self._pool.driver.device.torch_device, self.capacity())
 
     # The interface

@@ -91,6 +91,7 @@ class PagePool:
         self.failures = 0  # transactions that a driver call failed
         _pools.add(self)
         self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
+        self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
 
     @property
     def total_pages(self) -> int:
