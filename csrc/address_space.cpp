@@ -187,7 +187,7 @@ void AddressSpace::check() const {
 
 void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
                       const std::vector<std::shared_ptr<Pages>>& held) {
-  std::vector<std::uint32_t> holders(pool.counts().budget), writers(pool.counts().budget);
+  std::vector<std::uint32_t> holders(pool.used()), writers(pool.used());
   for (const auto& space : spaces) space->count(holders, writers);
   for (const auto& pages : held)
     for (const std::vector<PageId>& column : pages->columns)
