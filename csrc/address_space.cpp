@@ -137,8 +137,7 @@ void AddressSpace::remove(Transaction& transaction, std::size_t slot, std::size_
   const auto begin = mapped.begin() + at, end = begin + static_cast<std::ptrdiff_t>(to - from);
   std::vector<Column> removed(std::make_move_iterator(begin), std::make_move_iterator(end));
   mapped.erase(begin, end);
-  for (const Column& column : removed)
-    for (const PageId page : column.pages) pool_->drop(page);
+  for (const Column& column : removed) transaction.drop(*pool_, column.pages);
   transaction.on_revert([self = shared_from_this(), slot, at, removed = std::move(removed)] {
     for (const Column& column : removed)
       for (const PageId page : column.pages) self->pool_->undo_drop(page);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,7 +34,7 @@ constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
 class PhysicalFile {
  public:
   Result allocate(std::size_t size, off_t* offset) {
-    if (fd_ < 0 && (fd_ = memfd_create("vattn", MFD_CLOEXEC)) < 0) return kErrno + errno;
+    if (const Result r = open(); r != kSuccess) return r;
     for (auto hole = holes_.begin(); hole != holes_.end(); ++hole) {
       if (hole->second < size) continue;
       *offset = hole->first;
@@ -43,7 +44,10 @@ class PhysicalFile {
       return kSuccess;
     }
     if (size > static_cast<std::size_t>(std::numeric_limits<off_t>::max() - end_)) return kOutOfMemory;
-    if (ftruncate(fd_, end_ + static_cast<off_t>(size)) != 0) return kErrno + errno;
+    // Somebody else who has the file open may have made it longer, never shorter.
+    struct stat now{};
+    const off_t needed = end_ + static_cast<off_t>(size);
+    if (fstat(fd_, &now) != 0 || (now.st_size < needed && ftruncate(fd_, needed) != 0)) return kErrno + errno;
     *offset = end_;
     end_ += static_cast<off_t>(size);
     return kSuccess;
@@ -75,6 +79,23 @@ class PhysicalFile {
   }
 
  private:
+  // Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
+  // Memory is given back by punching holes, so nothing here ever shrinks it.
+  Result open() {
+    if (fd_ >= 0) return kSuccess;
+    constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
+    int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+    if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return kErrno + errno;
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+      const Result failed = kErrno + errno;
+      close(fd);
+      return failed;
+    }
+    fd_ = fd;
+    return kSuccess;
+  }
+
   int fd_ = -1;
   off_t end_ = 0;
   std::map<off_t, std::size_t> holes_;
@@ -146,8 +167,12 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
-// Keeps a new mapping out of children. It cannot fail: the range is one mapping, so nothing has to be split.
-void keep_to_this_process(void* address, std::size_t size) { madvise(address, size, MADV_DONTFORK); }
+// Keeps a new mapping out of children and of core dumps. It cannot fail: the range is one mapping, so nothing has to be
+// split.
+void keep_to_this_process(void* address, std::size_t size) {
+  madvise(address, size, MADV_DONTFORK);
+  madvise(address, size, MADV_DONTDUMP);
+}
 
 // The advice belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again.
 bool map_fixed(Address address, std::size_t size, int protection, int flags, int fd, off_t offset) {
@@ -440,6 +465,25 @@ Result retain_handle(Handle* handle, void* address) {
   return kSuccess;
 }
 
+Result memset_async(Address address, unsigned char value, std::size_t size, StreamHandle) {
+  State& s = state();
+  {
+    const std::lock_guard lock(s.mutex);
+    auto it = find_reservation(s, address);
+    if (it == s.reservations.end() || size == 0) return kInvalidValue;
+    for (Address at = address; at < address + size;) {
+      auto mapping = it->second.mappings.upper_bound(at);
+      if (mapping == it->second.mappings.begin()) return kInvalidValue;
+      --mapping;
+      if (at >= mapping->first + mapping->second.size || mapping->second.access != Access::kReadWrite)
+        return kInvalidValue;
+      at = mapping->first + mapping->second.size;
+    }
+  }
+  std::memset(pointer(address), value, size);
+  return kSuccess;
+}
+
 // Kernels on the host are done when they return, so that an event is complete as soon as it is recorded; there is one,
 // for all. There is no context but null, and nothing captures.
 EventHandle the_event() {
@@ -575,6 +619,7 @@ const Vmm& host_vmm() {
       .set_access = set_access,
       .get_access = get_access,
       .retain_handle = retain_handle,
+      .memset_async = memset_async,
       .event_create = event_create,
       .event_destroy = check_event,
       .event_record = event_record,

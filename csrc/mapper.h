@@ -25,8 +25,9 @@ namespace vattn {
 
 struct Operation {
   // A fence waits for kernels: for its event, or for all that was launched where it has none. It changes nothing, so
-  // there is nothing to undo.
-  enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence };
+  // there is nothing to undo. Release and zero are put off to the transaction's end: neither brings back what was
+  // there.
+  enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence, kZero };
   Kind kind;
   std::vector<PageId> pages;  // of map and unmap: neighbours in the address space
   Address address = 0;        // of map and unmap: where the first page goes
@@ -42,6 +43,9 @@ class Transaction {
  public:
   // What has to be done, and how the books take the decision back.
   void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  // Drops a reference to each; what is free then is zeroed where the pool wants that. How to take it back is the
+  // caller's to add.
+  void drop(PagePool& pool, const std::vector<PageId>& pages);
   void on_revert(std::function<void()> undo) { undo_.push_back(std::move(undo)); }
 
   // Takes the decisions back, last one first. For a transaction that was never submitted, failed, or was cancelled.
@@ -96,6 +100,15 @@ class Mapper {
   struct Worker;  // what the thread writes to; leaked in a forked child, which may have been made in the midst of it
   void run();
   void execute(Transaction& transaction);
+  // A range of addresses by which pages are zeroed that are mapped nowhere, or where they must not be written.
+  struct Window {
+    Address address = 0;
+    std::size_t pages = 0, mapped = 0;
+  };
+  bool open(Window& window, Call* call, Result* result);
+  bool close(Window& window);
+  void tidy();
+  bool zero(const Window& window, Call* call, Result* result);
   bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
   bool undo(const Operation& operation, std::size_t done);
 

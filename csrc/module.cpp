@@ -38,6 +38,7 @@ void visit_table(Vmm_& vmm, Visit&& visit) {
   visit("cuMemSetAccess", vmm.set_access);
   visit("cuMemGetAccess", vmm.get_access);
   visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuMemsetD8Async", vmm.memset_async);
   visit("cuEventCreate", vmm.event_create);
   visit("cuEventDestroy", vmm.event_destroy);
   visit("cuEventRecord", vmm.event_record);
@@ -207,9 +208,12 @@ NB_MODULE(_native, m) {
       .def_ro("taken", &PoolCounts::taken);
 
   nb::class_<PagePool>(m, "PagePool", "Physical pages by index; absent + free + taken == budget.")
-      .def(nb::new_(
-               [](std::size_t page_size, std::size_t budget) { return std::make_shared<PagePool>(page_size, budget); }),
-           "page_size"_a, "budget"_a)
+      .def(nb::new_([](std::size_t page_size, std::size_t budget, bool zero_on_free) {
+             return std::make_shared<PagePool>(page_size, budget, zero_on_free);
+           }),
+           "page_size"_a, "budget"_a, "zero_on_free"_a = false,
+           "zero_on_free: a page whose last reference goes is zeroed in the transaction that drops it.")
+      .def_prop_ro("zero_on_free", &PagePool::zero_on_free)
       .def_prop_ro("page_size", &PagePool::page_size)
       .def("counts", &PagePool::counts)
       .def(
@@ -232,8 +236,7 @@ NB_MODULE(_native, m) {
       .def(
           "let_go",
           [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
-            for (const auto& column : pages.columns)
-              for (const PageId page : column) self->drop(page);
+            for (const auto& column : pages.columns) transaction.drop(*self, column);
             transaction.on_revert([self, pages] {
               for (const auto& column : pages.columns)
                 for (const PageId page : column) self->undo_drop(page);

@@ -6,7 +6,8 @@
 
 namespace vattn {
 
-PagePool::PagePool(std::size_t page_size, std::size_t budget) : page_size_(page_size), budget_(budget) {
+PagePool::PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free)
+    : page_size_(page_size), budget_(budget), zero_on_free_(zero_on_free) {
   if (budget > std::numeric_limits<PageId>::max()) throw std::invalid_argument("more pages than a page index can name");
 }
 
@@ -53,12 +54,12 @@ void PagePool::retain(PageId page) {
   references_[page] += 1;
 }
 
-void PagePool::drop(PageId page) {
+bool PagePool::drop(PageId page) {
   if (references(page) == 0) throw std::logic_error("dropped a page that nobody holds");
-  if (--references_[page] == 0) {
-    free_.insert(page);
-    taken_ -= 1;
-  }
+  if (--references_[page] > 0) return false;
+  free_.insert(page);
+  taken_ -= 1;
+  return true;
 }
 
 std::vector<PageId> PagePool::remove_free(std::size_t count) {

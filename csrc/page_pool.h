@@ -30,9 +30,11 @@ struct PoolCounts {
 
 class PagePool {
  public:
-  PagePool(std::size_t page_size, std::size_t budget);
+  // `zero_on_free`: a page whose last reference goes is zeroed in the transaction that drops it.
+  PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free = false);
 
   std::size_t page_size() const { return page_size_; }
+  bool zero_on_free() const { return zero_on_free_; }
   PoolCounts counts() const;
 
   // Takes `count` pages with one reference each, neighbours where it can, the first next to `after` (if not null). Free
@@ -40,7 +42,7 @@ class PagePool {
   // it.
   std::vector<PageId> take(std::size_t count, const PageId* after, std::vector<PageId>* created);
   void retain(PageId page);
-  void drop(PageId page);  // the last reference gone, the page is free
+  bool drop(PageId page);  // the last reference gone, the page is free: true
 
   // Turns up to `count` free pages absent.
   std::vector<PageId> remove_free(std::size_t count);
@@ -72,6 +74,7 @@ class PagePool {
 
   const std::size_t page_size_;
   const std::size_t budget_;
+  const bool zero_on_free_;
   std::vector<std::uint32_t> references_;  // of pages below fresh_
   std::array<std::vector<Handle>, kBlocks> handles_;
   std::set<PageId> free_;
