@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test check format lint types sanitize bench clean
+.PHONY: demo test check format lint types sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -26,8 +26,10 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
+sanitize: sanitize-native sanitize-python
+
 # The mechanism's own tests, plain and under the sanitizers; needs a C++ compiler and CMake, no Python.
-sanitize:
+sanitize-native:
 	for sanitizer in "" address,undefined thread; do \
 	  build=build/native-$${sanitizer:-plain}; \
 	  cmake -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo -DVATTN_TESTS=ON -DVATTN_WERROR=ON \
@@ -35,6 +37,21 @@ sanitize:
 	  cmake --build $$build --parallel 2 && \
 	  ctest --test-dir $$build --output-on-failure || exit 1; \
 	done
+
+# The library's tests over a native module with AddressSanitizer and UBSan, which lies in build/asan and is loaded by the
+# environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for.
+ASAN_TESTS := $(addprefix tests/vattn/test_,cache faults fork pool sharing sharing_machine state_machine vmm_host windows zero_on_free)
+sanitize-python: $(VENV)/.installed
+	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
+	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
+	  -C cmake.define.VATTN_SANITIZE=address,undefined .
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	python=$$($(BIN)/python -c 'import sys; print(sys._base_executable)'); \
+	export VATTN_TEST_EXAMPLES=25 PYTHONSAFEPATH=1 PYTHONPATH="build/asan:$$packages" UBSAN_OPTIONS=print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
+	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \
+	$$python -m pytest -q -p no:cacheprovider $(addsuffix .py,$(ASAN_TESTS))
 
 bench: $(VENV)/.installed
 	for name in step overlap fragmentation windows mla quantised decode batching memory blocks capacity backends block_size prefix cache speculate; do $(BIN)/python -m bench $$name || exit 1; done

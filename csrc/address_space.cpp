@@ -23,7 +23,7 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
 }
 
 AddressSpace::~AddressSpace() {
-  if (fork_.forked()) return;
+  if (fork_.forked() || exiting()) return;
   const Driver::Scope scope(*driver_);
   Handle handle = 0;
   Access access = Access::kNone;
@@ -137,8 +137,7 @@ void AddressSpace::remove(Transaction& transaction, std::size_t slot, std::size_
   const auto begin = mapped.begin() + at, end = begin + static_cast<std::ptrdiff_t>(to - from);
   std::vector<Column> removed(std::make_move_iterator(begin), std::make_move_iterator(end));
   mapped.erase(begin, end);
-  for (const Column& column : removed)
-    for (const PageId page : column.pages) pool_->drop(page);
+  for (const Column& column : removed) transaction.drop(*pool_, column.pages);
   transaction.on_revert([self = shared_from_this(), slot, at, removed = std::move(removed)] {
     for (const Column& column : removed)
       for (const PageId page : column.pages) self->pool_->undo_drop(page);
@@ -187,7 +186,7 @@ void AddressSpace::check() const {
 
 void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
                       const std::vector<std::shared_ptr<Pages>>& held) {
-  std::vector<std::uint32_t> holders(pool.counts().budget), writers(pool.counts().budget);
+  std::vector<std::uint32_t> holders(pool.used()), writers(pool.used());
   for (const auto& space : spaces) space->count(holders, writers);
   for (const auto& pages : held)
     for (const std::vector<PageId>& column : pages->columns)

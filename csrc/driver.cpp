@@ -10,7 +10,8 @@ const char* call_name(Call call) {
       "cuMemRelease",        "cuMemMap",         "cuMemUnmap",
       "cuMemSetAccess",      "cuCtxSetCurrent",  "cuThreadExchangeStreamCaptureMode",
       "cuEventCreate",       "cuEventRecord",    "cuEventQuery",
-      "cuEventSynchronize",  "cuCtxSynchronize", "cuStreamIsCapturing"};
+      "cuEventSynchronize",  "cuCtxSynchronize", "cuStreamIsCapturing",
+      "cuMemsetD8Async"};
   return names[static_cast<unsigned>(call)];
 }
 
@@ -22,7 +23,7 @@ DriverFailure::DriverFailure(Call call_, Result result_, std::string name_)
       name(std::move(name_)) {}
 
 Driver::~Driver() {
-  if (stock_.empty() || fork_.forked()) return;
+  if (stock_.empty() || fork_.forked() || exiting()) return;
   const Scope scope(*this);
   for (const EventHandle event : stock_) table_.event_destroy(event);
 }
@@ -53,26 +54,48 @@ Driver::Scope::~Scope() {
   if (before_ != driver_.context_) driver_.table_.set_context(before_);
 }
 
-std::shared_ptr<Event> Driver::record(StreamHandle stream) {
-  const Scope scope(*this);
-  EventHandle handle = nullptr;
+Result Driver::take_event(EventHandle* event) {
   {
     const std::lock_guard lock(stock_mutex_);
     if (!stock_.empty()) {
-      handle = stock_.back();
+      *event = stock_.back();
       stock_.pop_back();
+      return kSuccess;
     }
   }
-  if (!handle) {
-    // Blocking: the worker sleeps until the event is complete, instead of spinning on a core.
-    const Result result = counted(
-        Call::kEventCreate, [&] { return table_.event_create(&handle, kEventBlockingSync | kEventDisableTiming); });
-    if (result != kSuccess) throw failure(Call::kEventCreate, result);
-  }
+  // Blocking: the worker sleeps until the event is complete, instead of spinning on a core.
+  return counted(Call::kEventCreate,
+                 [&] { return table_.event_create(event, kEventBlockingSync | kEventDisableTiming); });
+}
+
+std::shared_ptr<Event> Driver::record(StreamHandle stream) {
+  if (fork_.forked()) throw std::logic_error("the driver belongs to the parent of this process");
+  const Scope scope(*this);
+  EventHandle handle = nullptr;
+  Result result = take_event(&handle);
+  if (result != kSuccess) throw failure(Call::kEventCreate, result);
   auto event = std::make_shared<Event>(shared_from_this(), handle);
-  const Result result = counted(Call::kEventRecord, [&] { return table_.event_record(handle, stream); });
+  result = counted(Call::kEventRecord, [&] { return table_.event_record(handle, stream); });
   if (result != kSuccess) throw failure(Call::kEventRecord, result);
   return event;
+}
+
+Result Driver::zero(Address address, std::size_t size, Call* call, bool* touched) {
+  *touched = false;
+  EventHandle handle = nullptr;
+  Result result = take_event(&handle);
+  *call = Call::kEventCreate;
+  if (result != kSuccess) return result;
+  const Event event(shared_from_this(), handle);
+  *call = Call::kMemset;
+  result = counted(*call, [&] { return table_.memset_async(address, 0, size, per_thread_stream()); });
+  if (result != kSuccess) return result;
+  *touched = true;
+  *call = Call::kEventRecord;
+  result = counted(*call, [&] { return table_.event_record(handle, per_thread_stream()); });
+  if (result != kSuccess) return result;
+  *call = Call::kEventSynchronize;
+  return synchronize(&event);
 }
 
 bool Driver::capturing(StreamHandle stream) {

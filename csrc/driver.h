@@ -33,8 +33,9 @@ enum class Call : unsigned {
   kEventSynchronize,
   kContextSynchronize,
   kIsCapturing,
+  kMemset,
 };
-constexpr std::size_t kCalls = 15;
+constexpr std::size_t kCalls = 16;
 
 const char* call_name(Call call);  // CUDA's: "cuMemCreate"
 
@@ -96,6 +97,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
   }
   // Waits for the event; for all work in the context where it is null.
   Result synchronize(const Event* event);
+  // Zeroes a range that may be written, and waits until it is. Which call failed is in *call; *touched: something of
+  // the range may be zero already.
+  Result zero(Address address, std::size_t size, Call* call, bool* touched);
 
   bool unmap_ranges() const { return unmap_ranges_; }
 
@@ -134,6 +138,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
  private:
   friend class Event;
+
+  Result take_event(EventHandle* event);
 
   template <class Body>
   Result counted(Call call, Body&& body) {

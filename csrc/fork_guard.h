@@ -14,4 +14,9 @@ class ForkGuard {
   unsigned generation_ = fork_generation();
 };
 
+// Set when the process ends, before static objects go. Threads may still run, in the middle of a kernel, say: from then
+// on no object is torn down that they could be using. The system takes everything back.
+void set_exiting();
+bool exiting();
+
 }  // namespace vattn

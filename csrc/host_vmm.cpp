@@ -1,7 +1,9 @@
 #include "host_vmm.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,8 +18,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <utility>
 
+#include "available_memory.h"
 #include "fork_guard.h"
 
 namespace vattn {
@@ -30,7 +34,7 @@ constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
 class PhysicalFile {
  public:
   Result allocate(std::size_t size, off_t* offset) {
-    if (fd_ < 0 && (fd_ = memfd_create("vattn", MFD_CLOEXEC)) < 0) return kOutOfMemory;
+    if (const Result r = open(); r != kSuccess) return r;
     for (auto hole = holes_.begin(); hole != holes_.end(); ++hole) {
       if (hole->second < size) continue;
       *offset = hole->first;
@@ -40,7 +44,10 @@ class PhysicalFile {
       return kSuccess;
     }
     if (size > static_cast<std::size_t>(std::numeric_limits<off_t>::max() - end_)) return kOutOfMemory;
-    if (ftruncate(fd_, end_ + static_cast<off_t>(size)) != 0) return kOutOfMemory;
+    // Somebody else who has the file open may have made it longer, never shorter.
+    struct stat now{};
+    const off_t needed = end_ + static_cast<off_t>(size);
+    if (fstat(fd_, &now) != 0 || (now.st_size < needed && ftruncate(fd_, needed) != 0)) return kErrno + errno;
     *offset = end_;
     end_ += static_cast<off_t>(size);
     return kSuccess;
@@ -65,7 +72,30 @@ class PhysicalFile {
 
   int fd() const { return fd_; }
 
+  // In a forked child, where nothing else may be touched. An open file keeps all of its memory.
+  void close_in_child() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+  }
+
  private:
+  // Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
+  // Memory is given back by punching holes, so nothing here ever shrinks it.
+  Result open() {
+    if (fd_ >= 0) return kSuccess;
+    constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
+    int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+    if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return kErrno + errno;
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+      const Result failed = kErrno + errno;
+      close(fd);
+      return failed;
+    }
+    fd_ = fd;
+    return kSuccess;
+  }
+
   int fd_ = -1;
   off_t end_ = 0;
   std::map<off_t, std::size_t> holes_;
@@ -101,53 +131,79 @@ struct State {
   std::map<Address, Reservation> reservations;
   Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
   std::size_t kernel_mappings = 0;
+  std::size_t max_mappings = 0;    // that the kernel allows the process, as last asked
   std::size_t other_mappings = 0;  // of the rest of the process, as last counted
   std::size_t physical_bytes = 0;
   std::size_t memory_allowance = 0;  // bytes to create before the machine's memory is looked at again
   ForkGuard fork;
 };
 
-// A forked child starts anew: the parent's mappings are not there, and its mutex may be held by a thread that is not.
-// What the child inherited is leaked on purpose.
+std::atomic<State*> current_state{new State};
+
+// A forked child starts anew: the parent's mappings are not there. What the child inherited is leaked on purpose.
 State& state() {
-  static std::atomic<State*> current = new State;
-  State* found = current.load(std::memory_order_acquire);
+  State* found = current_state.load(std::memory_order_acquire);
   if (!found->fork.forked()) return *found;
   auto fresh = std::make_unique<State>();
-  if (!current.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
-  for (const PhysicalFile& file : found->files)
-    if (file.fd() >= 0) close(file.fd());
+  if (!current_state.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
   return *fresh.release();
 }
 
+// A child that keeps the file open, or a mapping of it, keeps all of the memory after its owner has gone, and can read
+// it. So each child closes the file before it does anything else, also one that never comes here; and the lock is held
+// during a fork, so that none falls between the making of a file or a mapping and what keeps it out of children.
+thread_local State* forking = nullptr;  // locked by the fork that the calling thread makes
+
+[[maybe_unused]] const int registered = pthread_atfork(
+    [] {
+      forking = current_state.load(std::memory_order_acquire);
+      forking->mutex.lock();
+    },
+    [] { forking->mutex.unlock(); },
+    [] {
+      for (PhysicalFile& file : forking->files) file.close_in_child();
+      forking->mutex.unlock();
+    });
+
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
-// MADV_DONTFORK belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again. It cannot fail
-// there: the range is one mapping, so nothing has to be split.
+// Keeps a new mapping out of children and of core dumps. It cannot fail: the range is one mapping, so nothing has to be
+// split.
+void keep_to_this_process(void* address, std::size_t size) {
+  madvise(address, size, MADV_DONTFORK);
+  madvise(address, size, MADV_DONTDUMP);
+}
+
+// The advice belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again.
 bool map_fixed(Address address, std::size_t size, int protection, int flags, int fd, off_t offset) {
   if (mmap(pointer(address), size, protection, MAP_FIXED | flags, fd, offset) == MAP_FAILED) return false;
-  madvise(pointer(address), size, MADV_DONTFORK);
+  keep_to_this_process(pointer(address), size);
   return true;
 }
 
-// Brings the file's range into memory, zeroed. False: there is not enough of it.
-bool populate(int fd, off_t offset, std::size_t size) {
-  void* window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
-  if (window == MAP_FAILED) return false;
+// Brings the file's range into memory, zeroed.
+Result populate(State& s, int fd, off_t offset, std::size_t size) {
+  void* window = MAP_FAILED;
+  {
+    const std::lock_guard lock(s.mutex);
+    window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+    if (window == MAP_FAILED) return kErrno + errno;
+    keep_to_this_process(window, size);
+  }
   bool populated = madvise(window, size, MADV_POPULATE_WRITE) == 0;
   if (!populated && errno == EINVAL) {  // Linux < 5.14
     populated = fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size)) == 0;
     if (populated) std::memset(window, 0, size);
   }
   munmap(window, size);
-  return populated;
+  return populated ? kSuccess : kOutOfMemory;
 }
 
 constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
 
-Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kUnknown; }
+Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kErrno + errno; }
 
 std::map<Address, Reservation>::iterator find_reservation(State& s, Address address) {
   auto it = s.reservations.upper_bound(address);
@@ -204,22 +260,14 @@ std::size_t seams(Address base, const Reservation& reservation, Address begin, A
   return count;
 }
 
-std::size_t max_map_count() {
-  static const std::size_t limit = [] {
-    std::size_t value = 65530;
-    std::ifstream("/proc/sys/vm/max_map_count") >> value;
-    return value;
-  }();
-  return limit;
-}
-
 // A table of mappings that is full to the last entry fails malloc and thread creation elsewhere, so some are left.
 constexpr std::size_t kReservedMappings = 512;
 
 // Whether the kernel's table has room for `more` and a reserve. Near the limit the rest of the process is counted anew.
 bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
-  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= max_map_count(); };
+  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= s.max_mappings; };
   if (s.other_mappings == 0 || !fits()) {
+    s.max_mappings = max_mappings();
     std::ifstream maps("/proc/self/maps");
     std::size_t lines = 0;
     for (std::string line; std::getline(maps, line);) ++lines;
@@ -228,33 +276,20 @@ bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
   return fits();
 }
 
-std::size_t read_number(const char* path, const std::string& field = "") {
-  std::ifstream file(path);
-  std::string word;
-  while (!field.empty() && file >> word && word != field) continue;
-  std::size_t value = 0;
-  return file >> value ? value : std::numeric_limits<std::size_t>::max();  // "max", say, where there is no limit
-}
-
-std::size_t available_memory() {
-  const std::size_t machine = read_number("/proc/meminfo", "MemAvailable:");
-  const std::size_t limit = read_number("/sys/fs/cgroup/memory.max");
-  const std::size_t used = read_number("/sys/fs/cgroup/memory.current");
-  const std::size_t group = limit == std::numeric_limits<std::size_t>::max() ? limit : limit - std::min(limit, used);
-  return std::min(machine == std::numeric_limits<std::size_t>::max() ? machine : machine * 1024, group);
-}
-
 // Where memory is exhausted Linux ends a process instead of refusing, so that `create` has to refuse before. Looking
-// costs as much as creating a page, hence not every time.
-bool room_for_memory(State& s, std::size_t size) {
-  constexpr std::size_t kReserve = std::size_t{256} << 20, kLookEvery = std::size_t{64} << 20;
+// costs as much as creating a page, hence not every time. What is left to the rest is 256 MiB, less in a small group.
+Result room_for_memory(State& s, std::size_t size) try {
+  constexpr std::size_t kReserve = std::size_t{256} << 20;
   if (size > s.memory_allowance) {
-    const std::size_t available = available_memory();
-    if (available < kReserve || size > available - kReserve) return false;
-    s.memory_allowance = std::max(size, kLookEvery);
+    const AvailableMemory memory = available_memory();
+    const std::size_t reserve = std::min(kReserve, memory.total / 8);
+    if (memory.bytes < reserve || size > memory.bytes - reserve) return kOutOfMemory;
+    s.memory_allowance = std::max(size, reserve / 4);
   }
   s.memory_allowance -= size;
-  return true;
+  return kSuccess;
+} catch (const std::system_error& error) {
+  return kErrno + error.code().value();
 }
 
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
@@ -281,7 +316,7 @@ Result address_reserve(Address* address, std::size_t size, std::size_t alignment
   if (aligned > start) munmap(raw, aligned - start);
   const Address excess = start + padded - (aligned + size);
   if (excess) munmap(pointer(aligned + size), excess);
-  madvise(pointer(aligned), size, MADV_DONTFORK);
+  keep_to_this_process(pointer(aligned), size);
   s.reservations.emplace(aligned, Reservation{size, strict, {}});
   s.kernel_mappings += 1;
   *address = aligned;
@@ -309,16 +344,16 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   off_t offset = 0;
   {
     const std::lock_guard lock(s.mutex);
-    if (!room_for_memory(s, size)) return kOutOfMemory;
+    if (const Result r = room_for_memory(s, size); r != kSuccess) return r;
     if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const bool filled = populate(file.fd(), offset, size);
+  const Result filled = populate(s, file.fd(), offset, size);
   const std::lock_guard lock(s.mutex);
-  if (!filled) {
+  if (filled != kSuccess) {
     file.deallocate(offset, size);
-    return kOutOfMemory;
+    return filled;
   }
   *handle = s.next_handle++;
   s.physical.emplace(*handle, Physical{log2, offset, size, 1, 0});
@@ -430,6 +465,25 @@ Result retain_handle(Handle* handle, void* address) {
   return kSuccess;
 }
 
+Result memset_async(Address address, unsigned char value, std::size_t size, StreamHandle) {
+  State& s = state();
+  {
+    const std::lock_guard lock(s.mutex);
+    auto it = find_reservation(s, address);
+    if (it == s.reservations.end() || size == 0) return kInvalidValue;
+    for (Address at = address; at < address + size;) {
+      auto mapping = it->second.mappings.upper_bound(at);
+      if (mapping == it->second.mappings.begin()) return kInvalidValue;
+      --mapping;
+      if (at >= mapping->first + mapping->second.size || mapping->second.access != Access::kReadWrite)
+        return kInvalidValue;
+      at = mapping->first + mapping->second.size;
+    }
+  }
+  std::memset(pointer(address), value, size);
+  return kSuccess;
+}
+
 // Kernels on the host are done when they return, so that an event is complete as soon as it is recorded; there is one,
 // for all. There is no context but null, and nothing captures.
 EventHandle the_event() {
@@ -522,6 +576,30 @@ Result error_name(Result result, const char** name) {
     case kUnknown:
       *name = "CUDA_ERROR_UNKNOWN";
       break;
+    case kErrno + EPERM:
+      *name = "EPERM";
+      break;
+    case kErrno + EAGAIN:
+      *name = "EAGAIN";
+      break;
+    case kErrno + ENOMEM:
+      *name = "ENOMEM";
+      break;
+    case kErrno + EACCES:
+      *name = "EACCES";
+      break;
+    case kErrno + ENFILE:
+      *name = "ENFILE";
+      break;
+    case kErrno + EMFILE:
+      *name = "EMFILE";
+      break;
+    case kErrno + EFBIG:
+      *name = "EFBIG";
+      break;
+    case kErrno + ENOSYS:
+      *name = "ENOSYS";
+      break;
     default:
       return kInvalidValue;
   }
@@ -541,6 +619,7 @@ const Vmm& host_vmm() {
       .set_access = set_access,
       .get_access = get_access,
       .retain_handle = retain_handle,
+      .memset_async = memset_async,
       .event_create = event_create,
       .event_destroy = check_event,
       .event_record = event_record,
@@ -554,6 +633,12 @@ const Vmm& host_vmm() {
       .error_name = error_name,
   };
   return table;
+}
+
+std::size_t max_mappings() {
+  std::size_t value = 65530;
+  std::ifstream("/proc/sys/vm/max_map_count") >> value;
+  return value;
 }
 
 HostUsage host_usage() {

@@ -19,7 +19,13 @@ constexpr Flags kReserveStrict = 1;
 // so that undoing works where the table was found full.
 constexpr Flags kMapRestore = 1;
 
+// Results from here on are Linux's errno: the machine has the memory, but something else stopped the call.
+constexpr Result kErrno = 10000;
+
 const Vmm& host_vmm();
+
+// Mappings that Linux allows a process (vm.max_map_count).
+std::size_t max_mappings();
 
 struct HostUsage {
   std::size_t kernel_mappings;  // entries that this provider's reservations have in the kernel's table of mappings

@@ -15,6 +15,13 @@ void Transaction::revert() {
   }
 }
 
+void Transaction::drop(PagePool& pool, const std::vector<PageId>& pages) {
+  std::vector<PageId> freed;
+  for (const PageId page : pages)
+    if (pool.drop(page)) freed.push_back(page);
+  if (pool.zero_on_free() && !freed.empty()) add({Operation::Kind::kZero, std::move(freed)});
+}
+
 namespace {
 
 class SignalsBlocked {
@@ -42,6 +49,10 @@ struct Mapper::Worker {
   // Executed transactions, until a caller's thread destroys them: what they hold may need the interpreter's lock, for
   // which the worker must never wait.
   std::vector<std::shared_ptr<Transaction>> executed;
+  std::vector<std::shared_ptr<Transaction>> failures;
+  // The thread's own: memory to give back, and memory that the transaction under way zeroes.
+  std::vector<Handle> released, zeroed;
+  std::vector<Window> left_over;  // that could not be closed
   bool stopping = false;
   std::thread thread;
 };
@@ -83,7 +94,7 @@ std::vector<std::shared_ptr<Transaction>> Mapper::failures() {
   if (fork_.forked()) throw std::logic_error("the worker is not running");
   wait(last_);
   const std::lock_guard lock(worker_->mutex);
-  return failures_;
+  return worker_->failures;
 }
 
 void Mapper::resume() {
@@ -92,7 +103,7 @@ void Mapper::resume() {
   std::vector<std::shared_ptr<Transaction>> forgotten;  // destroyed after the lock is gone
   const std::lock_guard lock(worker_->mutex);
   failed_ = false;
-  forgotten.swap(failures_);
+  forgotten.swap(worker_->failures);
 }
 
 void Mapper::stop() {
@@ -114,7 +125,7 @@ void Mapper::run() {
   std::unique_lock lock(worker_->mutex);
   for (;;) {
     worker_->submitted.wait(lock, [&] { return worker_->stopping || !worker_->log.empty(); });
-    if (worker_->log.empty()) return;
+    if (worker_->log.empty()) return tidy();
     Transaction& transaction = *worker_->log.front();
     Status status = Status::kCancelled;
     if (!failed_) {
@@ -132,7 +143,7 @@ void Mapper::run() {
     if (status != Status::kDone) failed_ = true;
     transaction.status_.store(status, std::memory_order_release);
     passed_.store(transaction.ticket_, std::memory_order_release);
-    auto& destination = status == Status::kDone ? worker_->executed : failures_;
+    auto& destination = status == Status::kDone ? worker_->executed : worker_->failures;
     destination.push_back(std::move(worker_->log.front()));
     worker_->log.pop_front();
     worker_->finished.notify_all();
@@ -140,25 +151,71 @@ void Mapper::run() {
 }
 
 void Mapper::execute(Transaction& transaction) {
+  tidy();
   const auto& operations = transaction.operations_;
+  Call* const call = &transaction.failed_call_;
+  Result* const result = &transaction.failed_result_;
   std::size_t i = 0, done = 0;
-  bool undone = true;
   for (; i < operations.size(); ++i, done = 0)
-    if (!perform(operations[i], false, &done, &transaction.failed_call_, &transaction.failed_result_)) break;
-  if (i < operations.size()) {
-    undone = undo(operations[i], done);
-  } else {
-    // Memory goes when nothing else can fail: gone earlier, an undo could replace it, but not what it held.
-    std::size_t gone = 0;
-    Result result = kSuccess;
-    while (gone < released_.size() && (result = driver_->release(released_[gone])) == kSuccess) ++gone;
-    if (gone == released_.size()) return released_.clear();
-    transaction.failed_call_ = Call::kRelease;
-    transaction.failed_result_ = result;
-    while (gone-- > 0) undone = driver_->create(&released_[gone], pool_->page_size()) == kSuccess && undone;
+    if (!perform(operations[i], false, &done, call, result)) break;
+  Window window;
+  const bool performed = i == operations.size() && open(window, call, result) && zero(window, call, result);
+  if (!close(window)) worker_->left_over.push_back(window);
+  if (performed) {
+    worker_->zeroed.clear();
+    return tidy();
   }
+  bool undone = i == operations.size() || undo(operations[i], done);
   while (i-- > 0) undone = undo(operations[i], operations[i].pages.size()) && undone;
   if (!undone) broken_ = true;
+}
+
+// What a transaction has no more use for. A call that fails here takes nothing back; it is made again with the next
+// transaction, and when the thread ends.
+void Mapper::tidy() {
+  std::erase_if(worker_->left_over, [&](Window& window) { return close(window); });
+  std::erase_if(worker_->released, [&](Handle handle) { return driver_->release(handle) == kSuccess; });
+}
+
+// Maps all that is to be zeroed, side by side; false at the first call that fails.
+bool Mapper::open(Window& window, Call* call, Result* result) {
+  const std::vector<Handle>& handles = worker_->zeroed;
+  const std::size_t page_size = pool_->page_size();
+  if (handles.empty()) return true;
+  *call = Call::kReserve;
+  *result = driver_->reserve(&window.address, handles.size() * page_size, page_size & (~page_size + 1));
+  if (*result != kSuccess) return false;
+  window.pages = handles.size();
+  *call = Call::kMap;
+  for (; window.mapped < window.pages; ++window.mapped) {
+    *result = driver_->map(window.address + window.mapped * page_size, page_size, handles[window.mapped], true);
+    if (*result != kSuccess) return false;
+  }
+  *call = Call::kSetAccess;
+  *result = driver_->set_access(window.address, window.pages * page_size, Access::kReadWrite);
+  return *result == kSuccess;
+}
+
+// False, with what is left of the window, if a call fails.
+bool Mapper::close(Window& window) {
+  const std::size_t page_size = pool_->page_size();
+  while (window.mapped > 0) {
+    const std::size_t together = driver_->unmap_ranges() ? window.mapped : 1;
+    const Address at = window.address + (window.mapped - together) * page_size;
+    if (driver_->unmap(at, together * page_size) != kSuccess) return false;
+    window.mapped -= together;
+  }
+  if (window.pages && driver_->free(window.address, window.pages * page_size) != kSuccess) return false;
+  window.pages = 0;
+  return true;
+}
+
+bool Mapper::zero(const Window& window, Call* call, Result* result) {
+  if (window.pages == 0) return true;
+  bool touched = false;
+  *result = driver_->zero(window.address, window.pages * pool_->page_size(), call, &touched);
+  if (*result != kSuccess && touched) broken_ = true;
+  return *result == kSuccess;
 }
 
 // Performs an operation, or one that restores what an undone one took away, counting the pages that are done; false at
@@ -178,7 +235,10 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
         if (failed(Call::kCreate, driver_->create(&pool_->handle(pages[*done]), page_size))) return false;
       return true;
     case Operation::Kind::kRelease:
-      for (; *done < pages.size(); ++*done) released_.push_back(pool_->handle(pages[*done]));
+      for (; *done < pages.size(); ++*done) worker_->released.push_back(pool_->handle(pages[*done]));
+      return true;
+    case Operation::Kind::kZero:
+      for (; *done < pages.size(); ++*done) worker_->zeroed.push_back(pool_->handle(pages[*done]));
       return true;
     case Operation::Kind::kMap:
       for (; *done < pages.size(); ++*done)
@@ -214,7 +274,10 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
       while (done-- > 0) undone = driver_->release(pool_->handle(operation.pages[done])) == kSuccess && undone;
       return undone;
     case Operation::Kind::kRelease:
-      for (; done-- > 0; released_.pop_back()) pool_->handle(operation.pages[done]) = released_.back();
+      for (; done-- > 0; worker_->released.pop_back()) pool_->handle(operation.pages[done]) = worker_->released.back();
+      return true;
+    case Operation::Kind::kZero:
+      worker_->zeroed.resize(worker_->zeroed.size() - done);
       return true;
     case Operation::Kind::kMap:
       inverse.kind = Operation::Kind::kUnmap;

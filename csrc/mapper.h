@@ -3,8 +3,8 @@
 // Decisions are taken, and the books changed, on the caller's thread, while a transaction is put together; the worker
 // only executes, in order, and reports by ticket. A transaction is executed wholly or not at all: where a call fails,
 // what the transaction did before is undone on the worker. From then on the log stands still: every later transaction
-// is cancelled, because its decisions rest on those of the failed one, until the caller has asked for the failures, taken
-// their decisions back in reverse order (Transaction::revert), and resumed the log.
+// is cancelled, because its decisions rest on those of the failed one, until the caller has asked for the failures,
+// taken their decisions back in reverse order (Transaction::revert), and resumed the log.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,9 @@ namespace vattn {
 
 struct Operation {
   // A fence waits for kernels: for its event, or for all that was launched where it has none. It changes nothing, so
-  // there is nothing to undo.
-  enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence };
+  // there is nothing to undo. Release and zero are put off to the transaction's end: neither brings back what was
+  // there.
+  enum class Kind { kCreate, kRelease, kMap, kUnmap, kFence, kZero };
   Kind kind;
   std::vector<PageId> pages;  // of map and unmap: neighbours in the address space
   Address address = 0;        // of map and unmap: where the first page goes
@@ -42,6 +43,9 @@ class Transaction {
  public:
   // What has to be done, and how the books take the decision back.
   void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  // Drops a reference to each; what is free then is zeroed where the pool wants that. How to take it back is the
+  // caller's to add.
+  void drop(PagePool& pool, const std::vector<PageId>& pages);
   void on_revert(std::function<void()> undo) { undo_.push_back(std::move(undo)); }
 
   // Takes the decisions back, last one first. For a transaction that was never submitted, failed, or was cancelled.
@@ -82,7 +86,8 @@ class Mapper {
 
   // True while the log stands still because of failures.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  // Waits for the log to run dry; then what failed and was cancelled, oldest first. The log stands still until resume().
+  // Waits for the log to run dry; then what failed and was cancelled, oldest first. The log stands still until
+  // resume().
   std::vector<std::shared_ptr<Transaction>> failures();
   // Forgets the failures, whose decisions were taken back, and lets the log go on.
   void resume();
@@ -95,9 +100,18 @@ class Mapper {
   void stop();
 
  private:
-  struct Worker;  // what the thread shares with its callers; leaked in a forked child, where it cannot be torn down
+  struct Worker;  // what the thread writes to; leaked in a forked child, which may have been made in the midst of it
   void run();
   void execute(Transaction& transaction);
+  // A range of addresses by which pages are zeroed that are mapped nowhere, or where they must not be written.
+  struct Window {
+    Address address = 0;
+    std::size_t pages = 0, mapped = 0;
+  };
+  bool open(Window& window, Call* call, Result* result);
+  bool close(Window& window);
+  void tidy();
+  bool zero(const Window& window, Call* call, Result* result);
   bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
   bool undo(const Operation& operation, std::size_t done);
 
@@ -105,8 +119,6 @@ class Mapper {
   const std::shared_ptr<PagePool> pool_;
   const ForkGuard fork_;
   std::unique_ptr<Worker> worker_;
-  std::vector<Handle> released_;  // the worker's: memory that the transaction under way gives back
-  std::vector<std::shared_ptr<Transaction>> failures_;  // guarded by the worker's mutex
   std::atomic<Ticket> last_{0};
   std::atomic<bool> stopped_{false};
   std::once_flag stop_once_;

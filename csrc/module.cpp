@@ -1,14 +1,19 @@
 // Python bindings of the mechanism; no logic.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <exception>
+#include <system_error>
 
 #include "address_space.h"
+#include "available_memory.h"
 #include "host_vmm.h"
 #include "mapper.h"
 
@@ -32,6 +37,7 @@ void visit_table(Vmm_& vmm, Visit&& visit) {
   visit("cuMemSetAccess", vmm.set_access);
   visit("cuMemGetAccess", vmm.get_access);
   visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuMemsetD8Async", vmm.memset_async);
   visit("cuEventCreate", vmm.event_create);
   visit("cuEventDestroy", vmm.event_destroy);
   visit("cuEventRecord", vmm.event_record);
@@ -74,6 +80,26 @@ nb::bytes host_prop(std::size_t granularity) {
   return nb::bytes(&prop, sizeof prop);
 }
 
+// Runs the body without the interpreter's lock. A daemon thread that asks for it back while the interpreter ends,
+// before Python 3.14, is unwound by pthread_exit, which ends the process at the first noexcept function; so it waits
+// here.
+template <class Body>
+void without_lock(Body&& body) {
+  PyThreadState* const thread = PyEval_SaveThread();
+  std::exception_ptr thrown;
+  try {
+    body();
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  try {
+    PyEval_RestoreThread(thread);
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+  if (thrown) std::rethrow_exception(thrown);
+}
+
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
 
 StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
@@ -102,14 +128,22 @@ nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, s
           device_id};
 }
 
+void raise_failure(const char* call, Result result, const std::string& name) {
+  const nb::object make = nb::module_::import_("vattn.drivers.failure").attr("failure");
+  const nb::object error = make(call, result, name);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
 void raise_driver_error(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const DriverFailure& failure) {
-    const nb::object type = nb::module_::import_("vattn.errors").attr("DriverError");
-    const nb::object error =
-        type(failure.what(), "call"_a = call_name(failure.call), "code"_a = failure.result, "name"_a = failure.name);
-    PyErr_SetObject(type.ptr(), error.ptr());
+    raise_failure(call_name(failure.call), failure.result, failure.name);
+  } catch (const std::system_error& error) {  // no thread, or no file descriptor
+    const Result result = kErrno + error.code().value();
+    const char* name = nullptr;
+    host_vmm().error_name(result, &name);
+    raise_failure(error.what(), result, name ? name : "an unknown result");
   }
 }
 
@@ -120,6 +154,7 @@ NB_MODULE(_native, m) {
   // Tensors may outlive the interpreter's modules, and what they keep alive is then reported as leaked.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(raise_driver_error);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&set_exiting));
 
   m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
   m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
@@ -133,6 +168,14 @@ NB_MODULE(_native, m) {
       "CUDA's names of the calls that a table has.");
   m.attr("HOST_RESERVE_STRICT") = kReserveStrict;
   m.attr("HOST_MAP_RESTORE") = kMapRestore;
+  m.attr("HOST_ERRNO") = kErrno;
+  m.def("host_max_mappings", &max_mappings, "Mappings that Linux allows this process.");
+  nb::class_<AvailableMemory>(m, "AvailableMemory")
+      .def_ro("bytes", &AvailableMemory::bytes)
+      .def_ro("total", &AvailableMemory::total)
+      .def_ro("source", &AvailableMemory::source);
+  m.def("available_memory", &available_memory, "root"_a = "",
+        "What the machine and the control groups around this process have left, and which file says so.");
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 
@@ -165,9 +208,12 @@ NB_MODULE(_native, m) {
       .def_ro("taken", &PoolCounts::taken);
 
   nb::class_<PagePool>(m, "PagePool", "Physical pages by index; absent + free + taken == budget.")
-      .def(nb::new_(
-               [](std::size_t page_size, std::size_t budget) { return std::make_shared<PagePool>(page_size, budget); }),
-           "page_size"_a, "budget"_a)
+      .def(nb::new_([](std::size_t page_size, std::size_t budget, bool zero_on_free) {
+             return std::make_shared<PagePool>(page_size, budget, zero_on_free);
+           }),
+           "page_size"_a, "budget"_a, "zero_on_free"_a = false,
+           "zero_on_free: a page whose last reference goes is zeroed in the transaction that drops it.")
+      .def_prop_ro("zero_on_free", &PagePool::zero_on_free)
       .def_prop_ro("page_size", &PagePool::page_size)
       .def("counts", &PagePool::counts)
       .def(
@@ -194,8 +240,7 @@ NB_MODULE(_native, m) {
       .def(
           "let_go",
           [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
-            for (const auto& column : pages.columns)
-              for (const PageId page : column) self->drop(page);
+            for (const auto& column : pages.columns) transaction.drop(*self, column);
             transaction.on_revert([self, pages] {
               for (const auto& column : pages.columns)
                 for (const PageId page : column) self->undo_drop(page);
@@ -273,7 +318,8 @@ NB_MODULE(_native, m) {
            }),
            "driver"_a, "pool"_a)
       .def("submit", &Mapper::submit, "transaction"_a)
-      .def("wait", &Mapper::wait, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait", [](Mapper& self, Ticket ticket) { without_lock([&] { self.wait(ticket); }); }, "ticket"_a)
       .def("passed", &Mapper::passed, "ticket"_a)
       .def_prop_ro("last", &Mapper::last)
       .def_prop_ro("failed", &Mapper::failed)
@@ -281,13 +327,10 @@ NB_MODULE(_native, m) {
       .def(
           "failures",
           [](Mapper& self) {
-            {
-              const nb::gil_scoped_release unlocked;
-              self.wait(self.last());
-            }
+            without_lock([&] { self.wait(self.last()); });
             return self.failures();
           },
           "Waits for the log to run dry; then failed and cancelled transactions, oldest first.")
       .def("resume", &Mapper::resume, "Forgets the failures, which were taken back, and lets the log go on.")
-      .def("stop", &Mapper::stop, nb::call_guard<nb::gil_scoped_release>());
+      .def("stop", [](Mapper& self) { without_lock([&] { self.stop(); }); });
 }

@@ -6,16 +6,12 @@
 
 namespace vattn {
 
-PagePool::PagePool(std::size_t page_size, std::size_t budget) : page_size_(page_size) {
+PagePool::PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free)
+    : page_size_(page_size), budget_(budget), zero_on_free_(zero_on_free) {
   if (budget > std::numeric_limits<PageId>::max()) throw std::invalid_argument("more pages than a page index can name");
-  references_.resize(budget, 0);
-  handles_.resize(budget, 0);
 }
 
-PoolCounts PagePool::counts() const {
-  const std::size_t budget = references_.size();
-  return {budget, released_.size() + (budget - fresh_), free_.size(), taken_};
-}
+PoolCounts PagePool::counts() const { return {budget_, released_.size() + (budget_ - fresh_), free_.size(), taken_}; }
 
 PageId PagePool::take_one(const PageId* after, std::vector<PageId>* created) {
   PageId page;
@@ -31,7 +27,11 @@ PageId PagePool::take_one(const PageId* after, std::vector<PageId>* created) {
       page = *it;
       released_.erase(it);
     } else {
-      page = fresh_++;
+      page = fresh_;
+      std::vector<Handle>& block = handles_[block_of(page)];
+      if (block.empty()) block.resize(block_begin(block_of(page) + 1) - block_begin(block_of(page)));
+      references_.push_back(0);
+      fresh_ += 1;
     }
     created->push_back(page);
   }
@@ -50,16 +50,16 @@ std::vector<PageId> PagePool::take(std::size_t count, const PageId* after, std::
 }
 
 void PagePool::retain(PageId page) {
-  if (references_[page] == 0) throw std::logic_error("retained a page that nobody holds");
+  if (references(page) == 0) throw std::logic_error("retained a page that nobody holds");
   references_[page] += 1;
 }
 
-void PagePool::drop(PageId page) {
-  if (references_[page] == 0) throw std::logic_error("dropped a page that nobody holds");
-  if (--references_[page] == 0) {
-    free_.insert(page);
-    taken_ -= 1;
-  }
+bool PagePool::drop(PageId page) {
+  if (references(page) == 0) throw std::logic_error("dropped a page that nobody holds");
+  if (--references_[page] > 0) return false;
+  free_.insert(page);
+  taken_ -= 1;
+  return true;
 }
 
 std::vector<PageId> PagePool::remove_free(std::size_t count) {
@@ -82,6 +82,7 @@ void PagePool::undo_take(const std::vector<PageId>& pages, const std::vector<Pag
 }
 
 void PagePool::undo_drop(PageId page) {
+  if (page >= fresh_) throw std::logic_error("undid the drop of a page that nobody ever held");
   if (references_[page]++ == 0) {
     free_.erase(page);
     taken_ += 1;
@@ -97,10 +98,10 @@ void PagePool::undo_remove_free(const std::vector<PageId>& pages) {
 
 void PagePool::check() const {
   std::size_t taken = 0;
-  for (PageId page = 0; page < references_.size(); ++page) {
+  for (PageId page = 0; page < fresh_; ++page) {
     const bool held = references_[page] > 0;
     const bool is_free = free_.contains(page);
-    const bool is_absent = page >= fresh_ || released_.contains(page);
+    const bool is_absent = released_.contains(page);
     if (held + is_free + is_absent != 1) throw std::logic_error("a page is not in exactly one of absent, free, taken");
     taken += held;
   }

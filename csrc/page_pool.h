@@ -8,6 +8,8 @@
 // mapper's worker reads and writes those, in the order of its log.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <set>
@@ -28,9 +30,11 @@ struct PoolCounts {
 
 class PagePool {
  public:
-  PagePool(std::size_t page_size, std::size_t budget);
+  // `zero_on_free`: a page whose last reference goes is zeroed in the transaction that drops it.
+  PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free = false);
 
   std::size_t page_size() const { return page_size_; }
+  bool zero_on_free() const { return zero_on_free_; }
   PoolCounts counts() const;
 
   // Takes `count` pages with one reference each, neighbours where it can, the first next to `after` (if not null). Free
@@ -38,7 +42,7 @@ class PagePool {
   // it.
   std::vector<PageId> take(std::size_t count, const PageId* after, std::vector<PageId>* created);
   void retain(PageId page);
-  void drop(PageId page);  // the last reference gone, the page is free
+  bool drop(PageId page);  // the last reference gone, the page is free: true
 
   // Turns up to `count` free pages absent.
   std::vector<PageId> remove_free(std::size_t count);
@@ -48,17 +52,31 @@ class PagePool {
   void undo_drop(PageId page);
   void undo_remove_free(const std::vector<PageId>& pages);
 
-  std::uint32_t references(PageId page) const { return references_[page]; }
+  std::uint32_t references(PageId page) const { return page < fresh_ ? references_[page] : 0; }
+  // Pages that were ever taken: all beyond are absent.
+  std::size_t used() const { return fresh_; }
   void check() const;  // throws std::logic_error where the law does not hold
 
-  Handle& handle(PageId page) { return handles_[page]; }  // the worker's
+  // The worker's, of a page that was taken.
+  Handle& handle(PageId page) { return handles_[block_of(page)][page - block_begin(block_of(page))]; }
 
  private:
   PageId take_one(const PageId* after, std::vector<PageId>* created);
 
+  // Books grow with the pages that are used, so a pool costs nothing for its budget. Handles lie in blocks, each as
+  // long as all before it: where one is never changes, as the worker uses it while the caller takes further pages.
+  static constexpr int kFirstBlockLog2 = 10;
+  static constexpr std::size_t kBlocks = 33 - kFirstBlockLog2;
+  static std::size_t block_of(PageId page) { return static_cast<std::size_t>(std::bit_width(page >> kFirstBlockLog2)); }
+  static std::size_t block_begin(std::size_t block) {
+    return block ? std::size_t{1} << (kFirstBlockLog2 + block - 1) : 0;
+  }
+
   const std::size_t page_size_;
-  std::vector<std::uint32_t> references_;
-  std::vector<Handle> handles_;
+  const std::size_t budget_;
+  const bool zero_on_free_;
+  std::vector<std::uint32_t> references_;  // of pages below fresh_
+  std::array<std::vector<Handle>, kBlocks> handles_;
   std::set<PageId> free_;
   std::set<PageId> released_;  // absent pages below fresh_; all from fresh_ on are absent too
   PageId fresh_ = 0;

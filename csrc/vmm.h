@@ -15,6 +15,9 @@ using Result = int;                 // CUresult
 using StreamHandle = struct CUst*;  // CUstream; null is the legacy default stream
 using EventHandle = struct CUev*;   // CUevent
 
+// The calling thread's own stream, which waits for the legacy default stream and is waited for by it, but by no other.
+inline StreamHandle per_thread_stream() { return reinterpret_cast<StreamHandle>(std::uintptr_t{2}); }
+
 // The CUresults that this code names; a provider may return any other.
 enum : Result {
   kSuccess = 0,
@@ -98,6 +101,10 @@ struct Vmm {
   Result (*retain_handle)(Handle* handle, void* address);
 
   // Work that kernels do.
+
+  // Pre: the range is mapped, and may be written, by the context's location. Post: every byte of it has the value
+  // before anything that is launched on the stream later runs.
+  Result (*memset_async)(Address address, unsigned char value, std::size_t size, StreamHandle stream);
 
   // Post: *event is an event that nothing was recorded in, which counts as complete.
   Result (*event_create)(EventHandle* event, unsigned flags);

@@ -83,6 +83,7 @@ class KVCache(Slots):
             self._closed = False
             self._freed: set[int] = set()  # slots that the next call frees
             self._finalizer = weakref.finalize(self, _collected, pool, self._give_back(), self._owns_pool)
+            self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
             pool.join(self)
         if _log.isEnabledFor(logging.INFO):
             _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
@@ -200,7 +201,8 @@ class KVCache(Slots):
         Raises:
             InvalidSlot: if the slot is not allocated.
         """
-        self._retract(self._pool.change(), self._checked_slot(reqid))
+        slot = self._checked_slot(reqid)
+        self._pool.execute(lambda change: self._retract(change, slot))
 
     @atomic
     def fork(self, reqid: int) -> int:

@@ -14,6 +14,7 @@ VattnError
 |-- ForkedProcess                    a call in a child of the process that made the cache
 |-- StreamCapturing                  memory would be mapped or unmapped inside the capture of a CUDA graph
 `-- DriverError                      a driver call failed; the cache is as it was before the call
+    `-- ProcessLimit                 a limit of this process stopped it (open files, address space), not memory
 """
 
 from __future__ import annotations
@@ -98,3 +99,15 @@ class DriverError(VattnError):
         self.call = call
         self.code = code
         self.name = name
+
+
+class ProcessLimit(DriverError):
+    """A limit of this process stopped a driver call, not a lack of memory; the cache is as it was before the call.
+
+    Attributes:
+        limit: its name (`RLIMIT_NOFILE`, `RLIMIT_AS`); the message has the remedy.
+    """
+
+    def __init__(self, message: str, *, call: str, code: int, name: str, limit: str) -> None:
+        super().__init__(message, call=call, code=code, name=name)
+        self.limit = limit

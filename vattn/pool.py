@@ -12,6 +12,7 @@ from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from vattn import _native, drivers
+from vattn.drivers.failure import failure
 from vattn.errors import (
     CacheClosed,
     ConfigError,
@@ -144,6 +145,7 @@ class PagePool:
         self.failures = 0  # transactions that a driver call failed
         _pools.add(self)
         self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
+        self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
 
     @property
     def total_pages(self) -> int:
@@ -420,16 +422,16 @@ class PagePool:
     def _error(self, transaction: _native.Transaction) -> VattnError:
         call, code = transaction.failed_call, transaction.failed_code
         name = self.driver.native.result_name(code)
-        cause = DriverError(f"{call} failed with {name} ({code})", call=call, code=code, name=name)
+        cause = failure(call, code, name)
         if code != _OUT_OF_MEMORY:
             return cause
         error: OutOfPages
         limit = self.driver.device.mapping_limit()
         if call == "cuMemCreate" or limit is None:
-            free = format_bytes(self.driver.device.available_memory())
+            free = self.driver.device.describe_memory()
             error = OutOfPages(
                 f"the machine has no memory for another page on {self.driver.device.torch_device}, although the budget "
-                f"of {self.total_pages} pages does; {free} available; lower memory_budget, or free memory elsewhere",
+                f"of {self.total_pages} pages does; {free}; lower memory_budget, or free memory elsewhere",
                 missing_pages=1,
                 missing_bytes=self.page_size,
             )

@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 from vattn.errors import InvalidTokens, TokenMismatch
 
 Key = bytes
-_KEY_BYTES = 32
+KEY_BYTES = 32
 
 
 class Admission(NamedTuple):
@@ -70,7 +70,7 @@ def root_key(salt: bytes) -> Key:
     """
     if not isinstance(salt, bytes):
         raise InvalidTokens(f"salt={salt!r} is {type(salt).__name__}; it must be bytes (encode text first)")
-    return blake2b(salt, digest_size=_KEY_BYTES, person=b"vattn salt").digest()
+    return blake2b(salt, digest_size=KEY_BYTES, person=b"vattn salt").digest()
 
 
 def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iterator[Key]:
@@ -83,7 +83,7 @@ def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iter
     """
     for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
         tokens = array("q", token_ids[start : start + block_tokens]).tobytes()
-        parent = blake2b(parent + tokens, digest_size=_KEY_BYTES, person=b"vattn block").digest()
+        parent = blake2b(parent + tokens, digest_size=KEY_BYTES, person=b"vattn block").digest()
         yield parent
 
 

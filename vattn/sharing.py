@@ -21,6 +21,7 @@ slots, states and counts follow from that, and `refresh` derives them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,7 +30,7 @@ from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.journal import Change, Undo
 from vattn.layout import Band
-from vattn.prefix import Block, Key, PrefixIndex
+from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 
 class State(Enum):
@@ -335,14 +336,12 @@ class SharedBlocks:
             self._pool.let_go(change.transaction, pages)
 
     def _restoring(self, block: PageBlock) -> Undo:
-        """What takes back that a block left the index; where another one has its key by then, its pages go instead."""
-        gone = False
+        """What takes back that a block left the index; where another one has its key by then, nobody finds it."""
 
         def undo() -> None:
-            nonlocal gone
-            if not gone and not block.published and not self.index.put_back(block):
-                gone = True
-                self._let_go(Change(), block)
+            if not block.published and not self.index.put_back(block):
+                block.key = os.urandom(KEY_BYTES)
+                self.index.put_back(block)
 
         return undo
 

@@ -18,6 +18,7 @@ import pytest
 
 OUT_OF_MEMORY = 2
 READ_WRITE = 3
+PER_THREAD = 2  # CU_STREAM_PER_THREAD
 
 _size, _u64, _uint, _int, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemSetAccess": (_u64, _size, ctypes.c_char_p, _size),
     "cuMemGetAccess": (ctypes.POINTER(_u64), ctypes.c_char_p, _u64),
     "cuMemRetainAllocationHandle": (ctypes.POINTER(_u64), _u64),
+    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
     "cuEventCreate": (ctypes.POINTER(_pointer), _uint),
     "cuEventDestroy": (_pointer,),
     "cuEventRecord": (_pointer, _pointer),
@@ -301,6 +303,27 @@ class VmmContract:
                 assert found.value == handle
                 assert vmm.cuMemRelease(found.value) == 0
             assert vmm.cuMemRetainAllocationHandle(found, base + vmm.page) != 0
+
+    def test_memset_on_the_threads_own_stream(self, vmm: Provider) -> None:
+        page, event = vmm.page, _pointer()
+        assert vmm.cuEventCreate(event, 3) == 0
+        with vmm.reservation(5) as base, ExitStack() as stack:
+            for i in range(4):
+                stack.enter_context(vmm.mapping(base + i * page, stack.enter_context(vmm.memory())))
+                for word in (0, page - 8):
+                    vmm.poke(base + i * page + word, i + 1)
+            assert vmm.cuMemsetD8Async(base + page, 0, 2 * page, PER_THREAD) == 0
+            assert vmm.cuEventRecord(event, PER_THREAD) == 0
+            assert vmm.cuEventSynchronize(event) == 0
+            assert [vmm.peek(base + i * page) for i in range(4)] == [1, 0, 0, 4]
+            assert [vmm.peek(base + i * page + page - 8) for i in range(4)] == [1, 0, 0, 4]
+            if vmm.checks_everything:
+                assert vmm.cuMemsetD8Async(base + 3 * page, 0, 2 * page, PER_THREAD) != 0  # past what is mapped
+                assert vmm.cuMemsetD8Async(base + 4 * page, 0, page, PER_THREAD) != 0
+                assert vmm.cuMemSetAccess(base, page, vmm.descriptor(1), 1) == 0
+                assert vmm.cuMemsetD8Async(base, 0, page, PER_THREAD) != 0  # read-only
+                assert (vmm.peek(base), vmm.peek(base + 3 * page)) == (1, 4)
+        assert vmm.cuEventDestroy(event) == 0
 
     def test_events_without_work_are_complete(self, vmm: Provider) -> None:
         event = _pointer()

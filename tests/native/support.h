@@ -119,6 +119,9 @@ inline Vmm intercepted_vmm() {
   table.map = Intercepted<Call::kMap, &Vmm::map>::call;
   table.unmap = Intercepted<Call::kUnmap, &Vmm::unmap>::call;
   table.set_access = Intercepted<Call::kSetAccess, &Vmm::set_access>::call;
+  table.memset_async = Intercepted<Call::kMemset, &Vmm::memset_async>::call;
+  table.event_record = Intercepted<Call::kEventRecord, &Vmm::event_record>::call;
+  table.event_synchronize = Intercepted<Call::kEventSynchronize, &Vmm::event_synchronize>::call;
   return table;
 }
 
@@ -146,9 +149,9 @@ inline std::vector<std::shared_ptr<Transaction>> take_failures(Mapper& mapper) {
 // One pool, one space over it, and their mapper.
 struct World {
   explicit World(const AddressSpace::Shape& shape, std::size_t budget, const Vmm& table = host_vmm(),
-                 int granularity_log2 = 12)
+                 int granularity_log2 = 12, bool zero_on_free = false)
       : driver(std::make_shared<Driver>(table, host_prop(granularity_log2), nullptr, 0, kMapRestore)),
-        pool(std::make_shared<PagePool>(std::size_t{1} << granularity_log2, budget)),
+        pool(std::make_shared<PagePool>(std::size_t{1} << granularity_log2, budget, zero_on_free)),
         space(std::make_shared<AddressSpace>(driver, pool, shape)),
         mapper(std::make_unique<Mapper>(driver, pool)) {}
 

@@ -65,6 +65,13 @@ int open_memfds() {
   return count;
 }
 
+int mapped_memfds() {
+  int count = 0;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) count += line.find("memfd:vattn") != std::string::npos;
+  return count;
+}
+
 // Uses a world of its own from end to end.
 void use_a_new_world() {
   const HostUsage before = host_usage();
@@ -222,4 +229,43 @@ FORK_TEST(forks_while_the_worker_works) {
     CHECK(world.shrink(0, 8) == Status::kDone);
   }
   CHECK(world.clear() == Status::kDone);
+}
+
+// What keeps a file or a mapping of it keeps all of its memory, whatever becomes of its owner.
+FORK_TEST(a_child_that_does_nothing_keeps_no_memory) {
+  World world(kShape, 24);
+  CHECK(world.grow(0, 4) == Status::kDone);
+  CHECK(open_memfds() > 0);
+  CHECK(mapped_memfds() > 0);
+  CHECK(in_child([] {
+    CHECK_EQ(open_memfds(), 0);
+    CHECK_EQ(mapped_memfds(), 0);
+    CHECK(in_child([] { CHECK_EQ(open_memfds(), 0); }));
+  }));
+  CHECK(open_memfds() > 0);
+  CHECK(world.clear() == Status::kDone);
+}
+
+// The worker makes, maps and unmaps memory all the time.
+FORK_TEST(a_fork_at_any_moment_inherits_no_memory) {
+  World world({1, 1, 1, 64}, 64, host_vmm(), 16);
+  std::atomic<bool> enough{false};
+  std::thread busy([&] {
+    while (!enough) {
+      world.grow(0, 64);
+      world.shrink(0, 64);
+      world.clear();
+    }
+  });
+  std::string found;
+  for (int round = 0; round < 300 && found.empty(); ++round)
+    if (!in_child([] {
+          CHECK_EQ(open_memfds(), 0);
+          CHECK_EQ(mapped_memfds(), 0);
+          CHECK_EQ(host_usage().reservations, 0u);  // no lock is inherited either
+        }))
+      found = "fork " + std::to_string(round);
+  enough = true;
+  busy.join();
+  CHECK_EQ(found, std::string());
 }

@@ -1,8 +1,13 @@
 // The contract in vmm.h, held against the host provider.
+#include <fcntl.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <thread>
@@ -207,11 +212,31 @@ TEST(exhaustion_is_an_error_that_changes_nothing) {
   const Result created = vmm.create(&handle, bytes_of(21), &prop, 0);
   const Result reserved = vmm.address_reserve(&address, bytes_of(21), 0, 0, 0);
   setrlimit(RLIMIT_AS, &before);
-  CHECK_EQ(created, kOutOfMemory);
+  CHECK_EQ(created, kErrno + ENOMEM);  // not kOutOfMemory: the machine has the memory
   CHECK_EQ(reserved, kOutOfMemory);
   CHECK_EQ(host_usage().physical_bytes, nothing_left.before.physical_bytes + bytes_of(21));
   CHECK_EQ(vmm.release(create(bytes_of(21), 21)), kSuccess);
   CHECK_EQ(vmm.release(warm), kSuccess);
+  nothing_left.check();
+}
+
+// Memory may be there, but there is no file descriptor to look by.
+TEST(without_descriptors_creation_says_so) {
+  const NothingLeft nothing_left;
+  const AllocationProp prop = host_prop(17);
+  struct rlimit before{};
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  struct rlimit none = before;
+  none.rlim_cur = 0;
+  Handle handle = 0;
+  setrlimit(RLIMIT_NOFILE, &none);
+  const Result created = vmm.create(&handle, bytes_of(28), &prop, 0);
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK_EQ(created, kErrno + EMFILE);
+  const char* name = nullptr;
+  CHECK_EQ(vmm.error_name(created, &name), kSuccess);
+  CHECK_EQ(std::string(name), "EMFILE");
+  CHECK_EQ(vmm.release(create(bytes_of(17), 17)), kSuccess);
   nothing_left.check();
 }
 
@@ -738,6 +763,70 @@ TEST(the_kernels_limit_of_mappings_is_an_error_before_it_is_reached) {
   CHECK_EQ(vmm.release(handle), kSuccess);
   CHECK_EQ(vmm.address_free(base, limit * kPage), kSuccess);
   nothing_left.check();
+}
+
+// Whoever may open the file can otherwise cut it off under the mappings.
+TEST(the_file_cannot_be_cut_off) {
+  const NothingLeft nothing_left;
+  const Address address = reserve(kPage);
+  const Handle handle = create(kPage);
+  place(address, kPage, handle);
+  word(address) = 5;
+  int found = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code none;
+    if (std::filesystem::read_symlink(entry, none).string().find("memfd:vattn") == std::string::npos) continue;
+    const int fd = open(entry.path().c_str(), O_RDWR | O_CLOEXEC);
+    CHECK(fd >= 0);
+    CHECK_EQ(fcntl(fd, F_GET_SEALS) & (F_SEAL_SHRINK | F_SEAL_SEAL), F_SEAL_SHRINK | F_SEAL_SEAL);
+    CHECK_EQ(ftruncate(fd, 0), -1);
+    CHECK_EQ(errno, EPERM);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), -1);  // nor can others seal it, against its owner
+    CHECK_EQ(ftruncate(fd, off_t{1} << 33), 0);          // longer, which harms nobody
+    close(fd);
+    ++found;
+  }
+  CHECK(found > 0);
+  std::vector<Handle> more;
+  for (int i = 0; i < 100; ++i) more.push_back(create(kPage));
+  for (const Handle one : more) CHECK_EQ(vmm.release(one), kSuccess);
+  CHECK_EQ(word(address), 5u);
+  CHECK_EQ(vmm.unmap(address, kPage), kSuccess);
+  CHECK_EQ(vmm.release(handle), kSuccess);
+  CHECK_EQ(vmm.address_free(address, kPage), kSuccess);
+  nothing_left.check();
+}
+
+// "dd" in the kernel's flags of a mapping: not in core dumps.
+std::size_t dumped_entries(Address address, std::size_t size) {
+  std::ifstream maps("/proc/self/smaps");
+  std::size_t dumped = 0;
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long long begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%llx-%llx ", &begin, &end) == 2) inside = begin < address + size && end > address;
+    if (inside && line.rfind("VmFlags:", 0) == 0) dumped += line.find(" dd") == std::string::npos;
+  }
+  return dumped;
+}
+
+TEST(no_core_dump_has_the_memory) {
+  const Address address = reserve(8 * kPage);
+  const auto is_kept = [&] {
+    return kernel_entries(address, 8 * kPage) > 0 && dumped_entries(address, 8 * kPage) == 0;
+  };
+  CHECK(is_kept());
+  const Handle handle = create(kPage);
+  place(address + kPage, kPage, handle);
+  place(address + 3 * kPage, kPage, handle);
+  CHECK(is_kept());
+  CHECK_EQ(vmm.unmap(address + kPage, kPage), kSuccess);
+  CHECK(is_kept());
+  place(address + kPage, kPage, handle);
+  CHECK(is_kept());
+  for (const Address at : {address + kPage, address + 3 * kPage}) CHECK_EQ(vmm.unmap(at, kPage), kSuccess);
+  CHECK_EQ(vmm.release(handle), kSuccess);
+  CHECK_EQ(vmm.address_free(address, 8 * kPage), kSuccess);
 }
 
 TEST(every_call_from_any_thread) {

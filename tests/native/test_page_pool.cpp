@@ -148,7 +148,10 @@ TEST(check_sees_a_broken_law) {
 
   PagePool miscounted(4096, 2);
   miscounted.take(1, nullptr, &created);
-  miscounted.undo_drop(1);  // held and absent
+  CHECK_THROWS(std::logic_error, miscounted.undo_drop(1));
+  miscounted.drop(0);
+  miscounted.remove_free(1);
+  miscounted.undo_drop(0);  // held and absent
   CHECK_THROWS(std::logic_error, miscounted.check());
 }
 
@@ -243,5 +246,43 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
     }
     for (; !log.empty(); log.pop_back()) log.back().undo();
     check_counts(pool, budget, 0, 0);
+  }
+}
+
+// Made and dropped a hundred thousand times, where a pass over the budget would take minutes.
+TEST(a_pool_costs_nothing_for_its_budget) {
+  constexpr std::size_t kBudget = std::numeric_limits<PageId>::max();
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < 100'000; ++i) {
+    PagePool pool(4096, kBudget);
+    CHECK_EQ(pool.counts().absent, kBudget);
+    CHECK_EQ(pool.references(kBudget - 1), 0u);
+    CHECK_EQ(pool.used(), 0u);
+    pool.check();
+  }
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
+  PagePool pool(4096, kBudget);
+  Ids created;
+  CHECK_EQ(pool.take(3, nullptr, &created).back(), 2u);
+  CHECK_EQ(pool.used(), 3u);
+  CHECK_THROWS(std::logic_error, pool.retain(3));
+  CHECK_THROWS(std::logic_error, pool.drop(kBudget - 1));
+  check_counts(pool, kBudget - 3, 0, 3);
+}
+
+// While the worker reads handles the caller takes more pages.
+TEST(handles_stay_where_they_are) {
+  PagePool pool(4096, 100'000);
+  Ids created;
+  std::vector<Handle*> places;
+  while (places.size() < 100'000) {
+    for (const PageId page : pool.take(1000, nullptr, &created)) {
+      places.push_back(&pool.handle(page));
+      *places.back() = page + 1;
+    }
+  }
+  for (PageId page = 0; page < places.size(); ++page) {
+    CHECK_EQ(&pool.handle(page), places[page]);
+    CHECK_EQ(*places[page], page + 1);
   }
 }

@@ -431,6 +431,11 @@ struct Faulty {
   }
 };
 
+// Releases that failed are made again with the next transaction.
+void tidy(World& world) {
+  CHECK(world.run([](Transaction&) {}) == Status::kDone);
+}
+
 }  // namespace
 
 // One transaction at a time: the one that fails leaves everything as it was, and succeeds when it is tried again.
@@ -457,14 +462,15 @@ TEST(the_nth_call_fails_for_every_n) {
         CHECK(!world.mapper->failed());
         CHECK(!world.mapper->broken());
         CHECK(Books(world) == books);
+        CHECK(faulty.failed_call != Call::kRelease);
         check_world(world, before.physical_bytes);
-        // A release that fails may have lost what the releases before it in the same transaction gave away.
-        if (faulty.failed_call != Call::kRelease) CHECK(contents(world) == words);
+        CHECK(contents(world) == words);
         fill(world);
         CHECK(world.run(step.decide) == Status::kDone);
       } else {
         CHECK(common_prefixes_equal(words, contents(world)));
       }
+      tidy(world);
       check_world(world, before.physical_bytes);
     }
     CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
@@ -498,9 +504,11 @@ TEST(the_nth_call_fails_with_the_log_full_for_every_n) {
     CHECK(failures == std::vector(submitted.begin() + static_cast<std::ptrdiff_t>(done), submitted.end()));
     for (auto it = failures.rbegin(); it != failures.rend(); ++it) (*it)->revert();
     CHECK(!world.mapper->broken());
+    tidy(world);
     check_world(world, before.physical_bytes);
     if (!faulty.failures) break;
-    CHECK(Books(world) == books.at(done));
+    CHECK_EQ(failures.empty(), faulty.failed_call == Call::kRelease);
+    if (!failures.empty()) CHECK(Books(world) == books.at(done));
     for (std::size_t i = done; i < steps.size(); ++i) CHECK(world.run(steps[i].decide) == Status::kDone);
     check_world(world, before.physical_bytes);
     CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
@@ -528,8 +536,9 @@ TEST(an_undo_that_fails_is_reported) {
           world.space->grow(t, 2, 1);
         });
         failures = faulty.failures;
-        CHECK(status == (failures ? Status::kFailed : Status::kDone));
-        CHECK_EQ(world.mapper->broken(), failures == 2);
+        const bool undone = failures && faulty.failed_call != Call::kRelease;
+        CHECK(status == (undone ? Status::kFailed : Status::kDone));
+        CHECK_EQ(world.mapper->broken(), undone && failures == 2);
         broken += failures == 2;
       }
       if (failures == 2) continue;
@@ -567,7 +576,11 @@ TEST(random_transactions_with_random_faults_keep_books_and_mappings_together) {
     Random random(seed), chance(seed + 1000);  // the caller's, the worker's
     World world({2, 4, 1, 8}, 2 * 14, intercepted_vmm());
     bool faulty = false;  // since the last reverts: undoing does not fail here
-    const Interception fault([&](Call) { return !faulty && (faulty = chance.one_in(60)) ? kOutOfMemory : kSuccess; });
+    const Interception fault([&](Call call) {
+      const bool fails = !faulty && chance.one_in(60);
+      faulty = faulty || (fails && call != Call::kRelease);  // one that fails is made again later
+      return fails ? kOutOfMemory : kSuccess;
+    });
     const auto decide = [&](Transaction& t) {
       for (std::size_t operations = 1 + random.below(3); operations--;) {
         const std::size_t slot = random.below(4), source = random.below(4);
@@ -616,8 +629,10 @@ TEST(random_transactions_with_random_faults_keep_books_and_mappings_together) {
       if (failed) CHECK(Books(world) == books[done]);
       CHECK_EQ(faulty, failed > 0);
       CHECK(!world.mapper->broken());
+      faulty = true;
+      tidy(world);
       check_world(world, before.physical_bytes);
-      failures += faulty;
+      failures += failed > 0;
       faulty = false;
     }
     faulty = true;
@@ -656,4 +671,128 @@ TEST(a_full_table_of_mappings_fails_a_transaction_without_breaking_the_mapper) {
     CHECK_EQ(host_vmm().address_free(base, 2 * kMost * kPage), kSuccess);
     CHECK(world.clear() == Status::kDone);
   }
+}
+
+// With zero_on_free
+
+namespace {
+
+// With the log run dry: whether every page that has memory and no holder is zero.
+bool free_pages_are_zero(World& world) {
+  auto asking = std::exchange(intercept, nullptr);
+  const std::size_t page_size = world.pool->page_size();
+  const Vmm& vmm = host_vmm();
+  const AccessDesc read{{kLocationHost, 12}, 1};
+  PagePool copy = *world.pool;
+  bool zero = true;
+  Address address = 0;
+  CHECK_EQ(vmm.address_reserve(&address, page_size, page_size, 0, 0), kSuccess);
+  std::vector<PageId> created;
+  for (const PageId page : copy.take(copy.counts().free, nullptr, &created)) {
+    CHECK_EQ(vmm.map(address, page_size, 0, world.pool->handle(page), 0), kSuccess);
+    CHECK_EQ(vmm.set_access(address, page_size, &read, 1), kSuccess);
+    for (std::size_t i = 0; i < page_size; i += 8) zero = zero && word(address + i) == 0;
+    CHECK_EQ(vmm.unmap(address, page_size), kSuccess);
+  }
+  CHECK_EQ(vmm.address_free(address, page_size), kSuccess);
+  intercept = std::move(asking);
+  return zero;
+}
+
+World::Decide change(World& world, std::size_t slot, std::size_t less, std::size_t grown, std::size_t more) {
+  return [&world, slot, less, grown, more](Transaction& t) {
+    world.space->shrink(t, slot, less);
+    world.space->grow(t, grown, more);
+  };
+}
+
+}  // namespace
+
+TEST(freed_pages_are_zero_before_anybody_has_them) {
+  for (const bool zero_on_free : {false, true}) {
+    const std::size_t bytes = host_usage().physical_bytes;
+    World world(kShape, 4 * 6, host_vmm(), 12, zero_on_free);
+    CHECK(world.grow(0, 4) == Status::kDone);
+    const Contents before = fill(world);
+    CHECK(world.alias(1, 0, 4, Access::kRead) == Status::kDone);
+    CHECK(world.shrink(0, 4) == Status::kDone);
+    CHECK(contents(world)[1] == before[0]);  // a holder is left
+    CHECK(world.shrink(1, 2) == Status::kDone);
+    CHECK_EQ(world.pool->counts().free, 4u * 2);
+    CHECK_EQ(free_pages_are_zero(world), zero_on_free);
+    CHECK(world.run(change(world, 1, 2, 2, 6)) == Status::kDone);  // freed and taken again at once
+    const Contents after = contents(world);
+    CHECK_EQ(after[2] == std::vector<std::uint64_t>(4 * 6, 0), zero_on_free);
+    check_world(world, bytes);
+    CHECK(world.clear() == Status::kDone);
+    check_world(world, bytes);
+    CHECK_EQ(world.driver->stats(Call::kMemset).count > 0, zero_on_free);
+  }
+}
+
+TEST(zeroing_takes_place_once_per_transaction) {
+  World world(kShape, 4 * 6, host_vmm(), 12, true);
+  CHECK(world.grow(0, 6) == Status::kDone);
+  CHECK(world.shrink(0, 6) == Status::kDone);
+  CHECK_EQ(world.driver->stats(Call::kMemset).count, 1u);
+  CHECK(world.grow(1, 6) == Status::kDone);
+  CHECK_EQ(world.driver->stats(Call::kMemset).count, 1u);
+  CHECK(world.clear() == Status::kDone);
+}
+
+// Whatever fails: a page that stays with its holder keeps its contents, and one that is free is zero.
+TEST(with_zeroing_the_nth_call_fails_for_every_n) {
+  const HostUsage before = host_usage();
+  std::set<Call> failed, survived;
+  bool broke = false;
+  for (std::size_t n = 1;; ++n) {
+    World world(kShape, 4 * 6, intercepted_vmm(), 12, true);
+    std::size_t calls = 0, failures = 0;
+    Call which = Call::kMap;
+    const Interception fault([&](Call call) {
+      if (++calls != n) return Result{kSuccess};
+      ++failures, which = call;
+      return kCodes[n % 4];
+    });
+    bool broken = false;
+    for (const Step& step : script(world)) {
+      check::context = "call " + std::to_string(n) + " fails, at: " + step.name;
+      const Books books(world);
+      const Contents words = fill(world);
+      const std::size_t failures_before = failures;
+      const auto transaction = world.submit(step.decide);
+      world.mapper->wait(transaction->ticket());
+      if (transaction->status() != Status::kDone) {
+        CHECK(transaction->status() == Status::kFailed);
+        CHECK(transaction->failed_call() == which);
+        failed.insert(which);
+        CHECK_EQ(revert_failures(world), 1u);
+        CHECK(Books(world) == books);
+        broken = world.mapper->broken();
+        // Once zeroing began it cannot be taken back: the pool refuses to go on.
+        CHECK_EQ(broken, which == Call::kEventRecord || which == Call::kEventSynchronize);
+        broke = broke || broken;
+        if (broken) break;
+        CHECK(contents(world) == words);
+        fill(world);
+        CHECK(world.run(step.decide) == Status::kDone);
+      } else {
+        if (failures > failures_before) survived.insert(which);
+        CHECK(common_prefixes_equal(words, contents(world)));
+      }
+      tidy(world);
+      check_world(world, before.physical_bytes);
+      CHECK(free_pages_are_zero(world));
+    }
+    if (!failures) break;
+    world.mapper.reset();
+    world.space.reset();
+    CHECK_EQ(host_usage().reservations, before.reservations);
+    if (broken)
+      for (PageId page = 0; page < world.pool->used(); ++page) host_vmm().release(world.pool->handle(page));
+    CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
+  }
+  CHECK(broke);
+  CHECK(failed.contains(Call::kMemset) && failed.contains(Call::kReserve) && failed.contains(Call::kMap));
+  CHECK(survived == std::set({Call::kUnmap, Call::kFree, Call::kRelease}));  // they are made again
 }

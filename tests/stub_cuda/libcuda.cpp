@@ -74,7 +74,7 @@ struct Event {
 struct Mapping {
   std::size_t size;
   Handle handle;
-  bool accessible;
+  unsigned access;
 };
 
 struct Fault {
@@ -102,6 +102,7 @@ struct State {
   std::set<Event*> events;
   std::set<Stream*> streams;
   std::vector<Stream*> default_streams;
+  std::vector<Stream*> per_thread_streams;  // one per device: nothing is launched on them
   std::map<std::string, std::size_t> calls;
   std::map<std::string, std::size_t> latencies;  // microseconds
   std::vector<Fault> faults;
@@ -113,6 +114,7 @@ struct State {
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       contexts[i].device = static_cast<int>(i);
       default_streams.push_back(new Stream(&contexts[i]));
+      per_thread_streams.push_back(new Stream(&contexts[i]));
     }
   }
   std::size_t granularity() const { return std::size_t{1} << granularity_log2; }
@@ -208,6 +210,8 @@ AllocationProp host_allocation(int granularity_log2) {
 
 Stream* find_stream(const State& s, StreamHandle handle) {
   if (!handle) return current ? s.default_streams[static_cast<std::size_t>(current->device)] : nullptr;
+  if (handle == per_thread_stream())
+    return current ? s.per_thread_streams[static_cast<std::size_t>(current->device)] : nullptr;
   auto* stream = reinterpret_cast<Stream*>(handle);
   return s.streams.contains(stream) ? stream : nullptr;
 }
@@ -448,7 +452,7 @@ Result cuMemMap(Address address, std::size_t size, std::size_t offset, Handle ha
   const bool taken = mapping_at(s, address) || (next != s.mappings.end() && next->first < address + size);
   NEEDS(!taken, "something is mapped there", kAlreadyMapped);
   const Result result = host_vmm().map(address, size, 0, handle, 0);
-  if (result == kSuccess) s.mappings.emplace(address, Mapping{size, handle, false});
+  if (result == kSuccess) s.mappings.emplace(address, Mapping{size, handle, 0});
   return result;
 }
 
@@ -475,7 +479,7 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs
   const AccessDesc desc{{kLocationHost, s.granularity_log2}, descs->flags};
   const Result result = host_vmm().set_access(address, size, &desc, 1);
   if (result == kSuccess)
-    for (Mapping* mapping : mappings) mapping->accessible = descs->flags != 0;
+    for (Mapping* mapping : mappings) mapping->access = descs->flags;
   return result;
 }
 
@@ -496,6 +500,17 @@ Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
     s.handles.try_emplace(*handle, std::pair{size, std::size_t{0}}).first->second.second += 1;
   }
   return result;
+}
+
+Result cuMemsetD8Async(Address address, unsigned char value, std::size_t size, StreamHandle handle) {
+  ENTER_CONTEXT("cuMemsetD8Async", address, size, handle);
+  NEEDS(find_stream(s, handle), "no such stream");
+  NEEDS(handle == per_thread_stream(), "the stub orders no writes among kernels");
+  std::vector<Mapping*> mappings;
+  NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
+  NEEDS(std::all_of(mappings.begin(), mappings.end(), [](const Mapping* mapping) { return mapping->access == 3; }),
+        "the range must be writable", kIllegalAddress);
+  return host_vmm().memset_async(address, value, size, handle);
 }
 
 // Streams and events
@@ -611,6 +626,7 @@ Result cuGetProcAddress_v2(const char* symbol, void** function, int version, Fla
       ENTRY(cuMemSetAccess, 10020),
       ENTRY(cuMemGetAccess, 10020),
       ENTRY(cuMemRetainAllocationHandle, 11000),
+      ENTRY(cuMemsetD8Async, 3020),
       ENTRY(cuStreamIsCapturing, 10000),
       ENTRY(cuEventCreate, 2000),
       ENTRY_V2(cuEventDestroy, 4000),

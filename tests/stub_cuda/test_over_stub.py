@@ -23,6 +23,7 @@ LIBRARY = [
     "test_sharing.py",
     "test_sharing_machine.py",
     "test_state_machine.py",
+    "test_zero_on_free.py",
 ]
 
 

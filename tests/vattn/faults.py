@@ -19,6 +19,7 @@ _SIGNATURES = {
     "cuMemMap": (_address, _size, _size, _address, _flags),
     "cuMemUnmap": (_address, _size),
     "cuMemSetAccess": (_address, _size, _pointer, _size),
+    "cuMemsetD8Async": (_address, ctypes.c_ubyte, _size, _pointer),
     "cuEventCreate": (_pointer, ctypes.c_uint),
     "cuEventRecord": (_pointer, _pointer),
     "cuEventSynchronize": (_pointer,),

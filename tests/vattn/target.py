@@ -12,6 +12,7 @@ import pytest
 from vattn import _native, drivers
 
 DEVICE = os.environ.get("VATTN_TEST_DEVICE", "cpu")
+EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "150"))  # runs of a state machine
 host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the host driver")
 
 if DEVICE != "cpu":

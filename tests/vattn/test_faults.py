@@ -104,7 +104,8 @@ def test_every_single_failure_is_taken_back_and_can_be_retried() -> None:
     for nth in range(1, calls + 1):
         setup = Setup(overlap=False)
         setup.table.fail(nth)
-        assert play(setup) == 1
+        # Memory that is not released is no reason to take anything back: the worker tries again.
+        assert play(setup) == (setup.table.failed != "cuMemRelease")
         failed.add(setup.table.failed)
         setup.close()
     memory = {"cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease"}

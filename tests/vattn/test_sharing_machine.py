@@ -15,7 +15,7 @@ import torch
 from faults import FaultyTable
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from target import DEVICE
+from target import DEVICE, EXAMPLES
 
 import vattn
 
@@ -258,5 +258,5 @@ class SharingMachine(RuleBasedStateMachine):
 
 TestSharing = SharingMachine.TestCase
 TestSharing.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from vattn import _native
+from vattn.units import format_bytes
 
 Guard = Literal["zero", "strict"]
 
@@ -38,6 +39,10 @@ class Device(ABC):
     @abstractmethod
     def available_memory(self) -> int:
         """Bytes of memory that the device still has to give."""
+
+    def describe_memory(self) -> str:
+        """The same for people."""
+        return f"{format_bytes(self.available_memory())} available"
 
     @abstractmethod
     def mapping_limit(self) -> int | None:

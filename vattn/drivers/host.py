@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -31,6 +29,11 @@ class HostDevice(Device):
 
     def available_memory(self) -> int:
         return available_memory()
+
+    def describe_memory(self) -> str:
+        memory = _native.available_memory()
+        bound = "" if memory.source == "/proc/meminfo" else f" of {format_bytes(memory.total)} ({memory.source})"
+        return f"{format_bytes(memory.bytes)}{bound} available, of which a part is left to the rest of the machine"
 
     def mapping_limit(self) -> int | None:
         return max_mappings()
@@ -63,21 +66,16 @@ def check_page_size(page_size: int) -> int:
 
 def max_mappings() -> int:
     """Mappings that Linux allows this process (`vm.max_map_count`)."""
-    return int(Path("/proc/sys/vm/max_map_count").read_text())
+    return _native.host_max_mappings()
 
 
 def available_memory() -> int:
-    """Bytes of memory that this machine, or the control group around this process, still has to give."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
+    """Bytes of memory that this machine, or a control group around this process, still has to give.
+
+    Raises:
+        ProcessLimit: there is no file descriptor left to look.
+    """
+    return _native.available_memory().bytes
 
 
 if sys.platform != "linux":
