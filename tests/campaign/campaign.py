@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tests.campaign import driver_faults, fuzz, interrupts, processes, random_calls
 from tests.campaign.isolation import Ended, Send, in_child
@@ -131,12 +132,12 @@ def run(
                 if not left():
                     break
         except Ended as ended:
-            mode, _ = draw(seed, number, modes)
+            mode, rng = draw(seed, number, modes)
             summary.scenarios[mode] += 1
             number += 1
             if ended.kind not in known:
                 known.add(ended.kind)
-                played = _journal(seed, number - 1, modes, setup, ended)
+                played = _told(partial(MODES[mode][0], rng), setup, _QUIET)
                 found = Finding(mode, seed, number - 1, summary.calls, played)
                 summary.findings.append(found)
                 _shrink(found, setup, shrink_seconds)
@@ -145,54 +146,28 @@ def run(
 
 
 def replay(
-    config: Config, operations: Sequence[Operation], setup: Callable[[], object] | None, quiet_seconds: float = 20
+    config: Config, operations: Sequence[Operation], setup: Callable[[], object] | None, quiet_seconds: float
 ) -> Played:
     """Plays operations in a child process."""
+    return _told(lambda: play(config, lambda world: operations), setup, quiet_seconds)
 
-    made: list[Operation] = []
-    lines: list[str] = []
+
+def _told(playing: Callable[[], Played], setup: Callable[[], object] | None, quiet_seconds: float) -> Played:
+    """Plays in a child process; where that ends before it is done, what it told until then."""
+    last = Played()
 
     def work(send: Send) -> None:
         if setup is not None:
             setup()
-        tell(lambda config, operation, lines: send((operation, lines)))
-        send(play(config, lambda world: operations))
+        tell(lambda config, operations, lines: send(Played(config, operations, lines)))
+        send(playing())
 
     try:
-        for message in in_child(work, quiet_seconds=quiet_seconds):
-            if isinstance(message, Played):
-                return message
-            made.append(message[0])
-            lines = message[1]
+        for last in in_child(work, quiet_seconds=quiet_seconds):
+            pass
     except Ended as ended:
-        return Played(config, made, lines, ended.kind, str(ended))
-    raise AssertionError("a child that ended without an answer")
-
-
-def _journal(
-    seed: int, number: int, modes: Sequence[str], setup: Callable[[], object] | None, ended: Ended
-) -> Played:
-    """The operations of a scenario that does not come to an end."""
-    config: Config | None = None
-    made: list[Operation] = []
-    lines: list[str] = []
-
-    def work(send: Send) -> None:
-        if setup is not None:
-            setup()
-        tell(lambda config, operation, lines: send((config, operation, lines)))
-        mode, rng = draw(seed, number, modes)
-        MODES[mode][0](rng)
-
-    try:
-        for now, operation, so_far in in_child(work, quiet_seconds=_QUIET):
-            if now != config or len(so_far) < len(lines):
-                config, made = now, []
-            made.append(operation)
-            lines = so_far
-    except Ended as again:
-        ended = again
-    return Played(config, made, lines, ended.kind, str(ended))
+        return replace(last, kind=ended.kind, detail=str(ended))
+    return last
 
 
 def _shrink(found: Finding, setup: Callable[[], object] | None, seconds: float) -> None:

@@ -66,9 +66,7 @@ def writable(array: Any, slot: int, start: int, end: int) -> bool:
     tokens = sorted({*range(start, end, stride), end - 1})
     cells = [array[slot, t, h, :1] for t in tokens for h in range(array.shape[2])]
     try:
-        return all(
-            os.readv(_zeros, cells[i : i + 512]) == len(cells[i : i + 512]) for i in range(0, len(cells), 512)
-        )
+        return all(os.readv(_zeros, cells[i : i + 512]) == len(cells[i : i + 512]) for i in range(0, len(cells), 512))
     except OSError:
         return False
 

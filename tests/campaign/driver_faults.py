@@ -39,6 +39,9 @@ class Retried(Operation):
             return
         self.inner.accept(world, value)
 
+    def moved(self, by: int) -> Operation:
+        return replace(self, cache=self.cache + by, inner=self.inner.moved(by))
+
     def simpler(self) -> Iterator[Operation]:
         for inner in self.inner.simpler():
             yield replace(self, inner=inner)
@@ -55,7 +58,8 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 60) -> P
         assert world.table is not None
         before = sum(world.table.calls.values())
         for _ in range(operations):
-            yield Retried(0, drawer.draw(world))
+            operation = drawer.draw(world)
+            yield Retried(operation.cache, operation)
         calls = sum(world.table.calls.values()) - before
 
     done = play(config, drawn)

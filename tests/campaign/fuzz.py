@@ -169,6 +169,10 @@ class Odd(Operation):
                         f"a {type(value).__name__} is stored as {name}", f"{value!r}", f"print({each.name}.page_map())"
                     )
 
+    def moved(self, by: int) -> Operation:
+        inner = None if self.inner is None else self.inner.moved(by)
+        return replace(self, cache=self.cache + by, inner=inner)
+
     def simpler(self) -> Iterator[Operation]:
         if self.inner is not None and isinstance(self.inner, Commit | Free | Fork):
             return
@@ -352,9 +356,7 @@ class Fuzzer(Drawer):
         inner = Commit(number, label) if meaning is not None else None
         return Odd(number, f"commit(r{label}, [{listed}])", code, inner, (label,))
 
-    def _slot(
-        self, number: int, each: CacheUnderTest, code: str, inner: Callable[[int], Operation]
-    ) -> Operation:
+    def _slot(self, number: int, each: CacheUnderTest, code: str, inner: Callable[[int], Operation]) -> Operation:
         argument, meaning = self._argument(each.model.slots[self._running(each)])
         slots = {slot: label for label, slot in each.model.slots.items()}
         labels = tuple(each.model.requests)

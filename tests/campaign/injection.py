@@ -51,7 +51,9 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
         if kind == "line":
             counts = frame.f_lasti not in _leaves_with(frame.f_code)
         else:  # what a public call returns, the caller has
-            counts = kind == "call" or (frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(LIBRARY))
+            counts = kind == "call" or (
+                frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(LIBRARY)
+            )
         if kind in events and counts:
             left -= 1
             if left == 0:

@@ -56,6 +56,9 @@ class Interrupted(Operation):
             )
         self.inner.accept(world, None)
 
+    def moved(self, by: int) -> Operation:
+        return replace(self, cache=self.cache + by, inner=self.inner.moved(by))
+
     def simpler(self) -> Iterator[Operation]:
         for inner in self.inner.simpler():
             yield replace(self, inner=inner)

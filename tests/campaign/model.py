@@ -38,7 +38,13 @@ class Request:
     rendered: dict[Side, Any] = field(default_factory=dict)
 
     def copy(self) -> Request:
-        return replace(self, pieces=self.pieces.copy(), numbers=self.numbers.copy(), written=self.written.copy(), rendered=self.rendered.copy())
+        return replace(
+            self,
+            pieces=self.pieces.copy(),
+            numbers=self.numbers.copy(),
+            written=self.written.copy(),
+            rendered=self.rendered.copy(),
+        )
 
     @property
     def total(self) -> int:
@@ -62,7 +68,10 @@ class Request:
     def extend(self, length: int, stream: int) -> None:
         """Appends tokens of a text, where it has fewer."""
         if length > self.total:
-            self.pieces.append((stream, self.total, length))
+            start = self.total
+            if self.pieces and self.pieces[-1][0] == stream:
+                start = self.pieces.pop()[1]
+            self.pieces.append((stream, start, length))
 
     def chain(self) -> list[int]:
         if len(self.numbers) < self.total:

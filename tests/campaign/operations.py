@@ -30,6 +30,10 @@ class Operation:
     def accept(self, world: World, value: Any) -> None:
         """The call returned that value: what it promised is looked at, and the model follows."""
 
+    def moved(self, by: int) -> Operation:
+        """The same on a cache with another number."""
+        return replace(self, cache=self.cache + by)
+
     def perform(self, world: World) -> None:
         """Makes it."""
         if (call := self.call(world)) is not None:

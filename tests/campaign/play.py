@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import vattn
 from tests.campaign.operations import Operation
 from tests.campaign.world import Config, Found, Stopped, World
 
-# Is told of every operation before it is made, with what it is played on and the script so far.
-Journal = Callable[[Config, Operation, list[str]], object]
+# Is told what is played, up to the operation and the call that are about to be made: the operations, and the script.
+Journal = Callable[[Config, list[Operation], list[str]], object]
 _journal: Journal | None = None
 
 # Operations, or what draws them while it goes.
@@ -63,7 +64,8 @@ def play(config: Config, source: Source) -> Played:
             for i, operation in enumerate(source(world)):
                 played.operations.append(operation)
                 if _journal is not None:
-                    _journal(config, operation, world.lines)
+                    world.before_call = partial(_journal, config, played.operations, world.lines)
+                    world.before_call()
                 operation.perform(world)
                 if i % config.every == 0:
                     world.check()

@@ -42,6 +42,10 @@ def shrink(
     changed = True
     while changed and time.monotonic() < end:
         changed = _drop(lambda kept: attempt(best, kept), lambda: left)
+        for i in reversed(range(len(best.caches))):
+            if len(best.caches) > 1:
+                others = [op.moved(-(op.cache > i)) for op in left if op.cache != i]
+                changed |= attempt(replace(best, caches=best.caches[:i] + best.caches[i + 1 :]), others)
         for simpler in _configs(lambda: best):
             changed |= attempt(simpler, left)
         for i in range(len(left)):
@@ -94,12 +98,9 @@ def _configs(best: Callable[[], Config]) -> Iterator[Config]:
                     yield _with(best(), i, {"groups": [*groups[:g], less, *groups[g + 1 :]]})
         for pages in (1024, best().pool_pages):
             if best().caches[i]["memory_budget"] != pages * 4096:
-                yield replace(_with(best(), i, {"memory_budget": pages * 4096}), pool_pages=max(pages, best().pool_pages))
-    while len(best().caches) > 1:
-        last = best()
-        yield replace(last, caches=last.caches[:-1])
-        if best() is last:
-            break
+                yield replace(
+                    _with(best(), i, {"memory_budget": pages * 4096}), pool_pages=max(pages, best().pool_pages)
+                )
 
 
 def _with(config: Config, number: int, changes: dict[str, Any]) -> Config:

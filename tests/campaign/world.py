@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import re
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +18,8 @@ from faults import FaultyTable
 
 import vattn
 from tests.campaign import contents
-from tests.campaign.model import Model, Piece, Request
+from tests.campaign.model import Model, Piece
+from vattn import _native
 
 
 class Found(Exception):
@@ -70,6 +75,7 @@ class Config:
         table: driver calls pass through a table that can make them fail.
         every: operations between two checks.
         fail: the nth driver call fails, once the caches are made, with that code: (nth, code).
+        drop: the caches are not closed in the end, but dropped.
     """
 
     pool_pages: int
@@ -77,6 +83,7 @@ class Config:
     table: bool = False
     every: int = 1
     fail: tuple[int, int] | None = None
+    drop: bool = False
 
 
 @dataclass
@@ -89,6 +96,12 @@ class CacheUnderTest:
     slots: int
     block: int
     arrays: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+
+def make_config(options: dict[str, Any]) -> vattn.KVConfig:
+    """What `config_code` is an expression of."""
+    groups = [vattn.TensorGroup(**group) for group in options["groups"]]
+    return vattn.KVConfig(**options | {"groups": groups})
 
 
 def config_code(options: dict[str, Any]) -> str:
@@ -114,7 +127,9 @@ class World:
         self.calls = 0
         self.failures = 0  # of driver calls, that callers were told of
         self.counts: Counter[str] = Counter()
+        self.before_call: Callable[[], object] | None = None
         self.table: FaultyTable | None = None
+        self._before = usage()
         table = ""
         if config.table:
             self.table = FaultyTable()
@@ -140,9 +155,7 @@ class World:
 
     def _known(self, name: str, options: dict[str, Any]) -> CacheUnderTest:
         cache: vattn.KVCache = self.names[name]
-        windows = {
-            layer: group.get("sliding_window") for group in options["groups"] for layer in group["layers"]
-        }
+        windows = {layer: group.get("sliding_window") for group in options["groups"] for layer in group["layers"]}
         known = CacheUnderTest(
             name,
             cache,
@@ -171,24 +184,34 @@ class World:
         self.lines.append(line)
 
         self.counts[made.name] += 1
+        if self.before_call is not None:
+            self.before_call()
         try:
             return eval(compiled, self.names)
         except Exception as error:
             kind = type(error).__name__
+            changed = self._changed()
             if not isinstance(error, (vattn.VattnError, *made.expected)):
-                raise Found(f"untyped {kind} from {made.name}", str(error)) from error
+                also = ", after it changed lengths" if changed else ""
+                raise Found(f"untyped {kind} from {made.name}{also}", f"{error} {changed}") from error
             if not isinstance(error, made.expected) and not self._injected(error):
                 raise Found(f"unexpected {kind} from {made.name}", str(error)) from error
             self.lines[where] = f"try: {made.code}\nexcept {'vattn.' * hasattr(vattn, kind)}{kind}: pass"
             self.counts[kind] += 1
-            for each in self.caches:
-                if (found := self.lengths(each)) != (before := each.model.lengths()):
-                    raise Found(
-                        f"{kind} from {made.name} changed lengths",
-                        f"{before} -> {found}",
-                        f"print('DEFECT: {before} before the call that failed', {each.name}.page_map())",
-                    ) from error
+            if changed:
+                raise Found(
+                    f"{kind} from {made.name} changed lengths",
+                    changed,
+                    "print('DEFECT: the call that failed changed lengths', c0.page_map())",
+                ) from error
             raise Refused from error
+
+    def _changed(self) -> str:
+        """What the lengths are instead of the model's; empty if they are those."""
+        for each in self.caches:
+            if (found := self.lengths(each)) != (expected := each.model.lengths()):
+                return f"{each.name}: {found} instead of {expected}"
+        return ""
 
     def _injected(self, error: Exception) -> bool:
         if self.table is None or self.table.failed is None:
@@ -251,9 +274,7 @@ class World:
                     for label in each.model.requests:
                         self.see(each, label)
             if rows and (total := held + self.pool.free_pages) != self.pool.total_pages:
-                raise Found(
-                    "pages are not conserved", f"{held} held, {self.pool.free_pages} free, {total} in all"
-                )
+                raise Found("pages are not conserved", f"{held} held, {self.pool.free_pages} free, {total} in all")
 
     def _compare(self, each: CacheUnderTest) -> int:
         model = each.model
@@ -281,15 +302,62 @@ class World:
             each.cache.close()
         self.pool.close()
 
+    def _end(self) -> None:
+        """Closes or drops everything, and looks for what is left."""
+        if self.table is not None:
+            self.table.heal()
+        if not self.config.drop:
+            try:
+                self.close()
+            except Exception as error:
+                raise Found("close()", f"{type(error).__name__}: {error}", _CLOSE) from error
+            left = usage()
+            if (left.physical_bytes, left.handles) != (self._before.physical_bytes, self._before.handles):
+                raise Found("memory is left behind caches that were closed", f"{self._before} -> {left}", _CLOSE)
+            return
+        names = [each.name for each in self.caches]
+        left_alive = weakref.WeakSet(each.cache for each in self.caches)
+        self.names.clear()
+        self.caches.clear()
+        del self.pool
+        self.before_call = None
+        gc.collect()
+        left = usage()
+        if left_alive or left != self._before:
+            raise Found(
+                "a dropped cache is not collected",
+                f"{len(left_alive)} of {len(names)} are alive, {self._before} -> {left}",
+                f"import gc, weakref\n\nref = weakref.ref(c0)\ndel {', '.join(names)}, pool\ngc.collect()\n"
+                "assert ref() is None, 'DEFECT: still alive'",
+            )
+
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            try:
-                self.close()
-            except Exception as failure:
-                raise Found("close()", f"{type(failure).__name__}: {failure}", "c0.close()") from failure
+            self._end()
         else:
             with contextlib.suppress(BaseException):
                 self.close()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the process holds."""
+
+    kernel_mappings: int
+    physical_bytes: int
+    handles: int
+    reservations: int
+    threads: int
+
+
+def usage() -> Usage:
+    """What the process holds now."""
+    held = _native.host_usage()
+    threads = len(os.listdir("/proc/self/task"))
+    return Usage(held.kernel_mappings, held.physical_bytes, held.handles, held.reservations, threads)
+
+
+_CLOSE = "c0.close()\npool.close()\nfrom vattn import _native\nprint(_native.host_usage().physical_bytes)"
