@@ -163,8 +163,8 @@ def _told(playing: Callable[[], Played], setup: Callable[[], object] | None, qui
         send(playing())
 
     try:
-        for last in in_child(work, quiet_seconds=quiet_seconds):
-            pass
+        for told in in_child(work, quiet_seconds=quiet_seconds):
+            last = told
     except Ended as ended:
         return replace(last, kind=ended.kind, detail=str(ended))
     return last

@@ -20,7 +20,7 @@ from tests.campaign.model import Request
 from tests.campaign.operations import SALTS, Admit, Alloc, Commit, Fork, Free, Operation, Step
 from tests.campaign.play import Played, play
 from tests.campaign.scenarios import Drawer, draw_config
-from tests.campaign.world import CacheUnderTest, Call, Found, Refused, World
+from tests.campaign.world import CacheUnderTest, Call, Found, Refused, World, tokens_code
 
 
 class Index:
@@ -93,7 +93,6 @@ _ODD = (
     "Ellipsis",
     "int",
 )
-_ARGUMENT = object()
 
 
 def _eval(code: str) -> Any:
@@ -332,8 +331,6 @@ class Fuzzer(Drawer):
     def _commit_slot(self, number: int, each: CacheUnderTest) -> Operation:
         label = self._running(each)
         request = each.model.requests[label]
-        from tests.campaign.world import tokens_code
-
         tokens = tokens_code(request.upto(request.length))
         slot = each.model.slots[label]
         code, meaning = self._argument(slot)

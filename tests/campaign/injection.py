@@ -1,4 +1,4 @@
-"""An exception in the midst of a call, wherever CPython might deliver a signal. Scripts that need it contain this file."""
+"""An exception in the midst of a call, where CPython might deliver a signal. Scripts that need it contain this file."""
 
 from __future__ import annotations
 

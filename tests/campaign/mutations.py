@@ -1,5 +1,5 @@
-"""Does the campaign find what it is there for? Each mutation takes one mend or one rule out of the library; the campaign
-runs until it finds something, and a table says what, and after how many calls.
+"""Does the campaign find what it is there for? Each mutation takes one mend or one rule out of the library; the
+campaign runs until it finds something, and a table says what, and after how many calls.
 
     python -m tests.campaign.mutations [NAME ...] --calls 200000
 
@@ -90,8 +90,8 @@ def no_undo() -> None:
     )
 
 
-@mutation("a block is published before anybody says what it holds: one that is not whole", "random")
-def a_block_too_many() -> None:
+@mutation("a prefix that is found may be the whole prompt", "random")
+def a_whole_prompt() -> None:
     true = slots.Slots._find
     slots.Slots._find = (  # type: ignore[method-assign]
         lambda self, token_ids, salt: true(self, [*token_ids[:-1], 0, 0], salt)
@@ -106,7 +106,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print("| taken out | found as | mode | after calls |\n| --- | --- | --- | --- |", flush=True)
-    return 0 if all([_found(name, options.seed, options.calls) for name in _chosen(options.names)]) else 1
+    found = [_found(name, options.seed, options.calls) for name in _chosen(options.names)]
+    return 0 if all(found) else 1
 
 
 def _chosen(names: Sequence[str]) -> list[str]:

@@ -116,6 +116,8 @@ class Step(Operation):
         each = world.caches[self.cache]
         requests = each.model.requests
         named = {label: length for label, (length, _) in self._lengths(world).items()}
+        if self.lengths and not named:
+            return None
         promised = sum(each.cache.pages_needed(length, each.model.slots[label]) for label, length in named.items())
         available = each.cache.available_pages()
         expected: list[type[BaseException]] = []
