@@ -6,13 +6,19 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test check format lint types sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test campaign soak check format lint types sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
+
+# Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md).
+MINUTES ?= 10
+SEED ?= 0
+campaign: $(VENV)/.installed
+	$(BIN)/python -m tests.campaign --minutes $(MINUTES) --seed $(SEED)
 
 check: format lint types test
 

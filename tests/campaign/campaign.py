@@ -1,0 +1,192 @@
+"""The campaign: scenarios of every mode, one after another, in a child process; what fails is shrunk to a script."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tests.campaign import driver_faults, fuzz, interrupts, processes, random_calls
+from tests.campaign.isolation import Ended, Send, in_child
+from tests.campaign.operations import Operation
+from tests.campaign.play import Played, play, tell
+from tests.campaign.script import script
+from tests.campaign.shrink import shrink
+from tests.campaign.world import Config
+
+# A mode, and how often it is drawn.
+MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
+    "random": (random_calls.scenario, 60),
+    "fuzz": (fuzz.scenario, 12),
+    "interrupts": (interrupts.scenario, 4),
+    "faults": (driver_faults.scenario, 3),
+    "processes": (processes.scenario, 2),
+}
+_QUIET = 60.0  # seconds without an end of a scenario: it hangs
+
+
+@dataclass
+class Finding:
+    """Something that must not be.
+
+    Attributes:
+        scenario: which, of the seed.
+        calls: calls that were made until it was found.
+    """
+
+    mode: str
+    seed: int
+    scenario: int
+    calls: int
+    played: Played
+
+    @property
+    def script(self) -> str:
+        return script(self.played)
+
+    def __str__(self) -> str:
+        return f"{self.played.detail} (mode {self.mode}, seed {self.seed}, scenario {self.scenario}, call {self.calls})"
+
+
+@dataclass
+class Summary:
+    """What a campaign did."""
+
+    scenarios: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    seconds: float = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        modes = ", ".join(f"{n} {mode}" for mode, n in self.scenarios.most_common())
+        counts = ", ".join(f"{n:,} {name}" for name, n in self.counts.most_common())
+        rate = self.calls / self.seconds if self.seconds else 0
+        return (
+            f"{self.calls:,} calls in {self.seconds:.0f} s ({rate:,.0f} a second); scenarios: {modes}\n{counts}\n"
+            f"{len(self.findings)} found"
+        )
+
+
+def draw(seed: int, number: int, modes: Sequence[str]) -> tuple[str, random.Random]:
+    """The mode of a scenario, and what it draws from."""
+    rng = random.Random(f"{seed}/{number}")
+    (mode,) = rng.choices(modes, [MODES[mode][1] for mode in modes])
+    return mode, rng
+
+
+def run(
+    seed: int,
+    *,
+    seconds: float | None = None,
+    calls: int | None = None,
+    modes: Sequence[str] = tuple(MODES),
+    most_findings: int = 1,
+    shrink_seconds: float = 60,
+    first: int = 0,
+    setup: Callable[[], object] | None = None,
+    report: Callable[[Finding], object] = lambda found: None,
+) -> Summary:
+    """Runs scenarios until the time or the calls are used up, or enough is found.
+
+    Args:
+        most_findings: of one kind each; one that was found before is passed over.
+        first: number of the first scenario.
+        setup: is called in the child processes before the first scenario.
+        report: is told of each finding, once it is shrunk.
+    """
+    summary, begin, number = Summary(), time.monotonic(), first
+    known: set[str] = set()
+
+    def left() -> bool:
+        summary.seconds = time.monotonic() - begin
+        return (
+            (seconds is None or summary.seconds < seconds)
+            and (calls is None or summary.calls < calls)
+            and len(summary.findings) < most_findings
+        )
+
+    def work(send: Send) -> None:
+        if setup is not None:
+            setup()
+        for i in range(number, number + 500):
+            mode, rng = draw(seed, i, modes)
+            send((mode, MODES[mode][0](rng)))
+
+    while left():
+        try:
+            for mode, played in in_child(work, quiet_seconds=_QUIET):
+                summary.scenarios[mode] += 1
+                summary.calls += played.calls
+                summary.counts += played.counts
+                number += 1
+                if played.kind is not None and played.kind not in known:
+                    known.add(played.kind)
+                    found = Finding(mode, seed, number - 1, summary.calls, played)
+                    summary.findings.append(found)
+                    _shrink(found, setup, shrink_seconds)
+                    report(found)
+                if not left():
+                    break
+        except Ended as ended:
+            mode, rng = draw(seed, number, modes)
+            summary.scenarios[mode] += 1
+            number += 1
+            if ended.kind not in known:
+                known.add(ended.kind)
+                played = _told(partial(MODES[mode][0], rng), setup, _QUIET)
+                found = Finding(mode, seed, number - 1, summary.calls, played)
+                summary.findings.append(found)
+                _shrink(found, setup, shrink_seconds)
+                report(found)
+    return summary
+
+
+def replay(
+    config: Config, operations: Sequence[Operation], setup: Callable[[], object] | None, quiet_seconds: float
+) -> Played:
+    """Plays operations in a child process."""
+    return _told(lambda: play(config, lambda world: operations), setup, quiet_seconds)
+
+
+def _told(playing: Callable[[], Played], setup: Callable[[], object] | None, quiet_seconds: float) -> Played:
+    """Plays in a child process; where that ends before it is done, what it told until then."""
+    last = Played()
+
+    def work(send: Send) -> None:
+        if setup is not None:
+            setup()
+        tell(lambda config, operations, lines: send(Played(config, operations, lines)))
+        send(playing())
+
+    try:
+        for told in in_child(work, quiet_seconds=quiet_seconds):
+            last = told
+    except Ended as ended:
+        return replace(last, kind=ended.kind, detail=str(ended))
+    return last
+
+
+def _shrink(found: Finding, setup: Callable[[], object] | None, seconds: float) -> None:
+    """Replaces what was played by the least that shows the same."""
+    played = found.played
+    if played.config is None or not played.operations or seconds <= 0:
+        return
+    quiet = 5.0
+
+    def again(config: Config, operations: Sequence[Operation]) -> Played:
+        return replay(config, operations, setup, quiet)
+
+    def fails(config: Config, operations: Sequence[Operation]) -> bool:
+        return again(config, operations).kind == played.kind
+
+    if not any(fails(played.config, played.operations) for _ in range(3)):
+        return
+    least = shrink(played.config, played.operations, fails, seconds=seconds)
+    for _ in range(3):
+        if (last := again(*least)).kind == played.kind:
+            found.played = replace(last, calls=played.calls)
+            return

@@ -1,0 +1,104 @@
+"""KeyboardInterrupt in the midst of calls: a call then happened, or did not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import vattn
+from tests.campaign.injection import interrupted
+from tests.campaign.operations import Operation
+from tests.campaign.play import Played, play
+from tests.campaign.scenarios import Drawer, draw_config
+from tests.campaign.world import Found, Refused, Stopped, World
+
+
+@dataclass(frozen=True)
+class Interrupted(Operation):
+    """An operation that is interrupted at the nth event, if it has so many; see `injection.interrupted`."""
+
+    inner: Operation
+    event: str
+    nth: int
+    how: str
+
+    def perform(self, world: World) -> None:
+        call = self.inner.call(world)
+        if call is None:
+            return
+        world.names["interrupted"] = interrupted
+        wrapped = f"interrupted(lambda: {call.code}, {self.event!r}, {self.nth}, {self.how!r})"
+        try:
+            value = world.call(replace(call, code=wrapped))
+        except Refused:
+            return
+        except KeyboardInterrupt:
+            world.counts["interrupts"] += 1
+            world.lines[-1] = f"try: {world.lines[-1]}\nexcept KeyboardInterrupt: pass"
+            self._settle(world, bool(call.into))
+            return
+        self.inner.accept(world, value)
+
+    def _settle(self, world: World, gives_slot: bool) -> None:
+        """Finds out whether the call happened."""
+        try:
+            now = [world.lengths(each) for each in world.caches]
+        except vattn.VattnError as error:
+            raise Stopped from error  # a pool that refuses to go on keeps its promise
+        if now == [each.model.lengths() for each in world.caches]:
+            return
+        if gives_slot:
+            raise Found(
+                f"an interrupted {type(self.inner).__name__} keeps a slot",
+                f"{now}",
+                f"print('DEFECT: a slot that nobody knows of', {world.caches[self.cache].name}.page_map())",
+            )
+        self.inner.accept(world, None)
+
+    def moved(self, by: int) -> Operation:
+        return replace(self, cache=self.cache + by, inner=self.inner.moved(by))
+
+    def simpler(self) -> Iterator[Operation]:
+        for inner in self.inner.simpler():
+            yield replace(self, inner=inner)
+        if self.how == "signal":
+            yield replace(self, how="raise")
+
+
+def scenario(rng: random.Random, *, points: int = 40) -> Played:
+    """A few operations, and one that is interrupted: at so many places, each in a world of its own."""
+    config = replace(draw_config(rng), every=1)
+    drawer = Drawer(rng)
+    first = play(config, lambda world: drawer.operations(world, rng.randint(3, 16)))
+    if first.kind:
+        return first
+    count = len(first.operations)
+
+    def last(world: World) -> Iterator[Operation]:
+        yield from first.operations
+        for _ in range(20):
+            operation = drawer.draw(world)
+            if operation.call(world) is not None:
+                break
+        yield operation
+        yield from drawer.operations(world, 3)
+
+    whole = play(config, last)
+    if whole.kind or len(whole.operations) <= count:
+        return first.plus(whole)
+    target, suffix = whole.operations[count], whole.operations[count + 1 :]
+    event = rng.choice(("call", "line"))
+
+    def at(nth: int) -> Played:
+        how = rng.choice(("raise", "signal"))
+        interrupt = Interrupted(target.cache, target, event, nth, how)
+        return play(config, lambda world: [*first.operations, interrupt, *suffix])
+
+    done = first.plus(whole).plus(at(1 << 60))
+    events = interrupted.events  # type: ignore[attr-defined]
+    for nth in sorted(rng.sample(range(1, events + 1), min(points, events))):
+        done = done.plus(at(nth))
+        if done.kind:
+            break
+    return done

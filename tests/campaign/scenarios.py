@@ -1,0 +1,214 @@
+"""What a scenario runs on, and which operations: drawn from a seed and from what the model knows, from nothing that the
+cache answers, so that the same seed draws the same again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import vattn
+from tests.campaign.contents import BRANCHES
+from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Step, Trim
+from tests.campaign.world import CacheUnderTest, Config, World, make_config
+from vattn.config import resolve
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "float8_e5m2")
+WINDOWS: tuple[tuple[int | None, ...], ...] = (
+    (None,),
+    (None, None),
+    (None, 4),
+    (None, 4),
+    (4,),
+    (1,),
+    (None, 1),
+    (9, 20),
+    (None, 12),
+    (None, 50),
+    (40,),
+    (3, 3, None),
+)
+
+
+def draw_config(rng: random.Random, *, table: bool = False) -> Config:
+    """A configuration that a cache can have."""
+    while True:
+        caches = tuple(_draw_cache(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 3))))
+        pages = [_most_pages(options) for options in caches]
+        for options, most in zip(caches, pages, strict=True):
+            options["memory_budget"] = 4096 * max(1, int(most * rng.choice((0.3, 0.6, 1.0, 1.5))))
+        total = max(1, int(sum(pages) * rng.choice((0.4, 0.8, 1.5))))
+        try:
+            blocks = [options["max_context_len"] // _block_tokens(options, total) for options in caches]
+        except vattn.ConfigError:
+            continue
+        # Mostly such that several blocks fit a request.
+        if min(blocks) >= 3 or rng.random() < 0.05:
+            return Config(total, caches, table, every=rng.choice((1, 1, 2, 5)), drop=rng.random() < 0.2)
+
+
+def _block_tokens(options: dict[str, Any], pages: int) -> int:
+    """Tokens of a block; a ConfigError where a pool of so many pages cannot have the cache."""
+    layout, _ = resolve(make_config(options), pool_page_size=4096, pool_budget=pages * 4096)
+    return layout.bands[0].block_tokens
+
+
+def _draw_cache(rng: random.Random) -> dict[str, Any]:
+    windows = rng.choice(WINDOWS)
+    heads = rng.choice((1, 1, 2))
+    head_dim = rng.choice((16, 32, 64, 128, 128))
+    groups = []
+    layer = 0
+    for window in windows:
+        count = rng.choice((1, 1, 2))
+        group: dict[str, Any] = {
+            "layers": list(range(layer, layer + count)),
+            "num_kv_heads": heads if rng.random() < 0.8 else 3 - heads,
+            "head_dim": head_dim,
+        }
+        if window is not None:
+            group["sliding_window"] = window
+        if rng.random() < 0.2:
+            group["v_head_dim"] = rng.choice((0, head_dim // 2, head_dim * 3 // 2))
+        if rng.random() < 0.15:
+            group["dtype"] = rng.choice(DTYPES)
+        layer += count
+        groups.append(group)
+    return {
+        "groups": groups,
+        "dtype": rng.choice((*DTYPES, "float32", "float32", "float64")),
+        "max_batch_size": rng.choice((1, 2, 3, 3, 4, 4, 5)),
+        "max_context_len": rng.choice((40, 64, 90, 128, 200)),
+        "page_size": 4096,
+        "layout": rng.choice(("layer", "sliced", "fused")),
+        "kv_order": rng.choice(("NHD", "HND")),
+        "overlap": rng.random() < 0.5,
+        "deferred_reclamation": rng.random() < 0.7,
+        "eager_pages": rng.choice((0, 0, 1, 2)),
+        "watermark": rng.choice((0.0, 0.1, 0.5, 0.9)),
+        "guard_rows": rng.choice((0, 0, 0, 1, 5)),
+        "guard": rng.choice(("zero", "zero", "zero", "strict")),
+    }
+
+
+def _most_pages(options: dict[str, Any]) -> int:
+    """Pages of all slots at their longest, about."""
+    sizes = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+    total = 0
+    for group in options["groups"]:
+        size = sizes.get(group.get("dtype", options["dtype"]), 1)
+        dims = group["head_dim"] + group.get("v_head_dim", group["head_dim"])
+        total += len(group["layers"]) * group["num_kv_heads"] * dims * size
+    return max(4, -(-total * options["max_context_len"] * options["max_batch_size"] // 4096))
+
+
+class Drawer:
+    """Draws operations, one after another, for the model as it is then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self._label = 0
+        self._next: tuple[int, int, type[Operation]] | None = None  # what usually follows: cache, request, which
+
+    def operations(self, world: World, count: int) -> Iterator[Operation]:
+        """So many, each drawn when the one before it has been made."""
+        for _ in range(count):
+            yield self.draw(world)
+
+    def draw(self, world: World) -> Operation:
+        rng = self.rng
+        if self._next is not None and rng.random() < 0.7:
+            (number, label, kind), self._next = self._next, None
+            if (request := world.caches[number].model.requests.get(label)) is not None:
+                if kind is Commit:
+                    return Commit(number, label)
+                self._next = number, label, Commit
+                return Step(number, {label: (max(request.total, request.restored_from or 0), self._stream())})
+        number = rng.randrange(len(world.caches))
+        each = world.caches[number]
+        running = list(each.model.requests)
+        room = len(running) < each.slots or rng.random() < 0.02
+        choices: list[tuple[int, Callable[[int, CacheUnderTest, list[int]], Operation]]] = [
+            (1, lambda n, e, r: Evict(n)),
+            (1, lambda n, e, r: Trim(n)),
+        ]
+        if room:
+            choices += [(8, self._admit), (3, self._alloc)]
+        if running:
+            choices += [(20, self._step), (2, self._commit), (5, self._free)]
+            choices += [(8, self._fork)] if room else [(5, self._free)]
+        weights = [weight for weight, _ in choices]
+        ((_, drawn),) = rng.choices(choices, weights)
+        return drawn(number, each, running)
+
+    def next_label(self) -> int:
+        self._label += 1
+        return self._label
+
+    def _alloc(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        rng = self.rng
+        hint = rng.randrange(each.context + 1) if rng.random() < 0.5 else None
+        start = rng.randrange(1, each.context) if rng.random() < 0.4 else 0
+        label = self.next_label()
+        self._next = (number, label, Step) if start else None
+        return Alloc(number, label, hint, start)
+
+    def _admit(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        rng = self.rng
+        length = self._near_block(each, 1)
+        self._next = number, self.next_label(), Step
+        return Admit(number, self._label, length, self._stream(), int(rng.random() < 0.1))
+
+    def _step(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        rng = self.rng
+        labels = rng.sample(running, rng.choice((1, 1, len(running), rng.randint(1, len(running)))))
+        lengths, ahead = {}, {}
+        for label in labels:
+            lengths[label] = (self._length(each, label), self._stream())
+            if rng.random() < 0.1:
+                ahead[label] = rng.randint(lengths[label][0], each.context)
+        self._next = number, rng.choice(labels), Commit
+        return Step(number, lengths, ahead, rng.random() < 0.1)
+
+    def _length(self, each: CacheUnderTest, label: int) -> int:
+        rng = self.rng
+        request = each.model.requests[label]
+        drawn = rng.random()
+        if drawn < 0.2 and request.length:
+            back = rng.randint(0, request.length)
+            return rng.choice((0, request.back, back, back, max(0, request.length - 1)))
+        if drawn < 0.45 and request.total > request.length:
+            return request.total
+        if drawn < 0.75:
+            return min(each.context, request.length + rng.choice((1, 1, 2, 5)))
+        if request.restored_from is not None and drawn < 0.95:
+            return rng.randint(request.restored_from, each.context)
+        return self._near_block(each, request.length)
+
+    def _near_block(self, each: CacheUnderTest, low: int) -> int:
+        """A length from `low` on; often at the end of a block, or next to it."""
+        rng = self.rng
+        low = min(low, each.context)
+        if rng.random() < 0.6:
+            blocks = each.context // each.block
+            # Where a block begins, and where one has just left a window.
+            window = rng.choice([window or 1 for window in each.model.windows.values()])
+            near = rng.randint(0, blocks) * each.block + rng.choice((-1, 0, 1, window, window + 1))
+            if low <= near <= each.context:
+                return near
+        return rng.randint(low, each.context)
+
+    def _commit(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        length = self.rng.randrange(each.context) if self.rng.random() < 0.2 else None
+        return Commit(number, self.rng.choice(running), length)
+
+    def _fork(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        self._next = number, self.next_label(), Commit
+        return Fork(number, self.rng.choice(running), self._label)
+
+    def _free(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        return Free(number, self.rng.choice(running))
+
+    def _stream(self) -> int:
+        return self.rng.choice((0,) * 12 + tuple(range(len(BRANCHES))))
