@@ -211,6 +211,14 @@ class PrefixIndex(Generic[B]):
         block.published = False
         self.unused -= 1
 
+    def withdraw(self, block: B) -> None:
+        """A block in use can no longer be found; its users keep it."""
+        assert block.published, "withdrew a block that is not published"
+        assert block.users, "withdrew a block that nobody uses, which is to be evicted"
+        assert block.key is not None
+        del self._blocks[block.key]
+        block.published = False
+
     def restore(self, block: B) -> bool:
         """Takes an eviction back, the block's place in the order included; False if another one has its key by now."""
         assert block.key is not None
