@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from engine.checks import checked_whole, shown
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.speculate import NgramProposer
@@ -28,6 +29,10 @@ from vattn.errors import ConfigError, VattnError
 HEADROOM_TOKENS = 64
 # A request waits for another that computes the same prompt up to here; less is not worth waiting for.
 HEAD_TOKENS = 64
+
+# Slots have books of their own, and a step has a row per token: more than any machine computes at a time.
+MOST_SEQS = 2**16
+MOST_BATCHED_TOKENS = 2**24
 
 Policy = Literal["fcfs", "priority"]
 SCHEDULING = ("continuous", "static")
@@ -93,15 +98,16 @@ class Plan:
         }
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raise a ConfigError for a limit below 1, or a step too small for one token of every running request."""
-    if max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, int]:
+    """Both as integers; a ConfigError for one that is out of range, or a step too small for all running requests."""
+    max_num_seqs = checked_whole("max_num_seqs", max_num_seqs, 1, MOST_SEQS)
+    max_num_batched_tokens = checked_whole("max_num_batched_tokens", max_num_batched_tokens, 1, MOST_BATCHED_TOKENS)
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs ({max_num_seqs}), so a step "
             "could not hold one token of every running request; raise the one or lower the other"
         )
+    return max_num_seqs, max_num_batched_tokens
 
 
 class Scheduler:
@@ -140,9 +146,9 @@ class Scheduler:
         prefix_caching: bool = False,
         proposer: NgramProposer | None = None,
     ) -> None:
-        check_limits(max_num_seqs, max_num_batched_tokens)
+        max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
         if policy not in get_args(Policy):
-            raise ConfigError(f"scheduling_policy={policy!r} is not one of {', '.join(get_args(Policy))}")
+            raise ConfigError(f"scheduling_policy={shown(policy)} is not one of {', '.join(get_args(Policy))}")
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -298,7 +304,9 @@ class Scheduler:
         if request.slot is None:
             self.waiting.remove(request)
             return
-        if request.finish_reason is not FinishReason.ERROR:
+        if request.finish_reason is FinishReason.ERROR:
+            self.kv.retract(request.slot)  # what is wrong with it may be in what it computed before
+        else:
             self.publish(request)
         self.running.remove(request)
         self.kv.free(request.slot)
@@ -308,6 +316,16 @@ class Scheduler:
         """Let later requests find what a running one has computed."""
         if request.publishes and request.slot is not None:
             self.kv.commit(request.slot, request.token_ids(0, request.num_computed_tokens))
+
+    def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """Make these the queues, whatever an interrupted call left of them and of the backend's slots."""
+        for request in waiting:
+            request.num_computed_tokens = 0 if request.saved is None else request.saved.length
+        self.running[:] = running
+        self.waiting[:] = sorted(waiting, key=self._rank)
+        if self.swap is not None:
+            self.swap.recount([*running, *waiting])
+        self.kv.retain([_slot(request) for request in running])
 
     def check(self) -> None:
         """Assert the invariants of the queues."""

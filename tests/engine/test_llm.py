@@ -112,7 +112,48 @@ def test_stop_and_eos(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for output, (_, count, reason) in zip(outputs, cases, strict=True):
         completion = output.outputs[0]
         assert (completion.token_ids, completion.finish_reason) == (tokens[:count], reason)
-        assert completion.stop_reason == (tokens[count - 1] if reason == "stop" else None)
+        assert completion.stop_reason == (tokens[1] if count == 2 else None)
+
+
+def test_why_an_end_of_sequence_token_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM: the tokenizer's own is no reason, wherever else it is named; another one of the model's is."""
+    prompt = make_prompts([23])[0]
+    tokens = expected("llama", prompt, 8)
+    fourth = tokens[3]
+    assert fourth not in tokens[:3]
+    tokenizer = make_tokenizer()
+    for own, others, ignored, extra, reason in (
+        (fourth, [], False, [], None),
+        (fourth, [], False, [fourth], None),
+        (fourth, [], True, [fourth], fourth),
+        (0, [fourth], False, [], fourth),
+    ):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
+        monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", [own, *others])
+        with make_llm("paged", tokenizer=tokenizer) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignored, stop_token_ids=extra)
+            completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert (completion.token_ids, completion.finish_reason) == (tokens[:4], "stop")
+        assert completion.stop_reason == reason
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_no_end_of_sequence_token_before_min_tokens(ignore_eos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = make_prompts([23])[0]
+    eos = expected("llama", prompt, 8)[3]
+    monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", [eos, VOCAB + 5])
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8, ignore_eos=ignore_eos)
+    with make_llm("paged") as llm:
+        completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert eos not in completion.token_ids
+    assert len(completion.token_ids) == 8
+
+
+def test_without_detokenizing() -> None:
+    with make_llm("paged", tokenizer=make_tokenizer()) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+        completion = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
+    assert (completion.token_ids, completion.text) == (expected("llama", [5, 6, 7], 4), "")
 
 
 def test_the_context_ends_a_request(kv: str) -> None:
