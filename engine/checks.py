@@ -64,7 +64,7 @@ def check_encodable(what: str, text: str, error: type[VattnError]) -> None:
 
 def shown(value: object) -> str:
     """A value for an error message: short, and without an error of its own (long integers raise one)."""
-    if isinstance(value, int) and value.bit_length() > 1000:
+    if isinstance(value, int) and value.bit_length() > 10_000:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)

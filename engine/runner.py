@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class ModelRunner:
         self._watching = False
         self._hidden: Tensor | None = None
         # Some heads call the decoder inside of the base model, and not the base model.
-        bodies = {model.base_model, model.get_decoder()} - {model}
+        bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
         self._hooks = [body.register_forward_hook(self._note_hidden) for body in bodies]
 
     def close(self) -> None:
