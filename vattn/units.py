@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from vattn.errors import ConfigError
 
+_LARGEST = 2**63 - 1
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
@@ -18,20 +20,22 @@ def parse_bytes(value: int | str, what: str) -> int:
         what: names the value in the error.
 
     Raises:
-        ConfigError: if it is no such text or not positive.
+        ConfigError: if it is no such text or number, not positive, or beyond 64 bits.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             raise ConfigError(f"{what}={value!r} is not a size; write bytes, or text such as '4GiB' or '512MiB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
+        size: float = float(match[1]) * _UNITS[match[2].upper()]
+    elif not isinstance(value, bool) and hasattr(value, "__index__"):
+        size = operator.index(value)
     else:
         raise ConfigError(f"{what}={value!r} is not a size; write bytes, or text such as '4GiB'")
+    if size > _LARGEST:
+        raise ConfigError(f"{what} is more than 2**63 - 1 bytes; no machine has them")
     if size <= 0:
         raise ConfigError(f"{what}={value!r} must be more than 0 bytes")
-    return size
+    return int(size)
 
 
 def format_bytes(size: float) -> str:
