@@ -151,7 +151,7 @@ class LLM:
         *,
         kv: str = "virtual",
         scheduling: str = "continuous",
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
@@ -179,8 +179,22 @@ class LLM:
             raise ConfigError(f"on_step is {shown(on_step)}; give a function of a StepRecord, or None")
         if seed is not None and whole(seed) is None:
             raise ConfigError(f"seed is {shown(seed)}; give a whole number, or None")
-        if kv_options is not None and not isinstance(kv_options, Mapping):
+        if kv_options is not None and not (
+            isinstance(kv_options, Mapping) and all(isinstance(k, str) for k in kv_options)
+        ):
             raise ConfigError(f"kv_options is {shown(kv_options)}; give a mapping of options of KVConfig")
+        for name, value in (
+            ("skip_tokenizer_init", skip_tokenizer_init),
+            ("trust_remote_code", trust_remote_code),
+            ("enable_prefix_caching", enable_prefix_caching),
+            ("enforce_eager", enforce_eager),
+        ):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {shown(value)}; give True or False")
+        if not isinstance(attention, str) and not hasattr(attention, "refusal"):
+            raise ConfigError(f"attention is {shown(attention)}; give the name of a kernel, or an adapter")
+        if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike) and not hasattr(tokenizer, "decode"):
+            raise ConfigError(f"tokenizer is {shown(tokenizer)}; give a path, a hub id or a tokenizer")
         _check_memory(memory_budget, gpu_memory_utilization)
         if scheduling not in SCHEDULING:
             raise ConfigError(f"scheduling={shown(scheduling)} is not known; choose one of {', '.join(SCHEDULING)}")
@@ -192,6 +206,8 @@ class LLM:
         self.speculation = SpeculationStats()
         if isinstance(model, os.PathLike):
             model = os.fspath(model)
+        if isinstance(tokenizer, os.PathLike):
+            tokenizer = os.fspath(tokenizer)
         self.model = _load_model(model, dtype, trust_remote_code)
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
         hf.check_supported(self.model)
