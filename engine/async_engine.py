@@ -21,7 +21,7 @@ from types import TracebackType
 
 from engine.checks import checked_whole, number, shown
 from engine.exclusive import EngineClosed
-from engine.llm import LLM
+from engine.llm import LLM, as_params
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Prompt
 from engine.request import InvalidRequest
@@ -89,10 +89,6 @@ class AsyncEngine:
             max_num_queued_reqs = checked_whole(
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
             )
-        if llm.has_unfinished():
-            raise ConfigError(
-                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
-            )
         self.llm = llm
         self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
@@ -105,6 +101,11 @@ class AsyncEngine:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
         llm.lend(self._thread, type(self).__name__, self._wake)
+        if llm.has_unfinished():
+            llm.take_back(self._thread)
+            raise ConfigError(
+                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
+            )
         self._thread.start()
         # Before the caches are closed, which are older; a step must not be under way then.
         weakref.finalize(llm, _stop, weakref.ref(self))
@@ -173,13 +174,16 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         name = f"async-{next(self._names)}" if request_id is None else request_id
         with self._changed:
             self._check_room(name, params.n)
         # Tokenizing a long prompt takes longer than the event loop should wait.
-        group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+        try:
+            group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+        except EngineClosed as error:
+            raise _stopped(error) from error
         stream = Stream(group)
         with self._changed:
             self._check_room(name, params.n)

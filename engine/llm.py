@@ -361,13 +361,14 @@ class LLM:
             on_closing: called when `close` is, by its thread.
 
         Raises:
-            EngineBusy: a thread uses it.
+            EngineBusy: another thread uses it.
             EngineClosed: it is closed.
         """
-        self._check_usable(name)
-        if not self._gate.enter(Use(thread, name, lent=True)):
-            raise EngineBusy("this thread uses the LLM already; lend it when that has ended")
+        self._gate.enter(Use(thread, name, lent=True))
         self._on_closing = on_closing
+        if self._gate.closing:
+            self.take_back(thread)
+            raise EngineClosed("this LLM is closed; make a new one")
 
     def take_back(self, thread: threading.Thread) -> None:
         """The end of `lend`; nothing, where it was not lent to this thread."""
@@ -408,9 +409,9 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
         elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str | bytes):
-            params = [_as_params(param) for param in sampling_params]
+            params = [as_params(param) for param in sampling_params]
         else:
-            params = [_as_params(sampling_params)]
+            params = [as_params(sampling_params)]
         if len(params) != len(listed):
             raise ConfigError(
                 f"{len(listed)} prompts with {len(params)} sampling parameters; give one, or one for each"
@@ -523,7 +524,7 @@ class LLM:
             InvalidRequest: the prompt is empty, too long, not in the vocabulary, or would never fit the cache.
             EngineBusy, EngineClosed: as for `generate`.
         """
-        params = SamplingParams() if sampling_params is None else _as_params(sampling_params)
+        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         self.add_group(
             self.make_group(
                 request_id,
@@ -542,7 +543,9 @@ class LLM:
         Raises:
             InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
         """
-        sampling = _as_params(sampling)
+        if self._gate.closing:
+            raise EngineClosed("this LLM is closed; make a new one")
+        sampling = as_params(sampling)
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
         rank = whole(priority)
@@ -710,8 +713,10 @@ class LLM:
                     running.append(request)
                 elif request.queued:
                     waiting.append(request)
-                elif request.finish_reason is None:
+                elif request.finished_time is None:  # the last that `finish` stores
                     fallen |= dict.fromkeys([request, *group.falls_with(request)])
+                else:
+                    request.slot = None
             if not group.unfinished():
                 self._changed += group.requests
         for request in fallen:
@@ -1047,7 +1052,8 @@ def _eos_token_id(tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: froz
     return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None
 
 
-def _as_params(params: object) -> SamplingParams:
+def as_params(params: object) -> SamplingParams:
+    """These, or an InvalidRequest where they are something else."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(
             f"sampling_params is {shown(params)}; give SamplingParams, or a list of one for each prompt"
