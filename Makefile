@@ -6,13 +6,19 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test check format lint types sanitize bench clean
+.PHONY: demo test soak check format lint types sanitize bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
+
+# An hour of random requests with everything that can go wrong, by default; MINUTES=5 SEED=7 for less, and for another.
+MINUTES ?= 60
+SEED ?= 1
+soak: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.soak --minutes $(MINUTES) --seed $(SEED)
 
 check: format lint types test
 
