@@ -14,11 +14,14 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
-# Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md).
-MINUTES ?= 10
-SEED ?= 0
+# Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
+# for more, and for others.
 campaign: $(VENV)/.installed
-	$(BIN)/python -m tests.campaign --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+
+# An hour of random requests with everything that can go wrong, by default.
+soak: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
 
 check: format lint types test
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from engine.exclusive import EngineBusy, EngineClosed
     from engine.llm import LLM, StepRecord
     from engine.logprobs import Logprob
     from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -24,6 +25,8 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EngineBusy",
+    "EngineClosed",
     "EngineStopped",
     "FinishReason",
     "IllegalTransition",
@@ -41,6 +44,7 @@ __all__ = [
 _HOMES = {
     "engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "engine.exclusive": ("EngineBusy", "EngineClosed"),
     "engine.llm": ("LLM", "StepRecord"),
     "engine.logprobs": ("Logprob",),
     "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),

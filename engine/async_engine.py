@@ -15,10 +15,13 @@ import asyncio
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 
-from engine.llm import LLM
+from engine.checks import checked_whole, number, shown
+from engine.exclusive import EngineClosed
+from engine.llm import LLM, as_params
 from engine.outputs import RequestGroup, RequestOutput
 from engine.prompts import Prompt
 from engine.request import InvalidRequest
@@ -77,14 +80,14 @@ class AsyncEngine:
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
+        EngineBusy: a thread, or another AsyncEngine, uses the LLM.
+        EngineClosed: it is closed.
     """
 
     def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
-        if max_num_queued_reqs is not None and max_num_queued_reqs < 0:
-            raise ConfigError(f"max_num_queued_reqs is {max_num_queued_reqs}; give 0 or more, or None for no limit")
-        if llm.has_unfinished():
-            raise ConfigError(
-                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
+        if max_num_queued_reqs is not None:
+            max_num_queued_reqs = checked_whole(
+                "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
             )
         self.llm = llm
         self.max_num_queued_reqs = max_num_queued_reqs
@@ -93,10 +96,23 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}
         self._arriving: list[Stream] = []
         self._aborting: list[Stream] = []
+        self._delivering: list[tuple[Stream, RequestOutput]] = []
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
+        llm.lend(self._thread, type(self).__name__, self._wake)
+        if llm.has_unfinished():
+            llm.take_back(self._thread)
+            raise ConfigError(
+                "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
+            )
         self._thread.start()
+        # Before the caches are closed, which are older; a step must not be under way then.
+        weakref.finalize(llm, _stop, weakref.ref(self))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -158,13 +174,16 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         name = f"async-{next(self._names)}" if request_id is None else request_id
         with self._changed:
             self._check_room(name, params.n)
         # Tokenizing a long prompt takes longer than the event loop should wait.
-        group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+        try:
+            group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+        except EngineClosed as error:
+            raise _stopped(error) from error
         stream = Stream(group)
         with self._changed:
             self._check_room(name, params.n)
@@ -186,6 +205,8 @@ class AsyncEngine:
         Args:
             timeout: seconds after which unfinished requests are aborted; None to wait for all of them, 0 for none.
         """
+        if timeout is not None and (number(timeout) is None or timeout < 0):
+            raise ConfigError(f"timeout is {shown(timeout)}; give seconds, 0 or more, or None to wait for all requests")
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -226,20 +247,27 @@ class AsyncEngine:
                 if self.llm.has_unfinished():
                     self._deliver(self.llm.step())
         except BaseException as error:
-            logger.critical("the engine died", exc_info=error)
+            if not isinstance(error, EngineClosed):
+                logger.critical("the engine died", exc_info=error)
             with self._changed:
                 self._error = error
-                streams = list(self._streams.values())
+                streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
                 self._streams.clear()
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
+        finally:
+            self.llm.take_back(self._thread)
 
     def _take_orders(self) -> bool:
         """Wait for something to do and take what clients asked for; False when all is done and no more will come."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._arriving or self._aborting or self._stopping or self.llm.has_unfinished()
+                lambda: (
+                    self._arriving or self._aborting or self._stopping or self.llm.closing or self.llm.has_unfinished()
+                )
             )
+            if self.llm.closing:
+                raise EngineClosed("the LLM was closed")
             arriving, self._arriving = self._arriving, []
             # A name may be another request's by now.
             aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
@@ -253,11 +281,13 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         with self._changed:
-            items = [(self._streams[output.request_id], output) for output in outputs]
+            # Kept until they are handed over: an error on the way is told to these, too.
+            self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
                     del self._streams[output.request_id]
-        self._hand_over(items)
+        self._hand_over(self._delivering)
+        self._delivering = []
 
     def _hand_over(self, items: Iterable[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
         """Put outputs into their streams, with one call into each event loop."""
@@ -277,6 +307,14 @@ def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
 
 
 def _stopped(error: BaseException) -> EngineStopped:
-    stopped = EngineStopped(f"the engine died of {type(error).__name__}: {error}; start a new one")
+    what = "its LLM was closed" if isinstance(error, EngineClosed) else f"it died of {type(error).__name__}: {error}"
+    stopped = EngineStopped(f"the engine stopped: {what}; start a new one")
     stopped.__cause__ = error
     return stopped
+
+
+def _stop(engine: weakref.ref[AsyncEngine]) -> None:
+    """At the interpreter's exit: end the thread, which would go on in memory that is being given back."""
+    running = engine()
+    if running is not None and not running.dead:
+        running.llm.close()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from engine.checks import checked_whole, number, shown
 from engine.kv import KVBackend
 from engine.outputs import RequestGroup
 from engine.request import FinishReason, InvalidRequest, Request
@@ -51,16 +52,18 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, temperature=self.temperature)
-        if self.max_tokens is None:
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, temperature=self.temperature)
+        if params.max_tokens is None:
             raise ConfigError("max_tokens is None; a beam search needs an end: give a number")
-        if self.max_tokens == 0:
+        if params.max_tokens == 0:
             raise ConfigError("max_tokens is 0; a beam is at least one token: give 1 or more")
-        if not isinstance(self.beam_width, int) or isinstance(self.beam_width, bool) or self.beam_width < 1:
-            raise ConfigError(f"beam_width is {self.beam_width!r}; give a whole number, at least 1")
-        penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not math.isfinite(penalty):
-            raise ConfigError(f"length_penalty is {penalty!r}; give a finite number")
+        penalty = number(self.length_penalty)
+        if penalty is None:
+            raise ConfigError(f"length_penalty is {shown(self.length_penalty)}; give a finite number")
+        object.__setattr__(self, "beam_width", checked_whole("beam_width", self.beam_width, 1))
+        object.__setattr__(self, "max_tokens", params.max_tokens)
+        object.__setattr__(self, "temperature", params.temperature)
+        object.__setattr__(self, "length_penalty", penalty)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,12 @@ class Detokenizer:
         if not self._stop:
             self._texts.append(text)
             return None
+        known = len(self._held)
         text = self._held + text
         if may_stop:
-            found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stop if stop in text]
+            # One that was complete before did not count then, and does not now: only those that this token completes.
+            places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop]
+            found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
             if found:
                 end, start, stop = min(found)
                 self._texts.append(text[: end if self._include_stop else start])

@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine import optimize
 from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
+from engine.checks import LARGEST, checked_whole, number, shown, whole
 from engine.detokenizer import Detokenizer
+from engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
 from engine.kv import KVStats
 from engine.kv.make import KVCacheDtype, make_backend
 from engine.kv.virtual import VirtualKV
@@ -37,7 +41,7 @@ from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.runner import Forward, ModelRunner
 from engine.sampler import Sampler
 from engine.sampling import RequestOutputKind, SamplingParams
-from engine.scheduler import SCHEDULING, Plan, Policy, Scheduler, check_limits
+from engine.scheduler import SCHEDULING, Entry, Plan, Policy, Scheduler, check_limits
 from engine.scheduling_static import StaticScheduler
 from engine.speculate import NgramProposer, SpeculationStats, SpeculativeConfig
 from engine.swap import PreemptionMode, SwapSpace
@@ -49,6 +53,9 @@ from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)
+
+# What of an LLM's books a call changes, or what of a step is under way.
+_QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
@@ -128,6 +135,8 @@ class LLM:
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
+    One thread at a time may use it; a second one is told so by `EngineBusy` at once. `close` may be called by any.
+
     Attributes:
         token_bytes: what one token takes in the cache, in all layers.
         speculation: what came of drafts so far.
@@ -138,11 +147,11 @@ class LLM:
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | os.PathLike[str] | PreTrainedModel,
         *,
         kv: str = "virtual",
         scheduling: str = "continuous",
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
@@ -164,16 +173,41 @@ class LLM:
         seed: int | None = 0,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        check_limits(max_num_seqs, max_num_batched_tokens)
+        max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
+        block_size = checked_whole("block_size", block_size, 1)
+        if on_step is not None and not callable(on_step):
+            raise ConfigError(f"on_step is {shown(on_step)}; give a function of a StepRecord, or None")
+        if seed is not None and whole(seed) is None:
+            raise ConfigError(f"seed is {shown(seed)}; give a whole number, or None")
+        if kv_options is not None and not (
+            isinstance(kv_options, Mapping) and all(isinstance(k, str) for k in kv_options)
+        ):
+            raise ConfigError(f"kv_options is {shown(kv_options)}; give a mapping of options of KVConfig")
+        for name, value in (
+            ("skip_tokenizer_init", skip_tokenizer_init),
+            ("trust_remote_code", trust_remote_code),
+            ("enable_prefix_caching", enable_prefix_caching),
+            ("enforce_eager", enforce_eager),
+        ):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {shown(value)}; give True or False")
+        if not isinstance(attention, str) and not hasattr(attention, "refusal"):
+            raise ConfigError(f"attention is {shown(attention)}; give the name of a kernel, or an adapter")
+        if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike) and not hasattr(tokenizer, "decode"):
+            raise ConfigError(f"tokenizer is {shown(tokenizer)}; give a path, a hub id or a tokenizer")
         _check_memory(memory_budget, gpu_memory_utilization)
         if scheduling not in SCHEDULING:
-            raise ConfigError(f"scheduling={scheduling!r} is not known; choose one of {', '.join(SCHEDULING)}")
+            raise ConfigError(f"scheduling={shown(scheduling)} is not known; choose one of {', '.join(SCHEDULING)}")
         proposer = None
         if speculative_config is not None:
             proposer = NgramProposer(SpeculativeConfig.from_options(speculative_config))
             if scheduling != "continuous":
                 raise ConfigError(f"speculative_config needs scheduling='continuous', not {scheduling!r}")
         self.speculation = SpeculationStats()
+        if isinstance(model, os.PathLike):
+            model = os.fspath(model)
+        if isinstance(tokenizer, os.PathLike):
+            tokenizer = os.fspath(tokenizer)
         self.model = _load_model(model, dtype, trust_remote_code)
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
         hf.check_supported(self.model)
@@ -182,13 +216,19 @@ class LLM:
         self.vocab_size: int = embedding.num_embeddings
         self.prompts = PromptReader(self.tokenizer, self.vocab_size, self.max_model_len)
         self.on_step = on_step
-        self._eos_token_ids = _eos_token_ids(self.model, self.tokenizer)
-        self._seeds = random.Random(seed)
+        self._on_closing: Callable[[], None] = _nothing
+        self._eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
+        self._eos_token_id = _eos_token_id(self.tokenizer, self._eos_token_ids)
+        self._seeds = random.Random(None if seed is None else whole(seed))
         self._names = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
         self._sampler = Sampler()
         self._decode_token = functools.lru_cache(maxsize=65536)(self._decode_one)
+        self._gate = Gate()
         self._closed = False
+        self._phase = ""  # what of a step is under way
+        self._torn = ""  # which change of the books is under way, or was interrupted
+        self._changed: list[Request] = []  # requests whose news have not been told
         self._restore_model: Callable[[], None] = lambda: None
 
         if self.model.device.type == "cpu":
@@ -280,16 +320,66 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Abort what runs, give the cache back and restore the model's attention. Again is harmless."""
+        """End what runs, give the cache back and restore the model's attention. Again is harmless.
+
+        A step that another thread is in is waited for; that thread's `generate` then raises `EngineClosed`. Called from
+        `on_step`, it takes effect when the call that makes the steps ends, which is as soon as this one has ended.
+        """
+        self._gate.closing = True
+        self._on_closing()
+        use = Use(threading.current_thread(), "close")
+        try:
+            if self._gate.wait(use):
+                self._tear_down()
+        finally:
+            if self._gate.user is use:
+                self._gate.user = None
+
+    def _tear_down(self) -> None:
         if self._closed:
             return
-        for request_id in list(self._groups):
-            self.abort(request_id)
-        self._closed = True
+        self._groups.clear()
+        self._changed.clear()
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
+        self.runner.close()
         self.kv.close()
         self._restore_model()
         self.model.set_attn_implementation(self._previous_attention)
+        self._closed = True
 
+    @property
+    def closing(self) -> bool:
+        """Whether it is closed, or `close` waits for a step."""
+        return self._gate.closing
+
+    def lend(self, thread: threading.Thread, name: str, on_closing: Callable[[], None]) -> None:
+        """Let only this thread use it from here on, which may not have begun, until `take_back`.
+
+        Args:
+            name: whose thread it is, for those that are refused.
+            on_closing: called when `close` is, by its thread.
+
+        Raises:
+            EngineBusy: another thread uses it.
+            EngineClosed: it is closed.
+        """
+        self._gate.enter(Use(thread, name, lent=True))
+        self._on_closing = on_closing
+        if self._gate.closing:
+            self.take_back(thread)
+            raise EngineClosed("this LLM is closed; make a new one")
+
+    def take_back(self, thread: threading.Thread) -> None:
+        """The end of `lend`; nothing, where it was not lent to this thread."""
+        user = self._gate.user
+        if user is not None and user.thread is thread:
+            self._on_closing = _nothing
+            self._gate.user = None
+            if self._gate.closing:
+                self.close()
+
+    @exclusive
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -309,15 +399,19 @@ class LLM:
             One output per prompt, in their order. A request that failed has finish reason "error", and says why.
 
         Raises:
-            InvalidRequest: a prompt that can never run; none of the prompts was started.
+            InvalidRequest: a prompt that can never run, or parameters of another type; none of the prompts was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
+            EngineBusy: another thread uses this LLM.
+            EngineClosed: it is closed, or was while this ran.
         """
         self._check_idle("generate")
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
+        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str | bytes):
+            params = [as_params(param) for param in sampling_params]
         else:
-            params = list(sampling_params)
+            params = [as_params(sampling_params)]
         if len(params) != len(listed):
             raise ConfigError(
                 f"{len(listed)} prompts with {len(params)} sampling parameters; give one, or one for each"
@@ -336,12 +430,12 @@ class LLM:
                     for output in self.step():
                         finished[output.request_id] = output
                         bar.update()
-            except BaseException:
-                for group in groups:
-                    self.abort(group.request_id)
+            except BaseException as error:
+                self._abandon(error)
                 raise
         return [finished[group.request_id] for group in groups]
 
+    @exclusive
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts.
 
@@ -357,8 +451,11 @@ class LLM:
             InvalidRequest: a prompt that can never run, or more beams than can run together; nothing was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
             ConfigError: the engine was made with `scheduling="static"`.
+            EngineBusy, EngineClosed: as for `generate`.
         """
         self._check_idle("beam_search")
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
         if isinstance(self.scheduler, StaticScheduler):
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
@@ -383,9 +480,8 @@ class LLM:
                 while queue and (len(self._groups) + 1) * params.beam_width <= self.scheduler.max_num_seqs:
                     self.add_group(queue.pop())
                 self.step()
-        except BaseException:
-            for group in groups:
-                self.abort(group.request_id)
+        except BaseException as error:
+            self._abandon(error)
             raise
         decode = None if self.tokenizer is None else functools.partial(self._decode, skip_special_tokens=False)
         return [group.result(decode) for group in groups]
@@ -426,8 +522,9 @@ class LLM:
 
         Raises:
             InvalidRequest: the prompt is empty, too long, not in the vocabulary, or would never fit the cache.
+            EngineBusy, EngineClosed: as for `generate`.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         self.add_group(
             self.make_group(
                 request_id,
@@ -446,18 +543,27 @@ class LLM:
         Raises:
             InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
         """
+        if self._gate.closing:
+            raise EngineClosed("this LLM is closed; make a new one")
+        sampling = as_params(sampling)
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
+        rank = whole(priority)
+        if rank is None or not -LARGEST <= rank <= LARGEST:
+            raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits")
         text, token_ids = self.prompts.read(prompt)
         salt = cache_salt(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
-        if self.tokenizer is None and (sampling.stop or sampling.bad_words):
-            name = "stop" if sampling.stop else "bad_words"
+        stop, bad_words = tuple(sampling.stop or ()), tuple(sampling.bad_words or ())
+        if self.tokenizer is None and (stop or bad_words):
+            name = "stop" if stop else "bad_words"
             raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
         longest = self.max_model_len
         if sampling.max_tokens is not None:
             longest = min(longest, len(token_ids) + sampling.max_tokens)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        bad_words_ids = self.prompts.words_ids(sampling.bad_words)
+        bad_words_ids = self.prompts.words_ids(bad_words)
         requests = [
             Request(
                 request_id if sampling.n == 1 else f"{index}_{request_id}",
@@ -465,9 +571,10 @@ class LLM:
                 sampling,
                 max_total_tokens=longest,
                 seed=seed + index,
-                priority=priority,
+                priority=rank,
                 cache_salt=salt,
                 eos_token_ids=self._eos_token_ids,
+                eos_token_id=self._eos_token_id,
                 prompt=text,
                 detokenizer=self._detokenizer(sampling),
                 bad_words_ids=bad_words_ids,
@@ -479,75 +586,99 @@ class LLM:
         self.scheduler.check_fits(requests[0])
         return RequestGroup(request_id, requests, kind)
 
+    @exclusive
     def add_group(self, group: RequestGroup) -> None:
         """Queue what `make_group` made.
 
         Raises:
             InvalidRequest: an unfinished request has the same name.
+            EngineBusy, EngineClosed: as for `generate`.
         """
-        if self._closed:
-            raise VattnError("this LLM is closed; make a new one")
+        self._check_usable("add_request")
         if group.request_id in self._groups:
             raise InvalidRequest(
                 f"a request {group.request_id!r} is unfinished; choose another name, or abort it first"
             )
-        for request in group.requests:
-            self.scheduler.add(request)
-        self._groups[group.request_id] = group
+        self.scheduler.check_fits(group.requests[0])
+        with self._mending(_QUEUES):
+            for request in group.requests:
+                self.scheduler.add(request)
+            self._groups[group.request_id] = group
 
+    @exclusive
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, all of its completions, and free its memory.
 
         Returns:
             What it had; None for a request that is unknown or finished.
+
+        Raises:
+            EngineBusy: another thread uses this LLM.
         """
-        group = self._groups.pop(request_id, None)
+        if self._closed:
+            return None
+        self._check_usable("abort", closing=False)
+        group = self._groups.get(request_id)
         if group is None:
             return None
-        for request in group.unfinished():
-            self.scheduler.finish(request, FinishReason.ABORT)
+        with self._mending(_QUEUES):
+            del self._groups[request_id]
+            for request in group.unfinished():
+                self.scheduler.finish(request, FinishReason.ABORT)
         return group.output()
 
     def has_unfinished(self) -> bool:
         return bool(self._groups)
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """One iteration: plan, prepare memory, run the model once, sample.
 
+        An exception of `on_step` is raised here, and the step counts: its outputs come with the next one's.
+
         Returns:
             The requests that got a token or ended, each once, as its `output_kind` has it. One that failed ended with
-            finish reason "error"; an exception in the model fails the requests of that step, and the others go on.
+            finish reason "error"; an exception in the model fails the requests of that step, and the others go on. So
+            does an interrupt, which is raised, and fails all requests that ran.
+
+        Raises:
+            EngineBusy, EngineClosed: as for `generate`.
         """
-        if self._closed:
-            raise VattnError("this LLM is closed; make a new one")
+        self._check_usable("step")
+        if self._phase:
+            raise EngineBusy("step() was called from on_step; the next step begins when this one has ended")
         start = time.monotonic()
-        changed: list[Request] = []
-        plan, num_preempted, prepare_seconds = self._plan(changed)
-        planned = time.monotonic()
-        decode_tokens = plan.num_decode_tokens
         accepted_before = self.speculation.num_accepted_tokens
-        if plan.entries:
-            self._compute(plan, changed)
-        if 2 * decode_tokens < plan.num_tokens:
-            self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
-        outputs = self._outputs(changed)
-        if plan.entries and self.on_step is not None:
-            record = StepRecord(
-                start_time=start,
-                schedule_seconds=planned - start - prepare_seconds,
-                prepare_seconds=prepare_seconds,
-                forward_seconds=time.monotonic() - planned,
-                decode_tokens=decode_tokens,
-                prefill_tokens=plan.num_tokens - decode_tokens,
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                num_preempted=num_preempted,
-                kv=self.kv.stats(),
-                drafted_tokens=sum(len(entry.draft) for entry in plan.entries),
-                accepted_tokens=self.speculation.num_accepted_tokens - accepted_before,
-            )
-            self.on_step(record)
-        return outputs
+        try:
+            with self._mending(_STEP):
+                self._phase = _STEP
+                plan, num_preempted, prepare_seconds = self._plan(self._changed)
+                planned = time.monotonic()
+                decode_tokens = plan.num_decode_tokens
+                if plan.entries:
+                    self._compute(plan, self._changed)
+                if 2 * decode_tokens < plan.num_tokens:
+                    self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
+            if plan.entries and self.on_step is not None:
+                record = StepRecord(
+                    start_time=start,
+                    schedule_seconds=planned - start - prepare_seconds,
+                    prepare_seconds=prepare_seconds,
+                    forward_seconds=time.monotonic() - planned,
+                    decode_tokens=decode_tokens,
+                    prefill_tokens=plan.num_tokens - decode_tokens,
+                    num_running=len(self.scheduler.running),
+                    num_waiting=len(self.scheduler.waiting),
+                    num_preempted=num_preempted,
+                    kv=self.kv.stats(),
+                    drafted_tokens=sum(len(entry.draft) for entry in plan.entries),
+                    accepted_tokens=self.speculation.num_accepted_tokens - accepted_before,
+                )
+                self._phase = _ON_STEP
+                self.on_step(record)
+        finally:
+            self._phase = ""
+        return self._outputs()
 
     def check(self) -> None:
         """Assert that cache and queues agree: every slot in use is a running request's. For tests and idle moments."""
@@ -556,7 +687,64 @@ class LLM:
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
+    @contextmanager
+    def _mending(self, what: str) -> Iterator[None]:
+        """Changes of the books: where one is interrupted, or fails unforeseen, they are put in order again."""
+        self._torn = what
+        try:
+            yield
+        except BaseException as error:
+            self._mend(error)
+            raise
+        self._torn = ""
+
+    def _mend(self, error: BaseException) -> None:
+        """Put the books in order after a call that ended anywhere; interrupted itself, the next call does it.
+
+        What `_groups` says is true. A step may have left any request that ran half changed, so these fail. Otherwise
+        only queues and slots were about to change, and who owns them can be told.
+        """
+        ran = {*self.scheduler.running} if self._torn == _QUEUES else set()
+        running, waiting = [], []
+        fallen: dict[Request, None] = {}
+        for group in self._groups.values():
+            for request in group.requests:
+                if request in ran and request.runs:
+                    running.append(request)
+                elif request.queued:
+                    waiting.append(request)
+                elif request.finished_time is None:  # the last that `finish` stores
+                    fallen |= dict.fromkeys([request, *group.falls_with(request)])
+                else:
+                    request.slot = None
+            if not group.unfinished():
+                self._changed += group.requests
+        for request in fallen:
+            self._changed.append(request)
+            request.fail(VattnError(f"a step of this request was interrupted by {type(error).__name__}"))
+        self._sampler = Sampler()
+        self.scheduler.restore(running, [request for request in waiting if request not in fallen])
+        self._torn = ""
+
+    def _abandon(self, error: BaseException) -> None:
+        """Forget all requests: those of the call that is about to raise `error`."""
+        self._torn = _STEP
+        self._groups.clear()
+        self._changed.clear()
+        self._mend(error)
+
+    def _check_usable(self, name: str, *, closing: bool = True) -> None:
+        if closing and self._gate.closing:
+            raise EngineClosed("this LLM is closed; make a new one")
+        if self._phase == _STEP:
+            raise EngineBusy(
+                f"{name}() was called in the middle of a step, by a signal handler or the model; wait for it"
+            )
+        if self._torn:
+            self._mend(KeyboardInterrupt())
+
     def _check_idle(self, name: str) -> None:
+        self._check_usable(name)
         if self.has_unfinished():
             raise VattnError(
                 f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
@@ -615,7 +803,7 @@ class LLM:
             if entry.draft:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
-                self.scheduler.publish(entry.request)
+                self._publish(entry, forward)
         for request, ahead, token, report in zip(forward.sampled, forward.ahead, tokens, reports, strict=True):
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # the token of a draft that this one was to follow was wrong, or ended the request
@@ -646,6 +834,15 @@ class LLM:
                 group.advance(requests, logits, self.scheduler)
             except Exception as error:
                 self._fail(requests, error, changed)
+
+    def _publish(self, entry: Entry, forward: Forward) -> None:
+        """Let others find a chunk of a prompt, if what the model made of it is finite."""
+        request = entry.request
+        finite = forward.finite.get(request)
+        if finite is False:
+            request.publishes = False  # nor what comes after it, which has seen it
+        elif finite:
+            self.scheduler.publish(request)
 
     def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
         """Start the other completions of prompts that were computed; they are sampled from the same logits.
@@ -713,22 +910,25 @@ class LLM:
                 self.scheduler.finish(fallen, FinishReason.ERROR, error)
             changed.append(request)
 
-    def _outputs(self, changed: Sequence[Request]) -> list[RequestOutput]:
-        """What to tell of requests that changed; groups that ended are forgotten."""
-        groups = [self._groups[parent_id] for parent_id in dict.fromkeys(request.parent_id for request in changed)]
+    def _outputs(self) -> list[RequestOutput]:
+        """What to tell of requests that changed; groups that ended are forgotten, and some may have been aborted."""
+        changed = dict.fromkeys(request.parent_id for request in self._changed)
+        groups = [group for parent_id in changed if (group := self._groups.get(parent_id)) is not None]
+        outputs = [output for group in groups if (output := group.output()) is not None]
         for group in groups:
             if not group.unfinished():
                 del self._groups[group.request_id]
-        return [output for group in groups if (output := group.output()) is not None]
+        self._changed.clear()
+        return outputs
 
     def _new_id(self) -> str:
         return next(name for name in map(str, self._names) if name not in self._groups)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
+        if self.tokenizer is None or not sampling.detokenize:
             return None
         decode = functools.partial(self._decode, skip_special_tokens=sampling.skip_special_tokens)
-        return Detokenizer(decode, sampling.stop, include_stop=sampling.include_stop_str_in_output)
+        return Detokenizer(decode, tuple(sampling.stop or ()), include_stop=sampling.include_stop_str_in_output)
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         assert self.tokenizer is not None
@@ -744,6 +944,10 @@ class LLM:
         return self._decode([token_id], skip_special_tokens=False)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _progress_bar(total: int, shown: bool) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -755,10 +959,12 @@ def _check_memory(memory_budget: int | str | None, utilization: float | None) ->
         return
     if memory_budget is not None:
         raise ConfigError(
-            f"memory_budget={memory_budget!r} and gpu_memory_utilization={utilization} both size the cache; give one"
+            f"memory_budget={shown(memory_budget)} and gpu_memory_utilization={shown(utilization)} both size the "
+            "cache; give one"
         )
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {utilization}; give a share over 0 and up to 1")
+    share = number(utilization)
+    if share is None or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {shown(utilization)}; give a share over 0 and up to 1")
 
 
 def _cache_budget(memory_budget: int | str | None, utilization: float | None, device: torch.device) -> int | str:
@@ -779,6 +985,10 @@ def _loading(what: str, path: str) -> Iterator[None]:
 def _load_model(
     model: str | PreTrainedModel, dtype: str | torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
+    if not isinstance(dtype, str | torch.dtype):
+        raise ConfigError(f"dtype is {shown(dtype)}; give auto, {', '.join(_DTYPES)}, or a torch.dtype")
+    if not isinstance(model, str | torch.nn.Module):
+        raise ConfigError(f"model is {shown(model)}; give a path, a hub id, or a loaded causal language model")
     if isinstance(dtype, str) and dtype != "auto":
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -812,6 +1022,8 @@ def _load_tokenizer(
 
 def _max_model_len(model: PreTrainedModel, asked: int | None) -> int:
     limit = hf.max_context(model.config)
+    if asked is not None:
+        asked = checked_whole("max_model_len", asked, 0)
     if asked is None:
         if limit is None:
             raise ConfigError("the model's config states no longest context; give max_model_len")
@@ -831,3 +1043,19 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _eos_token_id(tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: frozenset[int]) -> int | None:
+    """The one that ends an output without being its `stop_reason`; further ones count as stop tokens, as in vLLM."""
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return cast(int, tokenizer.eos_token_id)
+    return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None
+
+
+def as_params(params: object) -> SamplingParams:
+    """These, or an InvalidRequest where they are something else."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"sampling_params is {shown(params)}; give SamplingParams, or a list of one for each prompt"
+        )
+    return params

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from engine.checks import check_encodable, shown, whole
 from engine.request import InvalidRequest
 
+# Token ids may be an array of numpy's or a tensor, of one dimension.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -23,7 +24,8 @@ def cache_salt(prompt: Prompt) -> bytes:
     """
     salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
     if not isinstance(salt, str):
-        raise InvalidRequest(f"the prompt's cache_salt is {salt!r:.80}; give text")
+        raise InvalidRequest(f"the prompt's cache_salt is {shown(salt)}; give text")
+    check_encodable("the prompt's cache_salt", salt, InvalidRequest)
     return salt.encode()
 
 
@@ -63,7 +65,7 @@ class PromptReader:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise InvalidRequest(
-                f"{what} holds {wrong}, which is no token id of this model: those are whole numbers from "
+                f"{what} holds {shown(wrong)}, which is no token id of this model: those are whole numbers from "
                 f"0 to {self.vocab_size - 1}"
             )
 
@@ -101,8 +103,9 @@ class PromptReader:
             text = self.tokenizer.apply_chat_template(
                 cast(Any, [dict(message) for message in conversation]), tokenize=False, **options
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+        check_encodable("the conversation", cast(str, text), InvalidRequest)
         # The template wrote the special tokens already.
         return {
             "prompt": text,
@@ -111,41 +114,82 @@ class PromptReader:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _as_token_ids(prompt["prompt_token_ids"])
+                if text is not None and not isinstance(text, str):
+                    raise InvalidRequest(f"the prompt's text is {shown(text)}; give text, or leave it out")
+                return text, _as_token_ids(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise InvalidRequest(
-                    f"a prompt with the keys {sorted(prompt)} has neither 'prompt' nor 'prompt_token_ids'"
+                    f"a prompt with the keys {shown(list(prompt))} has neither 'prompt' nor 'prompt_token_ids'"
                 )
-            prompt = cast(str, prompt["prompt"])
+            prompt = cast(Prompt, text)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest(
                     "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
                 )
+            check_encodable("the prompt", prompt, InvalidRequest)
             return prompt, list(self.tokenizer(prompt)["input_ids"])
         return None, _as_token_ids(prompt)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is text, a mapping, or a sequence that starts with a number; an empty sequence is no prompts."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    """One prompt is text, a mapping, or a sequence or array that starts with a number; an empty one is no prompts.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    try:
+        listed = list(_of_an_array(prompts))
+    except TypeError:
+        raise _not_a_prompt(prompts) from None
+    if isinstance(prompts, bytes | bytearray | set | frozenset) or not hasattr(prompts, "__len__"):
+        raise _not_a_prompt(prompts)
+    if listed and whole(listed[0]) is not None:
+        return [listed]
+    return listed
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation is a sequence of mappings."""
+    """One conversation is a sequence of mappings.
+
+    Raises:
+        InvalidRequest: it is neither that nor a sequence of them.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest(
+            f"a conversation is a list of messages, such as {{'role': 'user', 'content': ...}}; this is "
+            f"{shown(messages)}"
+        )
     if len(messages) > 0 and isinstance(messages[0], Mapping):
         return [cast(Conversation, messages)]
     return list(cast(Sequence[Conversation], messages))
 
 
 def _as_token_ids(prompt: object) -> list[int]:
+    if isinstance(prompt, str | bytes | bytearray | Mapping | set | frozenset):
+        raise _not_a_prompt(prompt)
     try:
-        return [operator.index(token) for token in cast(Sequence[int], prompt)]
+        values = list(_of_an_array(prompt))
     except TypeError:
-        raise InvalidRequest(
-            "a prompt is text, a sequence of whole numbers (token ids), or a mapping with 'prompt' or "
-            f"'prompt_token_ids'; this is {str(prompt)[:80]!r}"
-        ) from None
+        raise _not_a_prompt(prompt) from None
+    token_ids = [value if type(value) is int else whole(value) for value in values]
+    if None in token_ids:
+        raise _not_a_prompt(prompt)
+    return cast(list[int], token_ids)
+
+
+def _of_an_array(values: Any) -> Any:
+    """A tensor or an array as lists of Python's numbers; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _not_a_prompt(prompt: object) -> InvalidRequest:
+    hint = "; decode bytes to text first" if isinstance(prompt, bytes | bytearray) else ""
+    return InvalidRequest(
+        "a prompt is text, a sequence of whole numbers (token ids), or a mapping with 'prompt' or "
+        f"'prompt_token_ids'; this is {shown(prompt)}{hint}"
+    )

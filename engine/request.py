@@ -79,7 +79,8 @@ class Request:
     Attributes:
         parent_id, index: whose completion it is, and which of `n`; its own id and 0 where it is the only one.
         seed: of its random numbers.
-        stop_token_ids: tokens that end it.
+        stop_token_ids: tokens that end it; the end-of-sequence token is no `stop_reason`, any other one is.
+        held_token_ids: tokens that are not sampled before `min_tokens`.
         detokenizer: its output as text; None without a tokenizer.
         bad_words_ids: token sequences that the output must not have.
         logprobs: of its output tokens, where they were asked for, and `cumulative_logprob`, their sum.
@@ -107,6 +108,7 @@ class Request:
         max_total_tokens: int,
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        eos_token_id: int | None = None,
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: bytes = b"",
@@ -129,9 +131,10 @@ class Request:
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
         self.takes_drafts = takes_drafts
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            self.stop_token_ids |= eos_token_ids
+        asked = frozenset(sampling.stop_token_ids or ())
+        self.stop_token_ids = asked if sampling.ignore_eos else asked | eos_token_ids
+        self.held_token_ids = asked | eos_token_ids
+        self._eos_token_id = None if sampling.ignore_eos else eos_token_id
         self.logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
         self.cumulative_logprob = 0.0
         # All completions of a prompt have the same; the first one computes them.
@@ -171,6 +174,16 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has a slot and computes in it."""
+        return self.slot is not None and self.state in (State.PREFILLING, State.DECODING)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits for a slot."""
+        return self.slot is None and self.state in (State.WAITING, State.PREEMPTED)
 
     @property
     def may_stop(self) -> bool:
@@ -227,13 +240,16 @@ class Request:
         self.output_token_ids.append(token_id)
         if self.first_token_time is None:
             self.first_token_time = time.monotonic()
+        stopped = False
         if may_stop and token_id in self.stop_token_ids:
-            self.stop_reason = token_id
+            stopped = True
+            self.stop_reason = None if token_id == self._eos_token_id else token_id
             if self.detokenizer is not None and self.sampling.include_stop_str_in_output:
                 self.detokenizer.push(token_id, may_stop=False)
         elif self.detokenizer is not None:
             self.stop_reason = self.detokenizer.push(token_id, may_stop=may_stop)
-        if self.stop_reason is not None:
+            stopped = self.stop_reason is not None
+        if stopped:
             self.finish(FinishReason.STOP)
         elif self.num_tokens >= self.max_total_tokens:
             self.finish(FinishReason.LENGTH)
@@ -253,6 +269,16 @@ class Request:
         if self.detokenizer is not None:
             self.detokenizer.finish()
         self.finished_time = time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        """DONE by an error, from a state that a step left behind in its middle; the slot is gone."""
+        self.state = State.DONE
+        self.finish_reason = FinishReason.ERROR
+        self.stop_reason = None
+        self.error = error
+        self.slot = None
+        if self.finished_time is None:
+            self.finished_time = time.monotonic()
 
     def _go(self, state: State) -> None:
         if state not in _LEGAL[self.state]:

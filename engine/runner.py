@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Forward:
         logits: of these tokens, `[len(sampled), vocab_size]`.
         scored: prompt positions whose logits are asked for, in order, and
         prompt_logits: of those, `[len(scored), vocab_size]`.
+        finite: for requests that publish, and had a chunk in the step: whether all of its tokens came out finite.
     """
 
     sampled: list[Request]
@@ -51,6 +53,7 @@ class Forward:
     logits: Tensor
     scored: list[tuple[Request, int]]
     prompt_logits: Tensor
+    finite: Mapping[Request, bool] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -79,6 +82,16 @@ class ModelRunner:
         self.graphs = None
         if graphs_up_to is not None and DecodeGraphs.possible(model.device, attention):
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
+        self._watching = False
+        self._hidden: Tensor | None = None
+        # Some heads call the decoder inside of the base model, and not the base model.
+        bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
+        self._hooks = [body.register_forward_hook(self._note_hidden) for body in bodies]
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
@@ -95,11 +108,14 @@ class ModelRunner:
         ahead: list[int] = []
         last_rows: list[int] = []
         scored: list[tuple[Request, int]] = []
+        chunks: dict[Request, slice] = {}
         prompt_rows: list[int] = []
         for entry in ordered:
             for position in entry.request.unscored(entry.start, entry.end):
                 scored.append((entry.request, position))
                 prompt_rows.append(len(tokens) + position - entry.start)
+            if len(entry) > 1 and entry.request.publishes:
+                chunks[entry.request] = slice(len(tokens), len(tokens) + len(entry))
             tokens += entry.request.token_ids(entry.start, entry.end)
             if entry.samples:
                 count = 1 + len(entry.draft)
@@ -113,12 +129,34 @@ class ModelRunner:
             if logits is not None:
                 return Forward(sampled, ahead, logits, scored, logits[len(sampled) :])
         device = self.model.device
-        logits = self._forward(
-            batch,
-            torch.tensor(tokens, device=device),
-            torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
-        )
-        return Forward(sampled, ahead, logits[: len(sampled)], scored, logits[len(sampled) :])
+        self._watching, self._hidden = bool(chunks), None
+        try:
+            logits = self._forward(
+                batch,
+                torch.tensor(tokens, device=device),
+                torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
+            )
+            finite = self._finite(chunks) if chunks else {}
+        finally:
+            self._watching, self._hidden = False, None
+        return Forward(sampled, ahead, logits[: len(sampled)], scored, logits[len(sampled) :], finite)
+
+    def _finite(self, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
+        """Whether the last hidden states of these rows are finite.
+
+        A token attends to itself in every layer, whatever its window: where its keys or values are NaN, or its values
+        infinite, so is what comes out of its own row. The last row of a chunk would not do, since a window may not
+        reach back to what is wrong.
+        """
+        if self._hidden is None:
+            return dict.fromkeys(chunks, False)
+        with torch.inference_mode():
+            rows = self._hidden[0].sum(dim=-1, dtype=torch.float32).isfinite().cpu()
+        return {request: bool(rows[place].all()) for request, place in chunks.items()}
+
+    def _note_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._watching:
+            self._hidden = output[0]
 
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
         step = _Step(self.kv, self.attention, batch, self.latents)

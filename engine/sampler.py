@@ -170,7 +170,7 @@ class Batch:
                 if output[len(output) - len(head) :] == head:
                     logits[row, last] = -math.inf
         for row in self._held:
-            logits[row, list(self.requests[row].stop_token_ids)] = -math.inf
+            logits[row, list(self.requests[row].held_token_ids)] = -math.inf
         if len(self._biases):
             logits.index_put_(self._bias_at, self._biases, accumulate=True)
         if self.history is not None:

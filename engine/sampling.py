@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from engine.checks import LARGEST, check_encodable, checked_whole, number, shown, whole
 from vattn.errors import ConfigError
+
+# Most completions of a prompt, as in vLLM: each is a request of its own.
+MAX_COMPLETIONS = 16384
+# Parameters become float32 tensors.
+_LARGEST_FLOAT = 3.4028234663852886e38
 
 
 class RequestOutputKind(enum.Enum):
@@ -28,6 +34,8 @@ class SamplingParams:
     Tokens are chosen in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then,
     unless greedy, `temperature`, `min_p`, `top_k`, `top_p`.
 
+    Numbers may be numpy's; what is stored is Python's own. None stands for no texts, and for no token ids.
+
     Attributes:
         n: completions of the prompt, each with random numbers of its own.
         temperature: 0 for greedy; the logits are divided by it otherwise.
@@ -47,10 +55,12 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: most output tokens; None for as many as the context holds, 0 to compute the prompt only, for its
             `prompt_logprobs`.
-        min_tokens: no stop of any kind before this many.
-        logprobs: report each output token's log probability and that many of the most probable; -1 for all of them.
-            They are the model's own, before any of the above.
+        min_tokens: no stop of any kind before this many: tokens that would end the output, and those that
+            `ignore_eos` lets pass, are not sampled, and a stop string that is complete by then never counts.
+        logprobs: report each output token's log probability and that many of the most probable; -1 for all of them,
+            True for 1. They are the model's own, before any of the above.
         prompt_logprobs: the same for the prompt's tokens.
+        detokenize: turn output tokens into text.
         skip_special_tokens: leave special tokens out of the text.
         output_kind: what unfinished outputs hold; None for what suits the call.
 
@@ -68,45 +78,53 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | None = ()
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1)
-        _number("temperature", self.temperature, 0, math.inf, "0 (greedy) or a positive number")
-        _number("top_p", self.top_p, 0, 1, "a number above 0 and at most 1", above=True)
-        _whole("top_k", self.top_k, -1, what="0 or -1 (all tokens), or how many to keep")
-        _number("min_p", self.min_p, 0, 1, "a number from 0 to 1")
-        _number("presence_penalty", self.presence_penalty, -2, 2, "a number from -2 to 2")
-        _number("frequency_penalty", self.frequency_penalty, -2, 2, "a number from -2 to 2")
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, "a positive number", above=True)
-        if self.seed is not None and not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**64):
-            raise ConfigError(f"seed is {self.seed!r}; give an integer of 64 bits, or None")
+        self._whole("n", 1, MAX_COMPLETIONS)
+        self._number("temperature", 0, _LARGEST_FLOAT, "0 (greedy) or a positive number")
+        self._number("top_p", 0, 1, "a number above 0 and at most 1", above=True)
+        self._whole("top_k", -1, what="0 or -1 (all tokens), or how many to keep")
+        self._number("min_p", 0, 1, "a number from 0 to 1")
+        self._number("presence_penalty", -2, 2, "a number from -2 to 2")
+        self._number("frequency_penalty", -2, 2, "a number from -2 to 2")
+        self._number("repetition_penalty", 1e-30, 1e30, "a positive number, from 1e-30 to 1e30")
+        if self.seed is not None:
+            seed = whole(self.seed)
+            if seed is None or not -(2**63) <= seed < 2**64:
+                raise ConfigError(f"seed is {shown(self.seed)}; give an integer of 64 bits, or None")
+            self._set("seed", seed)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, what="how many tokens at most, or None for what the context holds")
-        _whole("min_tokens", self.min_tokens, 0)
+            self._whole("max_tokens", 0, what="how many tokens at most, or None for what the context holds")
+        self._whole("min_tokens", 0)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            if count is not None:
-                _whole(name, count, -1, what="how many of the most probable tokens to report, -1 for all, or None")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if count is True:
+                self._set(name, 1)
+            elif count is not None:
+                self._whole(name, -1, what="how many of the most probable tokens to report, -1 for all, or None")
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; give True or False")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(str(kind) for kind in RequestOutputKind)
-            raise ConfigError(f"output_kind is {self.output_kind!r}; give one of {kinds}, or None")
+            raise ConfigError(f"output_kind is {shown(self.output_kind)}; give one of {kinds}, or None")
         self._freeze_collections()
 
+        if self.stop and not self.detokenize:
+            raise ConfigError("stop is text, but with detokenize=False there is none to look at; set detokenize=True")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(
                 f"n is {self.n} with temperature 0: greedy completions are all the same; set n=1 or a temperature"
@@ -124,54 +142,74 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def _freeze_collections(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ConfigError(f"stop is {self.stop!r}; give a text or a list of texts, none of them empty")
-        object.__setattr__(self, "stop", stop)
-        bad_words = _items("bad_words", self.bad_words)
-        if not all(isinstance(text, str) and text.strip() for text in bad_words):
-            raise ConfigError(f"bad_words is {self.bad_words!r}; give a list of texts, none of them empty")
-        object.__setattr__(self, "bad_words", bad_words)
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else _texts("stop", self.stop)
+        if not all(stop):
+            raise ConfigError(f"stop is {shown(self.stop)}; give a text or a list of texts, none of them empty")
+        self._set("stop", stop)
+        bad_words = _texts("bad_words", self.bad_words)
+        if not all(text.strip() for text in bad_words):
+            raise ConfigError(f"bad_words is {shown(self.bad_words)}; give a list of texts, none of them empty")
+        self._set("bad_words", bad_words)
+        for name, texts in (("stop", stop), ("bad_words", bad_words)):
+            for text in texts:
+                check_encodable(name, text, ConfigError)
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ConfigError("allowed_token_ids is empty, so no token could be sampled; give some, or None")
-            object.__setattr__(self, "allowed_token_ids", allowed)
+            self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise ConfigError(f"logit_bias is {self.logit_bias!r}; give a mapping from token id to a number")
-            biases = dict(zip(_token_ids("logit_bias", self.logit_bias), self.logit_bias.values(), strict=True))
-            for token, bias in biases.items():
-                _number(f"logit_bias[{token}]", bias, -math.inf, math.inf, "a finite number")
-            object.__setattr__(self, "logit_bias", biases or None)
+                raise ConfigError(f"logit_bias is {shown(self.logit_bias)}; give a mapping from token id to a number")
+            biases = {}
+            for token, bias in zip(_token_ids("logit_bias", self.logit_bias), self.logit_bias.values(), strict=True):
+                biases[token] = _checked_number(
+                    f"logit_bias[{token}]", bias, -_LARGEST_FLOAT, _LARGEST_FLOAT, "a finite number of 32 bits"
+                )
+            self._set("logit_bias", biases or None)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _whole(self, name: str, low: int, high: int = LARGEST, *, what: str | None = None) -> None:
+        self._set(name, checked_whole(name, getattr(self, name), low, high, what=what))
+
+    def _number(self, name: str, low: float, high: float, what: str, *, above: bool = False) -> None:
+        self._set(name, _checked_number(name, getattr(self, name), low, high, what, above=above))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked_number(name: str, value: object, low: float, high: float, what: str, *, above: bool = False) -> float:
+    """`value` as a float in `[low, high]`, or in `(low, high]` with `above`."""
+    found = number(value)
+    if found is None or not low <= found <= high or (above and found == low):
+        raise ConfigError(f"{name} is {shown(value)}; give {what}")
+    return found
 
 
-def _whole(name: str, value: object, low: int, *, what: str | None = None) -> None:
-    if not (isinstance(value, int) and _is_whole(value) and value >= low):
-        raise ConfigError(f"{name} is {value!r}; give {what or f'a whole number, at least {low}'}")
+def _items(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | bytearray) or not hasattr(values, "__iter__"):
+        raise ConfigError(f"{name} is {shown(values)}; give a list")
+    try:
+        return tuple(values)
+    except TypeError:  # an array without dimensions says that it can be iterated over
+        raise ConfigError(f"{name} is {shown(values)}; give a list") from None
 
 
-def _number(name: str, value: object, low: float, high: float, what: str, *, above: bool = False) -> None:
-    """Raise unless `low <= value <= high`, or `low < value` with `above`, and value is finite."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and low <= value <= high) or (above and value == low):  # type: ignore[operator]
-        raise ConfigError(f"{name} is {value!r}; give {what}")
+def _texts(name: str, values: object) -> tuple[str, ...]:
+    texts = _items(name, values)
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{name} is {shown(values)}; give a list of texts, none of them empty")
+    return texts
 
 
-def _items(name: str, values: object) -> tuple[object, ...]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
-        raise ConfigError(f"{name} is {values!r}; give a list")
-    return tuple(values)
-
-
-def _token_ids(name: str, values: object) -> tuple[object, ...]:
-    tokens = _items(name, values)
-    for token in tokens:
-        if not (isinstance(token, int) and _is_whole(token) and token >= 0):
-            raise ConfigError(f"{name} holds {token!r}; token ids are whole numbers, at least 0")
-    return tokens
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    tokens = []
+    for value in _items(name, values):
+        token = whole(value)
+        if token is None or not 0 <= token <= LARGEST:
+            raise ConfigError(f"{name} holds {shown(value)}; token ids are whole numbers, at least 0")
+        tokens.append(token)
+    return tuple(tokens)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from engine.checks import checked_whole, shown
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.speculate import NgramProposer
@@ -28,6 +29,10 @@ from vattn.errors import ConfigError, VattnError
 HEADROOM_TOKENS = 64
 # A request waits for another that computes the same prompt up to here; less is not worth waiting for.
 HEAD_TOKENS = 64
+
+# Slots have books of their own, and a step has a row per token: more than any machine computes at a time.
+MOST_SEQS = 2**16
+MOST_BATCHED_TOKENS = 2**24
 
 Policy = Literal["fcfs", "priority"]
 SCHEDULING = ("continuous", "static")
@@ -93,15 +98,16 @@ class Plan:
         }
 
 
-def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Raise a ConfigError for a limit below 1, or a step too small for one token of every running request."""
-    if max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, int]:
+    """Both as integers; a ConfigError for one that is out of range, or a step too small for all running requests."""
+    max_num_seqs = checked_whole("max_num_seqs", max_num_seqs, 1, MOST_SEQS)
+    max_num_batched_tokens = checked_whole("max_num_batched_tokens", max_num_batched_tokens, 1, MOST_BATCHED_TOKENS)
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs ({max_num_seqs}), so a step "
             "could not hold one token of every running request; raise the one or lower the other"
         )
+    return max_num_seqs, max_num_batched_tokens
 
 
 class Scheduler:
@@ -140,9 +146,9 @@ class Scheduler:
         prefix_caching: bool = False,
         proposer: NgramProposer | None = None,
     ) -> None:
-        check_limits(max_num_seqs, max_num_batched_tokens)
+        max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
         if policy not in get_args(Policy):
-            raise ConfigError(f"scheduling_policy={policy!r} is not one of {', '.join(get_args(Policy))}")
+            raise ConfigError(f"scheduling_policy={shown(policy)} is not one of {', '.join(get_args(Policy))}")
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -212,17 +218,21 @@ class Scheduler:
         # Memory that was just taken from one request is not for a newcomer.
         admit = admit and not preempted
         room = self._room() if self.waiting and admit else 0
+        underway = _Underway(
+            self.running if self.waiting and admit else (), self.kv.block_tokens if self.prefix_caching else None
+        )
         held = 0  # requests at the head of the queue whose slots will be forks of one that computes their prompt
         while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
             request = self.waiting[held]
             room -= self._reserve(request)
-            if any(_may_fork(leader, request) for leader in self.running):
+            if underway.leads(request):
                 held += 1
                 continue
-            if (room < 0 and self.running) or self._prefix_is_underway(request):
+            if (room < 0 and self.running) or underway.computes_prefix(request):
                 break
             self._start(request)
             self.running.append(self.waiting.pop(held))
+            underway.add(request)
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
             budget -= len(entries[request])
@@ -233,15 +243,20 @@ class Scheduler:
             return replace(plan, preempted=(victim, *plan.preempted))
         return Plan(tuple(entries.values()), tuple(preempted))
 
-    def fork(self, parent: Request, child: Request) -> bool:
+    def fork(self, parent: Request, child: Request, room: int | None = None) -> bool:
         """Start a request that has the tokens of a running one, all of them computed, in a fork of its slot.
+
+        Args:
+            room: units that no running request is about to take, where that is known.
 
         Returns:
             Whether there was a slot, and memory for the copy and some tokens more; if not, nothing changed.
         """
         assert parent.slot is not None
         headroom = min(HEADROOM_TOKENS, child.max_total_tokens - child.num_tokens)
-        if len(self.running) >= self.max_num_seqs or self._room() < self.kv.needed(headroom):
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        if (self._room() if room is None else room) < self.kv.needed(headroom):
             return False
         try:
             slot = self.kv.fork(parent.slot)
@@ -262,12 +277,17 @@ class Scheduler:
         Returns:
             Each that was started, after the one whose slot was forked.
         """
+        by_parent = {leader.parent_id: leader for leader in leaders}
         forked = []
+        room = self._room()
         while self.waiting:
-            leader = next((leader for leader in leaders if _may_fork(leader, self.waiting[0])), None)
-            if leader is None or not self.fork(leader, self.waiting[0]):
+            request = self.waiting[0]
+            leader = by_parent.get(request.parent_id)
+            available = self.kv.available()
+            if leader is None or not _may_fork(leader, request) or not self.fork(leader, request, room):
                 break
             forked.append((leader, self.waiting.pop(0)))
+            room -= available - self.kv.available() + self._reserve(request)
         return forked
 
     def preempt_last(self) -> Request:
@@ -298,7 +318,9 @@ class Scheduler:
         if request.slot is None:
             self.waiting.remove(request)
             return
-        if request.finish_reason is not FinishReason.ERROR:
+        if request.finish_reason is FinishReason.ERROR:
+            self.kv.retract(request.slot)  # what is wrong with it may be in what it computed before
+        else:
             self.publish(request)
         self.running.remove(request)
         self.kv.free(request.slot)
@@ -308,6 +330,16 @@ class Scheduler:
         """Let later requests find what a running one has computed."""
         if request.publishes and request.slot is not None:
             self.kv.commit(request.slot, request.token_ids(0, request.num_computed_tokens))
+
+    def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """Make these the queues, whatever an interrupted call left of them and of the backend's slots."""
+        for request in waiting:
+            request.num_computed_tokens = 0 if request.saved is None else request.saved.length
+        self.running[:] = running
+        self.waiting[:] = sorted(waiting, key=self._rank)
+        if self.swap is not None:
+            self.swap.recount([*running, *waiting])
+        self.kv.retain([_slot(request) for request in running])
 
     def check(self) -> None:
         """Assert the invariants of the queues."""
@@ -345,23 +377,6 @@ class Scheduler:
         draft = self.proposer.propose(request, most)
         return draft if self.kv.needed(request.num_tokens + len(draft), request.slot) <= free else ()
 
-    def _prefix_is_underway(self, request: Request) -> bool:
-        """Whether a running request computes a block that this prompt has, too: it will soon be in the cache."""
-
-        def shares_next_block(other: Request) -> bool:
-            block = self.kv.block_tokens
-            end = max(HEAD_TOKENS, (other.num_computed_tokens // block + 1) * block)
-            return len(prompt) >= end and other.prompt_token_ids[:end] == prompt[:end]
-
-        prompt = request.prompt_token_ids
-        return self.prefix_caching and any(
-            other.state is State.PREFILLING
-            and other.publishes
-            and other.cache_salt == request.cache_salt
-            and shares_next_block(other)
-            for other in self.running
-        )
-
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival_number)
 
@@ -380,15 +395,65 @@ class Scheduler:
         return self.kv.available() - sum(self._reserve(request) for request in self.running)
 
 
+class _Underway:
+    """Prompts that running requests compute, for those that wait to be looked up in.
+
+    Args:
+        running: requests that run; `add` takes further ones.
+        block_tokens: of the prefix cache; None where there is none.
+    """
+
+    def __init__(self, running: Sequence[Request], block_tokens: int | None) -> None:
+        self._block = block_tokens
+        self._leaders: set[str] = set()
+        self._by_head: dict[tuple[bytes, tuple[int, ...]], list[Request]] = {}
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        if request.state is not State.PREFILLING:
+            return
+        if not request.output_token_ids:
+            self._leaders.add(request.parent_id)
+        if request.publishes and (head := self._head(request)) is not None:
+            self._by_head.setdefault(head, []).append(request)
+
+    def leads(self, request: Request) -> bool:
+        """Whether a request that waits is another completion of a prompt that is computed, and will be forked."""
+        return _may_be_fork(request) and request.parent_id in self._leaders
+
+    def computes_prefix(self, request: Request) -> bool:
+        """Whether a block is computed that this prompt has, too: it will soon be in the cache."""
+        head = self._head(request)
+        return head is not None and any(
+            self._shares_next_block(other, request) for other in self._by_head.get(head, ())
+        )
+
+    def _head(self, request: Request) -> tuple[bytes, tuple[int, ...]] | None:
+        """What prompts have in common that may share a block which is worth waiting for."""
+        if self._block is None or len(request.prompt_token_ids) < HEAD_TOKENS:
+            return None
+        return request.cache_salt, tuple(request.prompt_token_ids[:HEAD_TOKENS])
+
+    def _shares_next_block(self, other: Request, request: Request) -> bool:
+        assert self._block is not None
+        prompt = request.prompt_token_ids
+        end = max(HEAD_TOKENS, (other.num_computed_tokens // self._block + 1) * self._block)
+        return len(prompt) >= end and other.prompt_token_ids[:end] == prompt[:end]
+
+
 def _may_fork(leader: Request, request: Request) -> bool:
     """Whether a request that waits is another completion of the prompt that `leader` computes, and not begun."""
     return (
         leader.parent_id == request.parent_id
         and leader.state is State.PREFILLING
         and not leader.output_token_ids
-        and not request.output_token_ids
-        and request.saved is None
+        and _may_be_fork(request)
     )
+
+
+def _may_be_fork(request: Request) -> bool:
+    return not request.output_token_ids and request.saved is None
 
 
 def _slot(request: Request) -> int:

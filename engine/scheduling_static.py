@@ -70,6 +70,11 @@ class StaticScheduler(Scheduler):
                 self.kv.free(slot)
             self.finished_slots.clear()
 
+    def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """As `Scheduler.restore`; the slots of those that have finished go, too."""
+        super().restore(running, waiting)
+        self.finished_slots.clear()
+
     def check(self) -> None:
         """Assert the invariants of the queues."""
         super().check()

@@ -13,8 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from engine.checks import checked_whole, shown
 from engine.request import Request
 from vattn.errors import ConfigError
+
+# A dictionary per length, and an entry per token in each.
+MOST_LOOKED_UP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +42,31 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method != "ngram":
             raise ConfigError(f"speculative method {self.method!r} is not known; there is 'ngram'")
-        for name in ("num_speculative_tokens", "prompt_lookup_min"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"speculative {name} is {value!r}; give a whole number, at least 1")
-        if not isinstance(self.prompt_lookup_max, int) or self.prompt_lookup_max < self.prompt_lookup_min:
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            object.__setattr__(self, name, checked_whole(f"speculative {name}", getattr(self, name), 1))
+        if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigError(
-                f"speculative prompt_lookup_max is {self.prompt_lookup_max!r}; give a whole number, at least "
+                f"speculative prompt_lookup_max is {self.prompt_lookup_max}; give a whole number, at least "
                 f"prompt_lookup_min ({self.prompt_lookup_min})"
+            )
+        if self.prompt_lookup_max > MOST_LOOKED_UP:
+            raise ConfigError(
+                f"speculative prompt_lookup_max is {self.prompt_lookup_max}; every length up to it is looked up for "
+                f"every token: give at most {MOST_LOOKED_UP}"
             )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
         """From a mapping, whose unknown keys raise a ConfigError."""
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"speculative_config is {shown(options)}; give a mapping, such as {{'method': 'ngram', ...}}"
+            )
         known = {field.name for field in fields(cls)}
         if unknown := set(options) - known:
-            raise ConfigError(f"speculative_config has no {sorted(unknown)}; it has {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"speculative_config has no {sorted(map(str, unknown))}; it has {', '.join(sorted(known))}"
+            )
         if "num_speculative_tokens" not in options:
             raise ConfigError("speculative_config needs num_speculative_tokens, the most tokens of a draft")
         return cls(**options)

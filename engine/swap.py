@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from engine.checks import shown
 from engine.kv import KVBackend
 from engine.request import Request, SavedKV
 from vattn.attention import PackedBatch, Span
@@ -56,7 +57,7 @@ class SwapSpace:
         device: torch.device | str = "cpu",
     ) -> None:
         if mode not in get_args(PreemptionMode):
-            raise ConfigError(f"preemption_mode={mode!r} is not one of {', '.join(get_args(PreemptionMode))}")
+            raise ConfigError(f"preemption_mode={shown(mode)} is not one of {', '.join(get_args(PreemptionMode))}")
         self._kv = kv
         self._windows = windows
         self._token_bytes = token_bytes
@@ -103,6 +104,10 @@ class SwapSpace:
         self._copied(saved.num_bytes, time.perf_counter() - start)
         self.num_loaded += 1
         self.forget(request)
+
+    def recount(self, requests: Sequence[Request]) -> None:
+        """After an interrupted call: the copies of these requests are all there are."""
+        self.used_bytes = sum(request.saved.num_bytes for request in requests if request.saved is not None)
 
     def forget(self, request: Request) -> None:
         """Drop a request's copy, if it has one."""

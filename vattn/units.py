@@ -22,7 +22,7 @@ def parse_bytes(value: int | str, what: str) -> int:
         what: names the value in the error.
 
     Raises:
-        ConfigError: if it is no such text or not positive.
+        ConfigError: if it is no such text or number, not positive, or beyond 64 bits.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)

@@ -6,7 +6,7 @@ units are comparable within one backend only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +102,17 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def retract(self, slot: int) -> None:
+        """Forget the cached blocks that this slot committed first: later requests must not find them.
+
+        Those that other requests committed, or that the slot was admitted with, stay. A running request that shares a
+        block keeps it.
+
+        Raises:
+            InvalidSlot: it is not allocated.
+        """
+        ...
+
     def fork(self, slot: int) -> int:
         """A second slot with the tokens of the first, written independently from there on.
 
@@ -139,6 +150,10 @@ class KVBackend(KVSource, Protocol):
         Raises:
             InvalidSlot: it is not allocated.
         """
+        ...
+
+    def retain(self, slots: Collection[int]) -> None:
+        """Free all slots but these, whatever an interrupted call left of them; for when nobody knows who holds what."""
         ...
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
@@ -214,6 +229,9 @@ class NoPrefixCache:
         return Admission(self.allocate(len(token_ids)), 0)
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def retract(self, slot: int) -> None:
         pass
 
     def evict_prefixes(self) -> int:

@@ -5,7 +5,7 @@ It holds no token too many, and pays with a copy of the request's whole cache in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -58,7 +58,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         device: torch.device | str = "cpu",
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
+        num_layers, num_kv_heads, head_dim, v_head_dim, num_tokens, max_num_seqs, max_model_len = check_sizes(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -79,11 +79,12 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         self._peak = 0
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
+        self._slots.checked_length(num_tokens)
         key, value = self._empty
         return self._slots.take(_Slot([(key, value)] * self._num_layers))
 
     def fork(self, slot: int) -> int:
-        layers = self._slots[slot].layers
+        layers = self._slots[self._slots.checked(slot)].layers
         length = layers[0][0].shape[1]
         if length > self.available():
             raise self._missing(length - self.available())
@@ -96,7 +97,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says; `write` takes the memory."""
-        self._slots.check_length(max(lengths.values(), default=0))
+        lengths = self._slots.checked_lengths(lengths)
         more = sum(self.needed(length, slot) for slot, length in lengths.items())
         missing = more - self.available()
         if missing > 0:
@@ -111,12 +112,19 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         self._granted += more
 
     def free(self, slot: int) -> None:
+        slot = self._slots.checked(slot)
         self._granted -= self._slots[slot].granted
         self._physical -= _stored_bytes(self._slots[slot])
         del self._slots[slot]
 
+    def retain(self, slots: Collection[int]) -> None:
+        """As the protocol says: the books are made anew from the slots that stay."""
+        self._slots.retain(slots)
+        self._granted = sum(slot.granted for slot in self._slots.values())
+        self._physical = sum(map(_stored_bytes, self._slots.values()))
+
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
-        return max(0, num_tokens - (0 if slot is None else self._slots[slot].granted))
+        return max(0, num_tokens - (0 if slot is None else self._slots[self._slots.checked(slot)].granted))
 
     def available(self) -> int:
         return self._total - self._granted
@@ -163,6 +171,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         )
 
     def check(self) -> None:
+        self._slots.check()
         assert self._granted == sum(slot.granted for slot in self._slots.values()) <= self._total, "the books differ"
         assert self._physical == sum(map(_stored_bytes, self._slots.values())), "a tensor is lost"
         for number, slot in self._slots.items():

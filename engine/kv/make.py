@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from engine.checks import checked_whole, shown
 from engine.kv import BACKENDS, KVBackend
 from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
@@ -52,9 +53,9 @@ def make_backend(
         ConfigError: an unknown name, options that it does not have, or a budget below one unit.
     """
     if kv not in BACKENDS:
-        raise ConfigError(f"kv={kv!r} is not a backend; choose one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"kv={shown(kv)} is not a backend; choose one of {', '.join(BACKENDS)}")
     if kv_cache_dtype not in get_args(KVCacheDtype):
-        raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
+        raise ConfigError(f"kv_cache_dtype={shown(kv_cache_dtype)} is not one of {', '.join(get_args(KVCacheDtype))}")
     if kv_cache_dtype != "auto" and kv != "virtual":
         raise ConfigError(f"kv={kv!r} stores keys and values in the model's type only; use kv='virtual' for int8")
     if kv == "virtual":
@@ -71,8 +72,7 @@ def make_backend(
         return backend(config, chunk_tokens=chunk_tokens)
     if kv_options:
         raise ConfigError(f"kv={kv!r} takes no kv_options, but was given {sorted(kv_options)}; they are for 'virtual'")
-    if block_size < 1:
-        raise ConfigError(f"block_size is {block_size}; it must be at least 1")
+    block_size = checked_whole("block_size", block_size, 1)
 
     layer = shape.stored_alike
     if layer is None:

@@ -24,7 +24,7 @@ ones: on a CPU the gather costs up to 1.6 x while the cache is warm, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,22 +39,28 @@ from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, chec
 
 @dataclass(eq=False, kw_only=True)
 class _Block(Block):
-    """A block of the pool that requests use, or that is cached; `users` counts the former."""
+    """A block of the pool that requests use, or that is cached; `users` counts the former.
+
+    One that was `retracted` is never published again, whoever still uses it.
+    """
 
     number: int
+    retracted: bool = False
 
 
 @dataclass
 class _Slot:
     """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`.
 
-    `tokens` are the ids that are known, of whole blocks; the keys of these start from `salt`.
+    `tokens` are the ids that are known, of whole blocks; the keys of these start from `salt`. `published` are blocks
+    that this slot was the first to commit.
     """
 
     blocks: list[_Block] = field(default_factory=list)
     length: int = 0
     tokens: list[int] = field(default_factory=list)
     salt: bytes = b""
+    published: list[_Block] = field(default_factory=list)
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # gather indices by block range
 
 
@@ -93,7 +99,16 @@ class PagedKV(CopiesWhatIsRead):
         device: torch.device | str = "cpu",
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
+        (
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            num_blocks,
+            max_num_seqs,
+            max_model_len,
+            block_size,
+        ) = check_sizes(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -141,6 +156,7 @@ class PagedKV(CopiesWhatIsRead):
         return self.block_size
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
+        self._slots.checked_length(num_tokens)
         return self._slots.take(_Slot())
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
@@ -157,7 +173,7 @@ class PagedKV(CopiesWhatIsRead):
         return Admission(number, slot.length)
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
-        ids, mine = as_ids(token_ids), self._slots[slot]
+        ids, mine = as_ids(token_ids), self._slots[self._slots.checked(slot)]
         check_extension(mine.tokens, ids, mine.length)
         known, whole = len(mine.tokens), len(ids) // self.block_size * self.block_size
         parent = mine.blocks[known // self.block_size - 1].key if known else root_key(mine.salt)
@@ -168,12 +184,18 @@ class PagedKV(CopiesWhatIsRead):
             if block.key not in (None, key):
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
         for block, key in zip(blocks, keys, strict=False):
-            if not block.published:
-                self._index.publish(block, key)
+            if not block.published and not block.retracted and self._index.publish(block, key):
+                mine.published.append(block)
         mine.tokens = ids[:whole]
 
+    def retract(self, slot: int) -> None:
+        for block in self._slots[self._slots.checked(slot)].published:
+            block.retracted = True
+            if block.published:
+                self._index.withdraw(block)
+
     def fork(self, slot: int) -> int:
-        source = self._slots[slot]
+        source = self._slots[self._slots.checked(slot)]
         whole, rest = divmod(source.length, self.block_size)
         if rest and not self.available():
             raise self._missing(1)
@@ -199,7 +221,7 @@ class PagedKV(CopiesWhatIsRead):
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says. `next_lengths` has no use here: taking a block is popping a list."""
-        self._slots.check_length(max(lengths.values(), default=0))
+        lengths = self._slots.checked_lengths(lengths)
         for number, length in lengths.items():
             slot = self._slots[number]
             if length < slot.length and any(
@@ -214,19 +236,35 @@ class PagedKV(CopiesWhatIsRead):
             raise self._missing(missing)
         for number, length in lengths.items():
             slot = self._slots[number]
-            slot.length = length
             have = len(slot.blocks)
             if (more := self._blocks(length) - have) > 0:
                 self._append(number, self._take(more, have))
+            slot.length = length
 
     def free(self, slot: int) -> None:
+        slot = self._slots.checked(slot)
         blocks = self._slots[slot].blocks
         self._index.release(blocks)
         self._free += [block.number for block in reversed(blocks) if not block.users and not block.published]
         del self._slots[slot]
 
+    def retain(self, slots: Collection[int]) -> None:
+        """As the protocol says: the books are made anew from the slots that stay. Cached prefixes are forgotten."""
+        self._slots.retain(slots)
+        self._index, self._scatter = PrefixIndex(), None
+        for slot in self._slots.values():
+            slot.blocks = [_Block(depth=block.depth, number=block.number) for block in slot.blocks]
+        held: dict[int, _Block] = {}
+        for number, slot in self._slots.items():
+            slot.tokens, slot.published = [], []
+            blocks = [held.setdefault(block.number, block) for block in slot.blocks]
+            slot.blocks = []
+            self._index.acquire(blocks)
+            self._append(number, blocks)
+        self._free = [number for number in range(self.num_blocks - 1, -1, -1) if number not in held]
+
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
-        have = 0 if slot is None else len(self._slots[slot].blocks)
+        have = 0 if slot is None else len(self._slots[self._slots.checked(slot)].blocks)
         return max(0, self._blocks(num_tokens) - have)
 
     def available(self) -> int:
@@ -292,6 +330,7 @@ class PagedKV(CopiesWhatIsRead):
 
     def check(self) -> None:
         self._index.check()
+        self._slots.check()
         users: dict[_Block, int] = dict.fromkeys(self._index, 0)
         for slot in self._slots.values():
             for block in slot.blocks:
@@ -303,8 +342,14 @@ class PagedKV(CopiesWhatIsRead):
             assert len(slot.blocks) >= self._blocks(slot.length), f"slot {number} holds fewer blocks than it needs"
             numbers = [block.number for block in slot.blocks]
             assert self.block_table[number, : len(numbers)].tolist() == numbers
+            assert [block.depth for block in slot.blocks] == list(range(len(slot.blocks))), "blocks are out of order"
             for block in slot.blocks[slot.length // self.block_size :]:
                 assert block.users == 1, "a block that is not whole is shared"
+                assert not block.published, "a block that is not whole is cached"
+            assert 0 <= slot.length <= self._slots.max_model_len
+            assert len(slot.tokens) <= slot.length, f"slot {number} has committed tokens that it does not hold"
+            keys = list(block_keys(root_key(slot.salt), slot.tokens, self.block_size))
+            assert [block.key for block in slot.blocks[: len(keys)]] == keys, "blocks have the keys of other tokens"
 
     def close(self) -> None:
         self._slots.clear()

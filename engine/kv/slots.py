@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from vattn.errors import ConfigError, InvalidSlot, NoFreeSlot
+from engine.checks import checked_whole, shown, whole
+from vattn.errors import InvalidLength, InvalidSlot, NoFreeSlot
 
 State = TypeVar("State")
 
@@ -21,9 +24,15 @@ class Slots(dict[int, State]):
         super().__init__()
         self.limit = limit
         self.max_model_len = max_model_len
+        self._given = 0  # slots from here on were never taken
+        self._returned: list[int] = []  # a heap of those before that are free
 
     def __missing__(self, slot: int) -> State:
-        raise InvalidSlot(f"slot {slot} is not allocated; those that are: {sorted(self)}")
+        raise InvalidSlot(f"slot {shown(slot)} is not allocated; those that are: {shown(sorted(self))}")
+
+    def __delitem__(self, slot: int) -> None:
+        super().__delitem__(slot)
+        heapq.heappush(self._returned, slot)
 
     def take(self, state: State) -> int:
         """The first free slot, now with `state`.
@@ -31,23 +40,70 @@ class Slots(dict[int, State]):
         Raises:
             NoFreeSlot: there is none.
         """
-        for slot in range(self.limit):
-            if slot not in self:
-                self[slot] = state
-                return slot
-        raise NoFreeSlot(f"all {self.limit} slots are taken; free one, or allow more requests or memory")
+        if self._returned:
+            slot = heapq.heappop(self._returned)
+        elif self._given < self.limit:
+            slot = self._given
+            self._given += 1
+        else:
+            raise NoFreeSlot(f"all {self.limit} slots are taken; free one, or allow more requests or memory")
+        self[slot] = state
+        return slot
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raise a ConfigError for more tokens than a slot can have."""
-        if num_tokens > self.max_model_len:
-            raise ConfigError(
-                f"{num_tokens} tokens in one slot, but max_model_len is {self.max_model_len}; set it higher"
+    def retain(self, slots: Collection[int]) -> None:
+        """Forget all slots but these, whatever an interrupted call left."""
+        kept = {slot: self[slot] for slot in slots}
+        super().clear()
+        self.update(kept)
+        self._given = max(kept, default=-1) + 1
+        self._returned = [slot for slot in range(self._given) if slot not in kept]
+
+    def clear(self) -> None:
+        self.retain(())
+
+    def checked(self, slot: int) -> int:
+        """A slot that is allocated, as an integer; raises `InvalidSlot` for any other value."""
+        number = whole(slot)
+        if number is None:
+            raise InvalidSlot(f"slot {shown(slot)} is no whole number; those that are allocated: {shown(sorted(self))}")
+        _ = self[number]
+        return number
+
+    def checked_lengths(self, lengths: Mapping[int, int]) -> dict[int, int]:
+        """Slots that are allocated, and how many tokens they are to hold, as integers.
+
+        Raises:
+            InvalidSlot: a slot that is not.
+            InvalidLength: no whole number, below 0, or more than a slot can hold.
+        """
+        found = {}
+        for slot, length in lengths.items():
+            found[self.checked(slot)] = self.checked_length(length)
+        return found
+
+    def checked_length(self, num_tokens: int, least: int = 0) -> int:
+        """As many tokens as a slot can hold, as an integer; raises `InvalidLength` for any other value."""
+        number = whole(num_tokens)
+        if number is None or not least <= number <= self.max_model_len:
+            raise InvalidLength(
+                f"{shown(num_tokens)} tokens in one slot; give a whole number from {least} to "
+                f"max_model_len={self.max_model_len}"
             )
+        return number
+
+    def check(self) -> None:
+        """Assert that every slot is allocated or free, and nothing else is."""
+        free = set(self._returned)
+        assert len(free) == len(self._returned), "a slot is free twice"
+        assert free.isdisjoint(self), "a slot is allocated and free"
+        assert free | set(self) == set(range(self._given)), "a slot is neither allocated nor free"
+        assert self._given <= self.limit
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise a ConfigError for a size below 1; values may have no elements, beside keys that are all there is."""
-    for name, size in sizes.items():
-        least = 0 if name == "v_head_dim" else 1
-        if size < least:
-            raise ConfigError(f"{name} is {size}; it must be at least {least}")
+def check_sizes(**sizes: int) -> list[int]:
+    """These sizes as integers, in order.
+
+    Raises:
+        ConfigError: one is below 1; but values may have no elements, beside keys that are all there is.
+    """
+    return [checked_whole(name, size, 0 if name == "v_head_dim" else 1) for name, size in sizes.items()]

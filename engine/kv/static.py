@@ -7,7 +7,7 @@ backends is the price of mapping on demand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -45,7 +45,7 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         device: torch.device | str = "cpu",
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
+        num_layers, num_kv_heads, head_dim, v_head_dim, num_slots, max_model_len = check_sizes(
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -74,9 +74,11 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         super().__init__(layers)
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
+        self._lengths.checked_length(num_tokens)
         return self._lengths.take(0)
 
     def fork(self, slot: int) -> int:
+        slot = self._lengths.checked(slot)
         length = self._lengths[slot]
         child = self._lengths.take(length)
         if length:
@@ -86,20 +88,22 @@ class StaticKV(ContiguousKV, NoPrefixCache):
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says. Memory cannot run short here: `allocate` has no slot without it."""
-        for slot, length in lengths.items():
-            _ = self._lengths[slot]
-            self._lengths.check_length(length)
+        lengths = self._lengths.checked_lengths(lengths)
         self._lengths.update(lengths)
         self._prepared.update(lengths)
 
     def free(self, slot: int) -> None:
-        _ = self._lengths[slot]
+        slot = self._lengths.checked(slot)
         del self._lengths[slot]
         self._prepared.discard(slot)
 
+    def retain(self, slots: Collection[int]) -> None:
+        self._lengths.retain(slots)
+        self._prepared.intersection_update(slots)
+
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
         if slot is not None:
-            _ = self._lengths[slot]
+            slot = self._lengths.checked(slot)
         return int(num_tokens > 0 and slot not in self._prepared)
 
     def available(self) -> int:
@@ -120,8 +124,12 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         )
 
     def check(self) -> None:
+        self._lengths.check()
         assert self._prepared <= set(self._lengths) <= set(range(self.total())), "a slot is prepared, but not allocated"
         assert all(0 <= length <= self._lengths.max_model_len for length in self._lengths.values())
+        assert all(slot in self._prepared for slot, length in self._lengths.items() if length), (
+            "a slot was not prepared"
+        )
 
     def close(self) -> None:
         self._lengths.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from engine.kv import KVStats
 from engine.kv.contiguous import ContiguousKV
@@ -44,6 +44,14 @@ class VirtualKV(ContiguousKV):
 
     def fork(self, slot: int) -> int:
         return self.cache.fork(slot)
+
+    def retract(self, slot: int) -> None:
+        self.cache.retract(slot)
+
+    def retain(self, slots: Collection[int]) -> None:
+        for held in self.cache.page_map():
+            if held.active and held.reqid not in slots:
+                self.cache.free_reqid(held.reqid)
 
     def evict_prefixes(self) -> int:
         return self.cache.evict_prefixes()

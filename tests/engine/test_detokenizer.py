@@ -175,3 +175,22 @@ def test_a_stop_string_that_comes_too_early_is_text() -> None:
     assert [detokenizer.push(token, may_stop=i >= 3) for i, token in enumerate(ids)] == [None] * 5 + ["ab"]
     detokenizer.finish()
     assert detokenizer.text() == "xaby"
+
+
+def test_a_stop_string_that_was_complete_too_early_never_counts() -> None:
+    """Not even where its text waits, as it may be the beginning of another stop string."""
+    pieces = {1: " there", 2: " was", 3: " x", 4: " the"}
+    for stops in ([" the"], [" the", " there was a"]):
+        detokenizer = Detokenizer(lambda ids: "".join(pieces[i] for i in ids), stops)
+        assert [detokenizer.push(token, may_stop=token > 1) for token in (1, 2, 3)] == [None] * 3
+        assert detokenizer.push(4) == " the"
+        assert detokenizer.text() == " there was x"
+
+
+def test_a_stop_string_that_is_completed_in_time_counts() -> None:
+    """It may begin before that."""
+    pieces = {1: "a", 2: "a", 3: "b"}
+    detokenizer = Detokenizer(lambda ids: "".join(pieces[i] for i in ids), ["aa", "aab"])
+    assert detokenizer.push(1, may_stop=False) is None
+    assert detokenizer.push(2, may_stop=False) is None
+    assert detokenizer.push(3) == "aab"

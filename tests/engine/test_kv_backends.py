@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -19,6 +22,7 @@ from hypothesis.stateful import (
 from engine.kv import KVBackend, NoPrefixCache, make
 from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
+from engine.kv.slots import Slots
 from engine.kv.static import StaticKV
 from vattn.attention import PackedBatch, Span
 from vattn.errors import (
@@ -387,6 +391,126 @@ def test_bad_sharing_changes_nothing(caching_kv: str) -> None:
             act()
     backend.check()
     backend.close()
+
+
+def test_retract_takes_back_what_a_slot_committed_first(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    first, _ = backend.admit(PROMPT)
+    backend.prepare({first: len(PROMPT)})
+    half = PROMPT[: backend.block_tokens]
+    backend.commit(first, half)
+    second, found = backend.admit(PROMPT)
+    assert found > 0
+    backend.prepare({second: len(PROMPT)})
+    backend.commit(second, PROMPT)
+    fork = backend.fork(first)
+    backend.retract(first)
+    backend.check()
+    probe, found = backend.admit(PROMPT)
+    assert found == 0, "a prefix whose start is gone cannot be found"
+    backend.free(probe)
+    backend.commit(first, half)
+    backend.commit(fork, half)
+    backend.commit(second, PROMPT)
+    backend.check()
+    third, again = backend.admit(PROMPT)
+    assert again == 0, "a retracted block was published again"
+    for slot in (first, second, third, fork):
+        backend.free(slot)
+    backend.check()
+    backend.close()
+
+
+def test_retract_leaves_what_others_committed(caching_kv: str) -> None:
+    backend = make_backend(caching_kv)
+    first, _ = backend.admit(PROMPT)
+    backend.prepare({first: len(PROMPT)})
+    backend.commit(first, PROMPT)
+    second, found = backend.admit(PROMPT)
+    backend.prepare({second: len(PROMPT)})
+    backend.commit(second, PROMPT)
+    backend.retract(second)
+    assert backend.admit(PROMPT).cached_tokens == found > 0
+    with pytest.raises(InvalidSlot):
+        backend.retract(SLOTS + 1)
+    backend.check()
+    backend.close()
+
+
+def test_retain_frees_all_others(kv: str) -> None:
+    backend = make_backend(kv)
+    model = Model(backend)
+    slots = [backend.allocate(50) for _ in range(3)]
+    model.store([Span(slot, 0, 50) for slot in slots])
+    backend.retain([slots[1]])
+    model.lengths = {slots[1]: 50}
+    backend.check()
+    model.compare()
+    assert {backend.allocate(5) for _ in range(2)} == {slots[0], slots[2]}
+    backend.retain([])
+    backend.check()
+    assert backend.available() == backend.total()
+    backend.close()
+
+
+@pytest.mark.parametrize("kv", ["paged", "static", "dynamic"])
+def test_numbers_that_are_none(kv: str) -> None:
+    """Refused before anything changes; numpy's are numbers like any other."""
+    backend = make_backend(kv)
+    slot = backend.allocate(5)
+    other = backend.allocate(5)
+    before = backend.available()
+    for length in (-1, 2.0, float("nan"), True, None, "5", np.float32(3), 2**40, torch.tensor([1, 2])):
+        with pytest.raises(InvalidLength):
+            backend.prepare({other: 5, slot: length})  # type: ignore[dict-item]
+    for bad in (True, 0.0, "0", None, -1, 10**30):
+        for act in (lambda bad: backend.prepare({bad: 5}), backend.free, backend.fork):
+            with pytest.raises(InvalidSlot):
+                act(bad)  # type: ignore[arg-type]
+    assert backend.available() == before
+    backend.prepare({np.int64(slot): np.int32(40)})  # type: ignore[dict-item]
+    backend.check()
+    backend.free(np.int64(slot))  # type: ignore[arg-type]
+    backend.check()
+    backend.close()
+
+
+def test_check_sees_books_that_are_wrong() -> None:
+    def spoiled(kv: str, spoil: Callable[[Any, int], object]) -> None:
+        backend: Any = make_backend(kv)
+        slot, _ = backend.admit(PROMPT)
+        backend.prepare({slot: len(PROMPT)})
+        backend.commit(slot, PROMPT)
+        backend.check()
+        spoil(backend, slot)
+        with pytest.raises(AssertionError):
+            backend.check()
+
+    for spoil in (
+        lambda b, slot: b._free.pop(),
+        lambda b, slot: b._free.append(b._slots[slot].blocks[0].number),
+        lambda b, slot: b._slots[slot].blocks.reverse(),
+        lambda b, slot: b._slots[slot].tokens.__setitem__(0, 77),
+        lambda b, slot: setattr(b._slots[slot], "length", 5),
+        lambda b, slot: setattr(b._slots[slot].blocks[0], "users", 2),
+        lambda b, slot: b._slots._returned.append(slot),
+        lambda b, slot: b.block_table[slot].add_(1),
+    ):
+        spoiled("paged", spoil)
+    spoiled("static", lambda b, slot: b._prepared.clear())
+    spoiled("static", lambda b, slot: dict.__delitem__(b._lengths, slot))
+    spoiled("dynamic", lambda b, slot: setattr(b, "_granted", b._granted + 1))
+
+
+def test_slots_are_handed_out_from_the_first() -> None:
+    slots: Slots[int] = Slots(3, 10)
+    assert [slots.take(0) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(NoFreeSlot):
+        slots.take(0)
+    for slot in (2, 0):
+        del slots[slot]
+    slots.check()
+    assert [slots.take(0), slots.take(0)] == [0, 2]
 
 
 def test_a_backend_without_a_prefix_cache_finds_nothing() -> None:

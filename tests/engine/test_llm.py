@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
@@ -112,7 +113,48 @@ def test_stop_and_eos(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for output, (_, count, reason) in zip(outputs, cases, strict=True):
         completion = output.outputs[0]
         assert (completion.token_ids, completion.finish_reason) == (tokens[:count], reason)
-        assert completion.stop_reason == (tokens[count - 1] if reason == "stop" else None)
+        assert completion.stop_reason == (tokens[1] if count == 2 else None)
+
+
+def test_why_an_end_of_sequence_token_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM: the tokenizer's own is no reason, wherever else it is named; another one of the model's is."""
+    prompt = make_prompts([23])[0]
+    tokens = expected("llama", prompt, 8)
+    fourth = tokens[3]
+    assert fourth not in tokens[:3]
+    tokenizer = make_tokenizer()
+    for own, others, ignored, extra, reason in (
+        (fourth, [], False, [], None),
+        (fourth, [], False, [fourth], None),
+        (fourth, [], True, [fourth], fourth),
+        (0, [fourth], False, [], fourth),
+    ):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
+        monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", [own, *others])
+        with make_llm("paged", tokenizer=tokenizer) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignored, stop_token_ids=extra)
+            completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert (completion.token_ids, completion.finish_reason) == (tokens[:4], "stop")
+        assert completion.stop_reason == reason
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_no_end_of_sequence_token_before_min_tokens(ignore_eos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = make_prompts([23])[0]
+    eos = expected("llama", prompt, 8)[3]
+    monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", [eos, VOCAB + 5])
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8, ignore_eos=ignore_eos)
+    with make_llm("paged") as llm:
+        completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert eos not in completion.token_ids
+    assert len(completion.token_ids) == 8
+
+
+def test_without_detokenizing() -> None:
+    with make_llm("paged", tokenizer=make_tokenizer()) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+        completion = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0]
+    assert (completion.token_ids, completion.text) == (expected("llama", [5, 6, 7], 4), "")
 
 
 def test_the_context_ends_a_request(kv: str) -> None:
@@ -432,3 +474,86 @@ def test_remote_code_runs_only_where_it_is_trusted(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="ran"):
         LLM(str(tmp_path), trust_remote_code=True)
     assert ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": 10**100}, "memory_budget is more than 2"),
+        ({"memory_budget": "1" * 100}, "memory_budget is more than 2"),
+        ({"memory_budget": "1" * 5000}, "memory_budget is more than 2"),
+        ({"memory_budget": True}, "memory_budget=True is not a size"),
+        ({"swap_space": "1" * 400}, "swap_space is more than 2"),
+        ({"gpu_memory_utilization": "much", "memory_budget": None}, "gpu_memory_utilization is 'much'"),
+        ({"gpu_memory_utilization": float("nan"), "memory_budget": None}, "gpu_memory_utilization is nan"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs is 1000000000; it can be at most"),
+        ({"max_num_seqs": 10**5000}, "max_num_seqs is an integer of 16610 bits"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"max_num_seqs": "8"}, "max_num_seqs is '8'"),
+        ({"max_num_batched_tokens": 10**30}, "max_num_batched_tokens is 1000"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens is None"),
+        ({"max_model_len": 10**50}, "max_model_len is 1000"),
+        ({"max_model_len": 64.0}, "max_model_len is 64.0"),
+        ({"block_size": 2.0}, "block_size is 2.0"),
+        ({"block_size": 10**40}, "block_size is 1000"),
+        ({"kv": ["paged"]}, "not a backend"),
+        ({"scheduling": []}, r"scheduling=\[\] is not known"),
+        ({"scheduling_policy": []}, r"scheduling_policy=\[\] is not one of"),
+        ({"preemption_mode": {}}, "preemption_mode={} is not one of"),
+        ({"attention": 5}, "attention is 5"),
+        ({"speculative_config": 5}, "speculative_config is 5"),
+        ({"speculative_config": {"num_speculative_tokens": 10**100}}, "num_speculative_tokens is 1000"),
+        ({"speculative_config": {"num_speculative_tokens": 2, 5: 1}}, "has no .'5'"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"on_step": 5}, "on_step is 5"),
+        ({"kv_options": 5}, "kv_options is 5"),
+        ({"kv_options": {5: 1}}, "kv_options is {5: 1}"),
+        ({"dtype": 5}, "dtype is 5"),
+        ({"tokenizer": 5}, "tokenizer is 5"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'"),
+        ({"trust_remote_code": "False"}, "trust_remote_code is 'False'"),
+    ],
+)
+def test_arguments_of_other_types_and_sizes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_llm(**options)
+    assert make_model("llama").config._attn_implementation != "vattn"
+
+
+def test_prompts_that_are_none() -> None:
+    with make_llm(tokenizer=make_tokenizer()) as llm:
+        for prompts, message in (
+            (None, "this is None"),
+            (5, "this is 5"),
+            (b"abc", "decode bytes to text first"),
+            (["w2", b"abc"], "decode bytes to text first"),
+            ([None], "this is None"),
+            ("\ud800", r"lone surrogate '.ud800' at position 0"),
+            ({"prompt": "w2", "cache_salt": "a\ud800"}, "cache_salt has the lone surrogate"),
+            ({"prompt": None}, "this is None"),
+            ({"prompt": 5, "prompt_token_ids": [2]}, "the prompt's text is 5"),
+            ({5: 1}, "neither 'prompt' nor"),
+            ([[True, False]], "whole numbers"),
+            (np.array([1.5, 2.5]), "this is 1.5"),
+            ([10**30], "holds 1000"),
+            ([10**5000], "holds an integer of 16610 bits"),
+            ({2, 3}, "this is {2, 3}"),
+            ((prompt for prompt in ["w2"]), "this is <generator"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                llm.generate(prompts, use_tqdm=False)
+        for params in ("x", [None], 5, {"temperature": 0}):
+            with pytest.raises(InvalidRequest, match="give SamplingParams"):
+                llm.generate([[2]], params, use_tqdm=False)  # type: ignore[arg-type]
+        assert_idle(llm)
+
+
+def test_prompts_in_arrays() -> None:
+    want = [expected("llama", prompt, 4) for prompt in ([5, 6, 7], [8, 9, 10])]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with make_llm() as llm:
+        for one in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), [np.int64(5), 6, np.uint8(7)]):
+            for prompt in (one, [one], {"prompt_token_ids": one}):
+                assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == want[0]  # type: ignore[arg-type]
+        both = llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), params, use_tqdm=False)  # type: ignore[arg-type]
+        assert [output.outputs[0].token_ids for output in both] == want

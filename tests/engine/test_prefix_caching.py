@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+import torch
 from tiny_models import FAMILIES, expected, make_model, make_prompts
 
 from engine import LLM, InvalidRequest, RequestOutput, SamplingParams
@@ -163,3 +168,93 @@ def test_a_failed_forward_publishes_nothing(caching_kv: str, monkeypatch: pytest
         output = run(llm, [PREFIX])[0]
         assert output.num_cached_tokens == 0
         assert output.outputs[0].token_ids == want
+
+
+# What is not finite
+
+
+@contextlib.contextmanager
+def poisoned(module: torch.nn.Module, token: int | None = None) -> Iterator[None]:
+    """`module` gives NaN for one row of a step, or all of them."""
+
+    def spoil(_: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        if token is None:
+            output[:] = float("nan")
+        elif output.shape[1] > token:
+            output[:, token] = float("nan")
+        return output
+
+    handle = module.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def values_of_the_last_layer(llm: LLM) -> torch.nn.Module:
+    layers: Any = llm.model.get_submodule("model.layers")
+    projection: torch.nn.Module = layers[len(layers) - 1].self_attn.v_proj
+    return projection
+
+
+@pytest.mark.parametrize("chunk", [32, 128])
+def test_a_prefill_that_is_not_finite_is_not_published(caching_kv: str, chunk: int) -> None:
+    prompt = make_prompts([100])[0]
+    want = expected("llama", prompt, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_num_batched_tokens=chunk, max_num_seqs=4) as llm:
+        with poisoned(llm.model.get_input_embeddings()):
+            failed = run(llm, [prompt])[0]
+        assert failed.outputs[0].finish_reason == "error"
+        assert llm.scheduler.hit_tokens == 0
+        first, second = run(llm, [prompt])[0], run(llm, [prompt])[0]
+    assert tokens([first, second]) == [want, want]
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens > 0
+
+
+def test_what_no_window_reaches_is_not_published_either(caching_kv: str) -> None:
+    """The request itself is none the worse for it; one that continued the poisoned block would be."""
+    family = "mistral-window"
+    prompt = make_prompts([64])[0]
+    longer = [prompt[:30] + tail for tail in make_prompts([8, 30], seed=5)]
+    want = [expected(family, each, MAX_TOKENS) for each in (prompt, *longer)]
+    with make_llm(family, caching_kv, max_num_batched_tokens=32, max_num_seqs=2) as llm:
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        with poisoned(values_of_the_last_layer(llm), token=5):
+            assert llm.step() == []
+        outputs: list[RequestOutput] = []
+        while llm.has_unfinished():
+            outputs += llm.step()
+        assert tokens(outputs[-1:]) == want[:1]
+        later = run(llm, longer)
+    assert later[0].num_cached_tokens == 0
+    assert tokens(later) == want[1:]
+
+
+def test_a_failed_request_takes_back_what_it_published(caching_kv: str) -> None:
+    prompt = make_prompts([120])[0]
+    want = expected("llama", prompt, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_num_batched_tokens=66, max_num_seqs=1) as llm:
+        llm.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        assert llm.step() == []
+        with poisoned(llm.model.get_output_embeddings()):
+            failed = llm.step()[0]
+        assert isinstance(failed.error, FloatingPointError)
+        llm.check()
+        again = run(llm, [prompt])[0]
+        assert again.num_cached_tokens == 0
+        assert llm.kv.available() == llm.kv.total()
+    assert tokens([again]) == [want]
+
+
+def test_a_failed_request_leaves_what_others_published(caching_kv: str) -> None:
+    prompt = make_prompts([100])[0]
+    expected("llama", prompt, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_num_batched_tokens=128, max_num_seqs=2) as llm:
+        run(llm, [prompt])
+        with poisoned(llm.model.get_output_embeddings()):
+            failed = run(llm, [prompt])[0]
+        assert failed.outputs[0].finish_reason == "error"
+        assert failed.num_cached_tokens > 0
+        assert run(llm, [prompt])[0].num_cached_tokens == failed.num_cached_tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError
@@ -39,7 +41,32 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "64 bits"),
     ({"stop": [""]}, "none of them empty"),
     ({"stop": ""}, "none of them empty"),
-    ({"stop": [5]}, "give a text or a list of texts"),
+    ({"stop": [5]}, "give a list of texts"),
+    ({"stop": b"end"}, "stop is b'end'; give a list"),
+    ({"stop": ["\ud800"]}, "stop has the lone surrogate '.ud800' at position 0"),
+    ({"bad_words": ["ab\udfff"]}, "bad_words has the lone surrogate '.udfff' at position 2"),
+    ({"detokenize": None}, "detokenize is None; give True or False"),
+    ({"detokenize": False, "stop": "end"}, "there is none to look at"),
+    ({"n": 16385}, "n is 16385; it can be at most 16384"),
+    ({"n": 10**100}, r"n is 1000.*\.\.\.; it can be at most"),
+    ({"n": 10**5000}, "n is an integer of 16610 bits; it can be at most 16384"),
+    ({"n": np.True_}, "n is np.True_"),
+    ({"n": np.float64(2)}, "n is np.float64"),
+    ({"max_tokens": 2**63}, "max_tokens is 9223372036854775808; it can be at most"),
+    ({"max_tokens": False}, "max_tokens is False"),
+    ({"min_tokens": torch.tensor([1, 2])}, "min_tokens is tensor"),
+    ({"top_k": 10**30}, "top_k is 1000"),
+    ({"temperature": 10**400}, "temperature is 1000"),
+    ({"temperature": 1e300}, "temperature is 1e.300"),
+    ({"temperature": True}, "temperature is True"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty is 1e.300"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+    ({"logit_bias": {5: 1e300}}, r"logit_bias\[5\] is 1e.300; give a finite number of 32 bits"),
+    ({"logit_bias": {True: 1.0}}, "logit_bias holds True"),
+    ({"stop_token_ids": [10**5000]}, "stop_token_ids holds an integer of 16610 bits"),
+    ({"stop_token_ids": [False]}, "stop_token_ids holds False"),
+    ({"stop_token_ids": np.array(5)}, "stop_token_ids is array"),
+    ({"allowed_token_ids": np.array([1.5])}, "allowed_token_ids holds"),
     ({"stop": 5}, "stop is 5; give a list"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'"),
     ({"stop_token_ids": "12"}, "stop_token_ids is '12'; give a list"),
@@ -50,7 +77,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens is -1"),
     ({"min_tokens": 17}, r"min_tokens is 17, which is over max_tokens \(16\)"),
     ({"logprobs": -2}, "logprobs is -2; give how many"),
-    ({"logprobs": True}, "logprobs is True"),
+    ({"logprobs": False}, "logprobs is False"),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs is 1.0"),
     ({"output_kind": "delta"}, "output_kind is 'delta'; give one of RequestOutputKind.CUMULATIVE"),
 ]
@@ -65,6 +92,26 @@ def test_bad_parameters(keywords: dict[str, Any], message: str) -> None:
 def test_every_parameter_has_a_bad_value_above() -> None:
     tested = {name for keywords, _ in BAD for name in keywords}
     assert tested == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_defaults_of_vllm_are_accepted() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, detokenize=True, logprobs=True)
+    assert (params.stop, params.stop_token_ids, params.bad_words, params.logprobs) == ((), (), (), 1)
+
+
+def test_numbers_of_numpy_and_torch_become_pythons() -> None:
+    params = SamplingParams(
+        n=np.int32(2),
+        temperature=np.float32(0.5),
+        seed=np.int64(1),
+        max_tokens=torch.tensor(5),
+        stop_token_ids=np.array([5, 6]),
+        logit_bias={np.int64(3): np.float64(1.5)},
+    )
+    found = (params.n, params.temperature, params.seed, params.max_tokens, params.stop_token_ids, params.logit_bias)
+    assert found == (2, 0.5, 1, 5, (5, 6), {3: 1.5})
+    assert [type(value) for value in found[:4]] == [int, float, int, int]
+    assert {type(token) for token in (*params.stop_token_ids, *params.logit_bias)} == {int}
 
 
 def test_extremes_are_accepted() -> None:

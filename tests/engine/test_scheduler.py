@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -266,3 +267,31 @@ def test_random_loads_always_end(seed: int) -> None:
         if request.request_id not in aborted:
             assert request.num_tokens == request.max_total_tokens
     assert scheduler.kv.available() == scheduler.kv.total()
+
+
+def test_admission_costs_the_same_per_request_however_many_run() -> None:
+    """Function calls, which unlike seconds are the same every time."""
+
+    def calls_per_request(count: int) -> float:
+        kv = PagedKV(
+            num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=8 * count, max_num_seqs=count, max_model_len=128
+        )
+        scheduler = Scheduler(kv, max_num_seqs=count, max_num_batched_tokens=128 * count, prefix_caching=True)
+        for number in range(count):
+            prompt = [number, *range(70)]
+            scheduler.add(Request(str(number), prompt, SamplingParams(), max_total_tokens=80, seed=0))
+        calls = 0
+
+        def count_calls(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count_calls)
+        try:
+            plan = scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        assert len(plan.entries) == count
+        return calls / count
+
+    assert calls_per_request(400) < 1.2 * calls_per_request(50)

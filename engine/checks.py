@@ -1,0 +1,73 @@
+"""What comes from outside, as Python's own numbers and as text that can be encoded."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+from vattn.errors import ConfigError, VattnError
+
+# The largest integer that tensors and the C++ core can hold.
+LARGEST = 2**63 - 1
+
+
+def whole(value: Any) -> int | None:
+    """The integer that a value is, one of numpy's or torch's included; None for any other value, and for a bool."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def checked_whole(name: str, value: Any, low: int, high: int = LARGEST, *, what: str | None = None) -> int:
+    """`value` as an integer in `[low, high]`.
+
+    Args:
+        what: what is possible, for the message.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number = whole(value)
+    if number is None or number < low:
+        raise ConfigError(f"{name} is {shown(value)}; give {what or f'a whole number, at least {low}'}")
+    if number > high:
+        raise ConfigError(f"{name} is {shown(value)}; it can be at most {high}")
+    return number
+
+
+def number(value: Any) -> float | None:
+    """The finite number that a value is, as a float; None for any other value, and for a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def check_encodable(what: str, text: str, error: type[VattnError]) -> None:
+    """Raise `error` for text with lone surrogates: no encoding has them, and no tokenizer takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as found:
+        raise error(
+            f"{what} has the lone surrogate {text[found.start]!a} at position {found.start}, which is no character; "
+            "decode the text it came from with errors='replace'"
+        ) from None
+
+
+def shown(value: object) -> str:
+    """A value for an error message: short, and without an error of its own (long integers raise one)."""
+    if isinstance(value, int) and value.bit_length() > 10_000:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,111 @@
+"""One thread at a time: who is inside an engine, and what a second thread is told."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from vattn.errors import VattnError
+
+
+class EngineBusy(VattnError, RuntimeError):
+    """The engine is in use, by another thread or by the call that this one was made from; nothing changed."""
+
+
+class EngineClosed(VattnError, RuntimeError):
+    """The engine was closed, perhaps while this call ran."""
+
+
+@dataclass(eq=False, frozen=True)
+class Use:
+    """A thread inside the engine, and what it called first.
+
+    Attributes:
+        lent: it stays the user between its calls, from before it begins until it gives the engine back.
+    """
+
+    thread: threading.Thread
+    name: str
+    lent: bool = False
+
+
+class Gate:
+    """Lets one thread in, as often as its calls are nested.
+
+    A use ends by `if gate.user is use: gate.user = None`, written where it began, in a `finally` around `enter`: stores
+    of attributes without a call between them, which no interrupt can divide. So whoever waits has to poll.
+
+    Attributes:
+        user: who is inside.
+        closing: the engine is being closed, or is closed.
+    """
+
+    def __init__(self) -> None:
+        self.user: Use | None = None
+        self.closing = False
+        self._lock = threading.Lock()
+
+    def enter(self, use: Use) -> bool:
+        """Let a thread in that is not inside.
+
+        Returns:
+            False where it is inside already, by an outer call, which stays the user.
+
+        Raises:
+            EngineBusy: another thread is.
+        """
+        with self._lock:
+            user = self.user
+            # A thread that has ended without leaving was one of the process that this one was forked from.
+            if user is None or not (user.lent or user.thread.is_alive()):
+                self.user = use
+                return True
+        if user.thread is use.thread:
+            return False
+        raise EngineBusy(
+            f"{use.name} was called in the thread {threading.current_thread().name!r} while {user.name} runs in "
+            f"{user.thread.name!r}, and one thread at a time may use an LLM; wait for it or guard the calls by a lock, "
+            "give all prompts to one call, or let an AsyncEngine serve many clients"
+        )
+
+    def wait(self, use: Use) -> bool:
+        """`enter` for one that waits until the other thread has left."""
+        while True:
+            try:
+                return self.enter(use)
+            except EngineBusy:
+                time.sleep(0.001)
+
+
+class _Gated(Protocol):
+    _gate: Gate
+
+    def close(self) -> None: ...
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound=_Gated)
+
+
+def exclusive(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """A method that one thread at a time may be in; the outermost call ends with `close` if that was called inside."""
+
+    @functools.wraps(method)
+    def guarded(self: _S, /, *args: _P.args, **keywords: _P.kwargs) -> Any:
+        gate = self._gate
+        use = Use(threading.current_thread(), method.__name__)
+        try:
+            gate.enter(use)
+            return method(self, *args, **keywords)
+        finally:
+            if gate.user is use:
+                gate.user = None
+                if gate.closing:
+                    self.close()
+
+    return guarded
