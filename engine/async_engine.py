@@ -19,7 +19,7 @@ import weakref
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 
-from engine.checks import checked_whole, number, shown
+from engine.checks import checked_whole, number
 from engine.exclusive import EngineClosed
 from engine.llm import LLM, as_params
 from engine.outputs import RequestGroup, RequestOutput
@@ -27,6 +27,7 @@ from engine.prompts import Prompt
 from engine.request import InvalidRequest
 from engine.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
+from vattn.integers import shown
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.checks import checked_whole, number, shown
+from engine.checks import checked_whole, number
 from engine.kv import KVBackend
 from engine.outputs import RequestGroup
 from engine.request import FinishReason, InvalidRequest, Request
@@ -27,6 +27,7 @@ from engine.runner import Forward
 from engine.sampling import RequestOutputKind, SamplingParams
 from engine.scheduler import Scheduler
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 
 @dataclass(frozen=True, kw_only=True)

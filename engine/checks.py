@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from typing import Any
 
 from vattn.errors import ConfigError, VattnError
+from vattn.integers import as_int, shown
 
 # The largest integer that tensors and the C++ core can hold.
 LARGEST = 2**63 - 1
@@ -15,11 +15,9 @@ LARGEST = 2**63 - 1
 
 def whole(value: Any) -> int | None:
     """The integer that a value is, one of numpy's or torch's included; None for any other value, and for a bool."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        return None
     try:
-        return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
+        return as_int(value)
+    except TypeError:
         return None
 
 
@@ -60,14 +58,3 @@ def check_encodable(what: str, text: str, error: type[VattnError]) -> None:
             f"{what} has the lone surrogate {text[found.start]!a} at position {found.start}, which is no character; "
             "decode the text it came from with errors='replace'"
         ) from None
-
-
-def shown(value: object) -> str:
-    """A value for an error message: short, and without an error of its own (long integers raise one)."""
-    if isinstance(value, int) and value.bit_length() > 10_000:
-        return f"an integer of {value.bit_length()} bits"
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 80 else f"{text[:77]}..."

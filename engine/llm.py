@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from engine import optimize
 from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
-from engine.checks import LARGEST, checked_whole, number, shown, whole
+from engine.checks import LARGEST, checked_whole, number, whole
 from engine.detokenizer import Detokenizer
 from engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
 from engine.kv import KVStats
@@ -50,6 +50,7 @@ from vattn.attention import Attention, Case, TorchSDPA
 from vattn.attention import get as get_attention
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError, OutOfPages, VattnError
+from vattn.integers import shown
 from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)

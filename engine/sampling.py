@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.checks import LARGEST, check_encodable, checked_whole, number, shown, whole
+from engine.checks import LARGEST, check_encodable, checked_whole, number, whole
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 # Most completions of a prompt, as in vLLM: each is a request of its own.
 MAX_COMPLETIONS = 16384

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from engine.checks import checked_whole, shown
+from engine.checks import checked_whole
 from engine.kv import KVBackend
 from engine.request import FinishReason, InvalidRequest, Request, State
 from engine.speculate import NgramProposer
 from engine.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
+from vattn.integers import shown
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64

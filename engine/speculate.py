@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from engine.checks import checked_whole, shown
+from engine.checks import checked_whole
 from engine.request import Request
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 # A dictionary per length, and an entry per token in each.
 MOST_LOOKED_UP = 64

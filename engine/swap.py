@@ -13,11 +13,11 @@ from typing import Literal, get_args
 
 import torch
 
-from engine.checks import shown
 from engine.kv import KVBackend
 from engine.request import Request, SavedKV
 from vattn.attention import PackedBatch, Span
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 

@@ -17,8 +17,8 @@ def as_int(value: object) -> int:
     """
     if type(value) is int:
         return value
-    if isinstance(value, bool):
-        raise TypeError(f"{value!r} is a bool, not a whole number")
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        raise TypeError(f"{shown(value)} is a bool, not a whole number")
     try:
         return int(operator.index(value))  # type: ignore[arg-type]
     except Exception as error:  # an __index__ may raise anything

@@ -35,9 +35,7 @@ def parse_bytes(value: int | str, what: str) -> int:
         except TypeError:
             raise ConfigError(f"{what}={shown(value)} is not a size; write bytes, or text such as '4GiB'") from None
     if not 0 < size <= _MOST_BYTES:
-        raise ConfigError(
-            f"{what}={shown(value)} must be more than 0 bytes, and no more than {format_bytes(_MOST_BYTES)}"
-        )
+        raise ConfigError(f"{what}={shown(value)} must be more than 0 bytes and at most {format_bytes(_MOST_BYTES)}")
     return size
 
 

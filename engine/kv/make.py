@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from engine.checks import checked_whole, shown
+from engine.checks import checked_whole
 from engine.kv import BACKENDS, KVBackend
 from engine.kv.dynamic import DynamicKV
 from engine.kv.paged import PagedKV
@@ -16,6 +16,7 @@ from engine.kv.virtual import VirtualKV
 from vattn import drivers
 from vattn.config import KVConfig, budget_bytes
 from vattn.errors import ConfigError
+from vattn.integers import shown
 from vattn.units import format_bytes
 
 if TYPE_CHECKING:

@@ -479,11 +479,11 @@ def test_remote_code_runs_only_where_it_is_trusted(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory_budget": 10**100}, "memory_budget is more than 2"),
-        ({"memory_budget": "1" * 100}, "memory_budget is more than 2"),
-        ({"memory_budget": "1" * 5000}, "memory_budget is more than 2"),
+        ({"memory_budget": 10**100}, "memory_budget=1000.*at most"),
+        ({"memory_budget": "1" * 100}, "memory_budget=1000.*at most"),
+        ({"memory_budget": "1" * 5000}, "memory_budget=1000.*at most"),
         ({"memory_budget": True}, "memory_budget=True is not a size"),
-        ({"swap_space": "1" * 400}, "swap_space is more than 2"),
+        ({"swap_space": "1" * 400}, "swap_space="),
         ({"gpu_memory_utilization": "much", "memory_budget": None}, "gpu_memory_utilization is 'much'"),
         ({"gpu_memory_utilization": float("nan"), "memory_budget": None}, "gpu_memory_utilization is nan"),
         ({"max_num_seqs": 10**9}, "max_num_seqs is 1000000000; it can be at most"),
