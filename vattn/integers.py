@@ -27,8 +27,10 @@ def as_int(value: object) -> int:
 
 def shown(value: object) -> str:
     """`value` for an error message: short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 10_000:  # repr refuses them
+        return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except Exception:  # a __repr__ may raise anything, and so does int's where it has too many digits
-        text = f"a value of type {type(value).__name__}"
+    except Exception:  # a __repr__ may raise anything
+        return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else f"{text[:77]}..."

