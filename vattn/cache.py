@@ -70,9 +70,15 @@ class KVCache(Slots):
             raise ConfigError(
                 f"the pool is on {pool.driver.device.torch_device}, the cache on {config.device}; they must agree"
             )
+        if pool is not None and config.zero_on_free and not pool.native.zero_on_free:
+            raise ConfigError("zero_on_free=True needs a pool that was made with it: PagePool(..., zero_on_free=True)")
         self._owns_pool = pool is None
         pool = pool or PagePool(
-            budget * layout.page_size, device=config.device, page_size=layout.page_size, guard=config.guard
+            budget * layout.page_size,
+            device=config.device,
+            page_size=layout.page_size,
+            guard=config.guard,
+            zero_on_free=config.zero_on_free,
         )
         with pool.lock:
             pool.enter()
@@ -408,7 +414,8 @@ class KVCache(Slots):
         change = self._pool.change()
         self._fences.freed(slot, handle)
         self._leave(change, slot)
-        if not self.config.deferred_reclamation or not all(band.begins(slot) for band in self._bands):
+        stays = self.config.deferred_reclamation and not self.config.zero_on_free
+        if not stays or not all(band.begins(slot) for band in self._bands):
             self._leaving[slot] = None
         self._maintain()
 

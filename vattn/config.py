@@ -63,6 +63,8 @@ class KVConfig:
         overlap: map what the next step needs while this one computes.
         deferred_reclamation: leave a finished request's pages mapped, for the next request in that slot.
         eager_pages: pages per run that one idle slot has mapped ahead of the next request. 0: none.
+        zero_on_free: zero the pages that a request gives up before anybody else gets them; docs/security.md says what
+            that covers and costs. Of a finished request only cached token blocks are left mapped then.
         watermark: share of the budget below which free pages are replenished from finished requests. 0: only on demand.
     """
 
@@ -87,6 +89,7 @@ class KVConfig:
     overlap: bool = True
     deferred_reclamation: bool = True
     eager_pages: int = 1
+    zero_on_free: bool = False
     watermark: float = 0.1
 
     def __post_init__(self) -> None:
@@ -104,7 +107,7 @@ class KVConfig:
         self._check_choice("layout", ("auto", *LAYOUTS))
         self._check_choice("kv_order", ("auto", "NHD", "HND"))
         self._check_choice("guard", ("zero", "strict"))
-        for name in ("overlap", "deferred_reclamation"):
+        for name in ("overlap", "deferred_reclamation", "zero_on_free"):
             self._check_choice(name, (True, False))
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")

@@ -105,6 +105,7 @@ class PagePool:
         device: the device whose memory it is.
         page_size: bytes of a page; "auto" is 64 KiB on the host, and CUDA's own pages (2 MiB) there.
         guard: what a stray read past the mapped pages sees on the host: "zero" or "strict" (a fault).
+        zero_on_free: whether a page that nobody has any more is zeroed, by the worker, before it can be mapped again.
         table: addresses of driver calls by CUDA's names, in place of the driver's own.
 
     Raises:
@@ -118,6 +119,7 @@ class PagePool:
         device: str | torch.device = "cpu",
         page_size: int | Literal["auto"] = "auto",
         guard: drivers.Guard = "zero",
+        zero_on_free: bool = False,
         table: dict[str, int] | None = None,
     ) -> None:
         source = drivers.find(device)
@@ -133,7 +135,7 @@ class PagePool:
                 f"budget={budget!r} is {size // page_size} pages of {format_bytes(page_size)}; a pool has fewer than "
                 f"{_MOST_PAGES}: give less, or larger pages"
             )
-        self.native = _native.PagePool(page_size, size // page_size)
+        self.native = _native.PagePool(page_size, size // page_size, zero_on_free)
         self.mapper = _native.Mapper(self.driver.native, self.native)
         self.lock = threading.RLock()
         self.call: Call | None = None  # the one under way

@@ -112,6 +112,8 @@ class Slots:
         self._ends: dict[int, int] = {}  # where the blocks end that a request uses, in tokens; of those that use any
         self._pending: dict[int, int] = {}  # ticket of the last growth in the background
         self._leaving: dict[int, None] = {}  # idle slots whose pages are to go as soon as no kernel reads them
+        # Active slots whose pages are another request's still, and have to leave before they can be zeroed.
+        self._unzeroed: dict[int, None] = {}
         self._fences = Fences(self._pool.driver)
         self._idle = IdleSlots()
         for slot in range(layout.slots):
@@ -285,9 +287,13 @@ class Slots:
             self._fences.guard_running(change, handle)
         if self._used(slot) > count:
             self._use(change, slot, count)
+        unzeroed = slot in self._unzeroed
         for band in self._bands:
-            if band.shared[slot].stop > count or not band.sees(slot, self._start[slot]):
+            if unzeroed or band.shared[slot].stop > count or not band.sees(slot, self._start[slot]):
                 self._cut(change, slot, count, band)
+        if unzeroed:
+            change.on_revert(lambda: self._unzeroed.update({slot: None}))
+            del self._unzeroed[slot]
 
     def _rewind(self, change: Change, slot: int) -> None:
         """The length went down into blocks that the slot's request uses."""
@@ -402,12 +408,15 @@ class Slots:
         def undo() -> None:
             for books in (self._length, self._start, self._origin, self._limit):
                 books.pop(slot, None)
+            self._unzeroed.pop(slot, None)
             self._known[slot] = known
             if leaving:
                 self._leaving[slot] = None
 
         change.on_revert(undo)
         self._idle.remove(slot)
+        if leaving and self.config.zero_on_free:
+            self._unzeroed[slot] = None  # kernels may still come that read its pages
         self._leaving.pop(slot, None)
         self._length[slot] = length
         self._start[slot] = length if start is None else start
@@ -421,10 +430,13 @@ class Slots:
     def _leave(self, change: Change, slot: int) -> None:
         """The slot is no request's any more."""
         length, start, origin = self._length[slot], self._start[slot], self._origin.get(slot, 0)
+        unzeroed = slot in self._unzeroed
 
         def undo() -> None:
             self._length[slot], self._start[slot] = length, start
             _put(self._origin, slot, origin)
+            if unzeroed:
+                self._unzeroed[slot] = None
             self._leaving.pop(slot, None)
 
         change.on_revert(undo)
@@ -477,6 +489,8 @@ class Slots:
     def _leftover(self, slot: int) -> bool:
         """Whether pages of the slot, which is active, must leave before anything is written behind its length."""
         length = self._length[slot]
+        if slot in self._unzeroed:
+            return True
         return any(band.shared[slot].stop * self._block_tokens > length for band in self._bands) or (
             self._windowed and not all(band.sees(slot, self._start[slot]) for band in self._bands)
         )
@@ -792,9 +806,8 @@ class Slots:
         change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
         for slot in slots:
             del leaving[slot]
-            if not self.config.deferred_reclamation:
-                self._unmap(change, slot, self._budget, cached=True)
-                continue
+            if not self.config.deferred_reclamation or self.config.zero_on_free:
+                self._unmap(change, slot, self._budget, cached=not self.config.deferred_reclamation)
             for band in self._bands:
                 if not band.begins(slot):
                     self._cut(change, slot, band.shared[slot].stop, band)

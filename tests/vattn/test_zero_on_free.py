@@ -1,4 +1,4 @@
-"""A native pool with `zero_on_free`: what is freed is zero before anybody has it, on any provider."""
+"""`zero_on_free`: what is freed is zero before anybody has it, in a native pool on any provider and in a cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import target
 
+import vattn
 from vattn import _native, drivers
 
 PAGES = 4
+PAGE = 4096
 
 
 class World:
@@ -79,3 +81,86 @@ def test_pages_that_somebody_holds_are_left_alone_until_they_are_let_go() -> Non
     world.run(lambda t: world.space.grow(t, 1, 2))
     assert set(world.words(1, 0)) == set(world.words(1, 1)) == {0}
     world.close()
+
+
+def cache(**options: Any) -> vattn.KVCache:
+    plain: dict[str, Any] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "dtype": "float32",
+        "max_batch_size": 2,
+        "max_context_len": 1024,
+        "memory_budget": 66 * PAGE,
+        "page_size": PAGE,
+        "layout": "layer",
+        "device": target.DEVICE,
+        "zero_on_free": True,
+    }
+    pool = options.pop("pool", None)
+    return vattn.KVCache(vattn.KVConfig(**plain | options), pool=pool)
+
+
+@target.host_only
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_request_reads_what_another_one_wrote(overlap: bool, deferred: bool, window: int | None) -> None:
+    pool = vattn.PagePool(66 * PAGE, page_size=PAGE, zero_on_free=True)
+    options = {"overlap": overlap, "deferred_reclamation": deferred, "sliding_window": window, "pool": pool}
+    with cache(**options) as mine, cache(**options) as theirs:
+        k, v = mine.layer(0)
+        for length in (1000, 33, 400):
+            reqid, _ = mine.admit(list(range(length)))
+            for tokens in range(32, length + 1, 32):
+                mine.step({reqid: tokens})
+            mine.step({reqid: length})
+            k[reqid, max(0, length - 30) : length] = v[reqid, max(0, length - 30) : length] = 1234.5
+            mine.commit(reqid, list(range(length)))
+            mine.step({reqid: length - length % 32})
+            mine.free_reqid(reqid)
+            mine.check()
+            other = theirs.alloc_reqid()
+            theirs.step({other: 300})
+            assert not any(bool((tensor[other, :300] == 1234.5).any()) for tensor in theirs.layer(0))
+            theirs.free_reqid(other)
+            for salt in (b"another tenant", b"a third"):
+                next_one, _ = mine.admit([7] * 500, salt)
+                assert not bool((k[next_one] == 1234.5).any())
+                mine.step({next_one: 500})
+                assert not bool((k[next_one] == 1234.5).any())
+                assert not bool((v[next_one] == 1234.5).any())
+                mine.free_reqid(next_one)
+                mine.check()
+    pool.close()
+
+
+@target.host_only
+def test_cached_blocks_stay_in_place_until_they_are_evicted() -> None:
+    with cache() as mine:
+        reqid = mine.alloc_reqid()
+        mine.step({reqid: 200})
+        k, _ = mine.layer(0)
+        k[reqid, :200] = 1.0
+        mine.commit(reqid, list(range(200)))
+        mine.free_reqid(reqid)
+        mine.check()
+        assert mine.stats().parked_pages == 0
+        maps = mine.stats().calls["cuMemMap"].count
+        again, cached = mine.admit(list(range(200)))
+        assert (again, cached) == (reqid, 192)
+        assert mine.stats().calls["cuMemMap"].count == maps
+        assert bool((k[again, :cached] == 1.0).all())
+        mine.free_reqid(again)
+        mine.evict_prefixes()
+        other = mine.alloc_reqid()
+        mine.step({other: 200})
+        assert not bool(k[other, :200].any())
+        mine.check()
+
+
+def test_a_cache_that_zeroes_needs_a_pool_that_does() -> None:
+    pool = vattn.PagePool(66 * PAGE, device=target.DEVICE, page_size=PAGE)
+    with pytest.raises(vattn.ConfigError, match="zero_on_free=True needs a pool"):
+        cache(pool=pool)
+    pool.close()

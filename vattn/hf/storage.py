@@ -487,9 +487,15 @@ class Storage:
         settings["memory_budget"] = budget
         config = _kv_config(groups, shape.device, self._rows.slots, settings)
         page_size = resolve(config)[0].page_size
-        self._owns_pool = asked != "auto" or len(set(self._windows.values())) > 1
+        self._owns_pool = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
         if self._owns_pool:
-            self._pool = PagePool(budget, device=shape.device, page_size=page_size, guard=config.guard)
+            self._pool = PagePool(
+                budget,
+                device=shape.device,
+                page_size=page_size,
+                guard=config.guard,
+                zero_on_free=config.zero_on_free,
+            )
         else:
             self._pool = shared_pool(budget, shape.device, page_size, config.guard)
         self._settings = settings
