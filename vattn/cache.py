@@ -234,6 +234,7 @@ class KVCache(Slots):
         length, start, known = self._length[source], self._start[source], self._known[source]
         count = length // self._block_tokens
         first: list[int] = []  # per band, the first token that is copied
+        self._await_idle_growth()  # rows are copied at once to what the child's slot has already
 
         def plan(change: Change) -> int:
             private = self._private_pages(source)

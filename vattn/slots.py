@@ -626,6 +626,14 @@ class Slots:
                 self._note_growth(slot)
         return waited
 
+    def _await_idle_growth(self) -> None:
+        """Waits for growth in the background of idle slots."""
+        for slot in [slot for slot in self._pending if slot in self._idle]:
+            self._pool.mapper.wait(self._pending[slot])
+            self._note_growth(slot)
+        if self._pool.mapper.failed:
+            self._pool.settle()
+
     def _note_growth(self, slot: int) -> None:
         """All that the slot has is in place, unless growth in the background is still under way."""
         if self._pool.mapper.passed(self._pending.get(slot, 0)):

@@ -346,6 +346,25 @@ def test_a_step_whose_copy_fails_leaves_the_request_as_it_was() -> None:
     pool.close()
 
 
+def test_a_fork_waits_for_pages_that_its_slot_gets_in_the_background() -> None:
+    table = FaultyTable()
+    pool = vattn.PagePool(BUDGET, device=DEVICE, page_size=PAGE, table=table.addresses)
+    with make(pool=pool, eager_pages=4, max_batch_size=2) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 10})
+        for tensor in cache.layer(0):
+            tensor[reqid, :10] = 1.0
+        cache.trim()
+        table.delay = 0.01
+        cache.alloc_reqid()  # makes no slot ready, as there is no other
+        cache.free_reqid(1)  # makes this one ready
+        child = cache.fork(reqid)
+        assert all(bool((tensor[child, :10] == 1.0).all()) for tensor in cache.layer(0))
+        table.delay = 0.0
+        cache.check()
+    pool.close()
+
+
 def test_the_work_of_an_admission_does_not_depend_on_the_number_of_slots() -> None:
     def calls(slots: int) -> int:
         with make(max_batch_size=slots, max_context_len=64, memory_budget=64 * PAGE) as cache:
