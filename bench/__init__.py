@@ -9,6 +9,7 @@ A benchmark is a module with `run(quick) -> Report`. What `--json` writes is com
 
 BENCHMARKS = {
     "step": "time of step() with 256 running requests, against filling a padded block table",
+    "admission": "time to admit, step and free a short request, by the number of slots",
     "overlap": "latency of decode iterations that need new memory, mapped ahead and mapped on the spot",
     "fragmentation": "physical over live bytes: static, paged, and virtual by layout and page size",
     "decode": "attention and whole decode steps, virtual against paged",

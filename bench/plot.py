@@ -156,6 +156,13 @@ def _draw_step(axes: Any, record: Record) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="us per iteration")
 
 
+def _draw_admission(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for column in list(rows[0])[1:]:
+        axes.plot([row["slots"] for row in rows], [row[column] for row in rows], marker="o", label=column[:-3])
+    axes.set(xscale="log", xlabel="max_batch_size", ylabel="us per request", ylim=(0, None))
+
+
 def _draw_overlap(axes: Any, record: Record) -> None:
     for label, latencies in record["series"].items():
         axes.plot(latencies, label=label, linewidth=1)
@@ -323,6 +330,7 @@ def _draw_cache(axes: Any, record: Record) -> None:
 
 _DRAWINGS = {
     "step": _draw_step,
+    "admission": _draw_admission,
     "overlap": _draw_overlap,
     "fragmentation": _draw_fragmentation,
     "windows": _draw_windows,

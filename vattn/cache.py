@@ -234,7 +234,7 @@ class KVCache(Slots):
         length, start, known = self._length[source], self._start[source], self._known[source]
         count = length // self._block_tokens
         first: list[int] = []  # per band, the first token that is copied
-        self._await_idle_growth()  # rows are copied at once to what the child's slot has already
+        self._await_idle_growth(self._backed(length))  # rows are copied at once to what the child's slot has already
 
         def plan(change: Change) -> int:
             private = self._private_pages(source)
@@ -705,10 +705,11 @@ class KVCache(Slots):
         def decide(change: Change) -> None:
             taken[:] = [plan(change)]
 
-        self._execute(decide)
+        executed = self._execute(decide)
         (slot,) = taken
-        self._note_growth(slot)
-        self._set_limit(slot)
+        if executed:
+            self._note_growth(slot)
+            self._set_limit(slot)
         self._prepare_idle_slot()
         return slot
 

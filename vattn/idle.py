@@ -22,6 +22,8 @@ class Idle(NamedTuple):
         blocks: cached or left-over blocks that are mapped in it, which such a request would have to unmap.
         extent: tokens that are mapped from its start.
         since: the count of slots that became idle before it.
+        pages: that are mapped in it, of which `private` are in no block.
+        tail: the key of its last block, if it has one.
     """
 
     blocks: int
@@ -29,6 +31,7 @@ class Idle(NamedTuple):
     since: int
     slot: int
     pages: int
+    private: int
     tail: Key | None
 
 
@@ -56,14 +59,17 @@ class IdleSlots(Collection[int]):
         """Those under which pages are mapped, the longest idle first."""
         return list(self._mapped)
 
-    def add(self, slot: int, blocks: int, extent: int, pages: int, tail: Key | None) -> None:
-        """A slot became idle. `tail`: the key of its last block, if it has one."""
-        self._insert(Idle(blocks, extent, next(self._count), slot, pages, tail))
+    def __getitem__(self, slot: int) -> Idle:
+        return self._slots[slot]
 
-    def update(self, slot: int, blocks: int, extent: int, pages: int, tail: Key | None) -> None:
+    def add(self, slot: int, blocks: int, extent: int, pages: int, private: int, tail: Key | None) -> None:
+        """A slot became idle."""
+        self._insert(Idle(blocks, extent, next(self._count), slot, pages, private, tail))
+
+    def update(self, slot: int, blocks: int, extent: int, pages: int, private: int, tail: Key | None) -> None:
         """What is mapped of an idle slot changed."""
         before = self._slots[slot]
-        now = Idle(blocks, extent, before.since, slot, pages, tail)
+        now = Idle(blocks, extent, before.since, slot, pages, private, tail)
         if now == before:
             return
         del self._order[bisect.bisect_left(self._order, before)]
@@ -73,12 +79,13 @@ class IdleSlots(Collection[int]):
         if before.pages and not pages:
             del self._mapped[slot]
 
-    def remove(self, slot: int) -> None:
-        """A request takes the slot."""
+    def remove(self, slot: int) -> Idle:
+        """A request takes the slot; what was known of it."""
         entry = self._slots.pop(slot)
         del self._order[bisect.bisect_left(self._order, entry)]
         self._mapped.pop(slot, None)
         self._drop_tail(entry)
+        return entry
 
     def fitting(self, tokens: int, limit: int) -> list[int]:
         """Up to `limit` slots in which the least would be lost: of those the smallest that back so many tokens, then

@@ -103,6 +103,7 @@ class SharedBlocks:
         self._pool = pool
         self._spaces = spaces
         self._blocks = dict.fromkeys(State, 0)
+        self._listed = 0  # blocks that are not gone
         self._uses = 0  # sum of the blocks' users
         self._several = 0  # blocks with several users
 
@@ -112,6 +113,11 @@ class SharedBlocks:
     def pages(self, state: State) -> int:
         """Pages of the blocks in that state, each counted once."""
         return self.block_pages * self._blocks[state]
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of all blocks, each counted once."""
+        return self.block_pages * self._listed
 
     @property
     def saved_pages(self) -> int:
@@ -281,6 +287,7 @@ class SharedBlocks:
             for block in slot.used:
                 block.users += 1
         self._blocks = dict.fromkeys(State, 0)
+        self._listed = len(blocks)
         self._uses = self._several = 0
         for block in blocks:
             self._uses += block.users
@@ -322,6 +329,7 @@ class SharedBlocks:
         assert self._several == sum(count > 1 for count in users.values()), "shared blocks are miscounted"
         assert self._uses == sum(users.values()), "uses of blocks are miscounted"
         del counted[State.GONE]
+        assert self._listed == sum(counted.values()), "blocks are miscounted"
         assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
 
     def _private_block(self, slot: int, depth: int) -> PageBlock:
@@ -395,6 +403,7 @@ class SharedBlocks:
         if state is not block.state:
             self._blocks[block.state] -= 1
             self._blocks[state] += 1
+            self._listed += (block.state is State.GONE) - (state is State.GONE)
             block.state = state
 
     @staticmethod

@@ -117,7 +117,7 @@ class Slots:
         self._fences = Fences(self._pool.driver)
         self._idle = IdleSlots()
         for slot in range(layout.slots):
-            self._idle.add(slot, 0, 0, 0, None)
+            self._idle.add(slot, 0, 0, 0, 0, None)
         self._private_active = 0  # pages of active slots that are in no block
         self._private_idle = 0
         self._low_water = int(config.watermark * budget)  # free pages below which parked ones are unmapped
@@ -266,10 +266,10 @@ class Slots:
         for slot in needs:
             self._ready[slot] = self._extent(slot)
 
-    def _execute(self, plan: Plan) -> None:
-        """Executes a plan for which memory has to be found."""
+    def _execute(self, plan: Plan) -> int:
+        """`PagePool.execute` of a plan for which memory has to be found."""
         try:
-            self._pool.execute(plan)
+            return self._pool.execute(plan)
         except OutOfPages as error:
             # The budget has the pages, but the machine has no memory or no mapping for new ones: those that no request
             # uses are both.
@@ -277,7 +277,7 @@ class Slots:
                 raise
             self._pool.execute(lambda change: self.reclaim(change, self._budget, wait=True))
             self._pool.commit()
-            self._pool.execute(plan)
+            return self._pool.execute(plan)
 
     def _release(self, change: Change, slot: int, count: int, handle: int | None) -> None:
         """Plans that the slot, which is to be written to, keeps only its first `count` blocks."""
@@ -414,7 +414,7 @@ class Slots:
                 self._leaving[slot] = None
 
         change.on_revert(undo)
-        self._idle.remove(slot)
+        private = self._idle.remove(slot).private
         if leaving and self.config.zero_on_free:
             self._unzeroed[slot] = None  # kernels may still come that read its pages
         self._leaving.pop(slot, None)
@@ -422,7 +422,6 @@ class Slots:
         self._start[slot] = length if start is None else start
         if origin:
             self._origin[slot] = origin
-        private = self._private_pages(slot)
         self._private_idle -= private
         self._private_active += private
         self._set_limit(slot)
@@ -455,12 +454,17 @@ class Slots:
         if slot in self._length:
             self._leave(self._pool.change(), slot)
 
-    def _facts(self, slot: int) -> tuple[int, int, int, Key | None]:
+    def _facts(self, slot: int) -> tuple[int, int, int, int, Key | None]:
         """What `IdleSlots` wants to know of an idle slot."""
-        blocks = [len(band.shared[slot].blocks) for band in self._bands]
+        count = pages = private = 0
+        for band in self._bands:
+            mapped, blocks = band.pages(slot), len(band.shared[slot].blocks)
+            count += blocks
+            pages += mapped
+            private += mapped - blocks * band.shared.block_pages
+        extent = min([band.extent(slot) for band in self._lasting])
         main = self._lasting[0].shared[slot].blocks
-        extent = min(band.extent(slot) for band in self._lasting)
-        return sum(blocks), extent, self._slot_pages(slot), main[-1].key if main else None
+        return count, extent, pages, private, main[-1].key if main else None
 
     def _know(self, change: Change, slot: int, known: Known) -> None:
         """That is known of the slot's tokens from now on."""
@@ -626,13 +630,10 @@ class Slots:
                 self._note_growth(slot)
         return waited
 
-    def _await_idle_growth(self) -> None:
-        """Waits for growth in the background of idle slots."""
-        for slot in [slot for slot in self._pending if slot in self._idle]:
-            self._pool.mapper.wait(self._pending[slot])
-            self._note_growth(slot)
-        if self._pool.mapper.failed:
-            self._pool.settle()
+    def _await_idle_growth(self, tokens: int) -> None:
+        """Waits for growth in the background of idle slots that may be counted on for so many tokens."""
+        slots = [slot for slot in self._pending if slot in self._idle]
+        self._await_growth(dict.fromkeys(slots, tokens))
 
     def _note_growth(self, slot: int) -> None:
         """All that the slot has is in place, unless growth in the background is still under way."""
@@ -909,7 +910,11 @@ class Slots:
 
     @property
     def _held(self) -> int:
-        return self._owned + self._parked + self._cached
+        """All of these."""
+        held = self._private_active + self._private_idle
+        for band in self._bands:
+            held += band.shared.held_pages
+        return held
 
     def _needed_pages(self) -> int:
         """Pages that running requests need for what is seen of their tokens."""
