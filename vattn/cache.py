@@ -5,6 +5,7 @@ It checks what it is given, takes the pool's lock, and says what there is; `vatt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -40,10 +41,13 @@ _log = logging.getLogger("vattn")
 class KVCache(Slots):
     """K and V of up to `max_batch_size` requests, contiguous in virtual memory, on demand in physical memory.
 
-    Usable from several threads; calls are serialised per pool. A call happens wholly or not at all, also where it ends
-    with an exception from outside, a KeyboardInterrupt say. From a signal handler or a finaliser that runs inside
-    another call on the same pool only `free_reqid`, which then takes effect with the next call, and calls that just
-    look are possible. Also a context manager, which closes it.
+    Usable from several threads; calls are serialised per pool. A step says that the kernels of all steps before it are
+    launched, so threads with requests of their own take turns with step and kernels together where the cache has
+    sliding windows, or is on CUDA.
+
+    A call happens wholly or not at all, also where it ends with an exception from outside, a KeyboardInterrupt say.
+    From a signal handler or a finaliser that runs inside another call on the same pool only `free_reqid`, which then
+    takes effect with the next call, and calls that just look are possible. Also a context manager, which closes it.
 
     Args:
         config: what it holds and how it behaves.
@@ -430,18 +434,17 @@ class KVCache(Slots):
             IndexError: for a layer that the cache does not have.
         """
         self._check_open()
-        views = self._views.get(index)
-        if views is None:
-            views = self._views[index] = self.lend(index, None)
-        return views
+        index = self._checked_layer(index)
+        if index not in self._views:
+            self._views[index] = self.lend(index, None)
+        return self._views[index]
 
     def lend(self, index: int, owner: object) -> tuple[torch.Tensor, torch.Tensor]:
         """`layer`, as tensors that keep `owner` alive. An owner that refers to the cache keeps its memory mapped as
         long as somebody has one of them: a cache that is not closed gives it back when nobody refers to it any more.
         """
         self._check_open()
-        if index not in self.layout.views:
-            raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
+        index = self._checked_layer(index)
         spaces = [space for band in self._bands for space in band.spaces]
 
         def view(where: TensorView) -> torch.Tensor:
@@ -757,6 +760,13 @@ class KVCache(Slots):
         if slot not in self._length:
             raise self._invalid_slot(slot)
         return slot
+
+    def _checked_layer(self, index: object) -> int:
+        """A layer of the cache as an `int`."""
+        with contextlib.suppress(TypeError):
+            if (layer := as_int(index)) in self.layout.views:
+                return layer
+        raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
 
     def _invalid_slot(self, slot: int) -> InvalidSlot:
         if 0 <= slot < self.layout.slots:

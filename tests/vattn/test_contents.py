@@ -450,3 +450,11 @@ def test_no_more_bytes_are_live_than_owned() -> None:
         stats = cache.stats()
         assert stats.live_bytes == 9 * PAGE
         assert 0 <= stats.waste < 1
+
+
+@pytest.mark.parametrize("layer", [2, -1, 1.0, True, None, [0], "0"], ids=str)
+def test_what_is_no_layer_is_refused(layer: Any) -> None:
+    with make() as cache:
+        assert cache.layer(np.int64(1))[0] is cache.layer(1)[0]  # type: ignore[arg-type]
+        with pytest.raises(IndexError, match="is not one of the cache's: 0, 1"):
+            cache.layer(layer)
