@@ -5,6 +5,7 @@ It checks what it is given, takes the pool's lock, and says what there is; `vatt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -422,6 +423,8 @@ class KVCache(Slots):
             IndexError: for a layer that the cache does not have.
         """
         self._check_open()
+        if type(index) is not int:
+            index = self._checked_layer(index)
         views = self._views.get(index)
         if views is None:
             views = self._views[index] = self.lend(index, None)
@@ -432,8 +435,7 @@ class KVCache(Slots):
         long as somebody has one of them: a cache that is not closed gives it back when nobody refers to it any more.
         """
         self._check_open()
-        if index not in self.layout.views:
-            raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
+        index = self._checked_layer(index)
         spaces = [space for band in self._bands for space in band.spaces]
 
         def view(where: TensorView) -> torch.Tensor:
@@ -517,7 +519,7 @@ class KVCache(Slots):
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""
         counts = self._pool.native.counts()
-        lengths = self._length.items()
+        requests = [(slot, length, self._start.get(slot, 0)) for slot, length in self._length.items()]
         index = self._bands[0].shared.index
         return CacheStats(
             page_size=self.layout.page_size,
@@ -532,7 +534,7 @@ class KVCache(Slots):
             peak_mapped_pages=self._peak,
             reserved_bytes=self.layout.reserved_bytes,
             live_tokens=sum(self._length.values()),
-            live_bytes=max(0, sum(band.live_bytes(lengths) for band in self._bands)),
+            live_bytes=max(0, sum(band.live_bytes(requests) for band in self._bands)),
             query_tokens=index.query_tokens,
             hit_tokens=index.hit_tokens,
             kernel_mappings=_native.host_usage().kernel_mappings,
@@ -738,6 +740,13 @@ class KVCache(Slots):
             (slot := self._checked_slot(reqid)): self._checked_length(length, f"the length of slot {slot}")
             for reqid, length in lengths.items()
         }
+
+    def _checked_layer(self, index: object) -> int:
+        """A layer that the cache has as an `int`."""
+        with contextlib.suppress(TypeError):
+            if (layer := as_int(index)) in self.layout.views:
+                return layer
+        raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
 
     def _checked_slot(self, reqid: object) -> int:
         """An allocated slot as an `int`."""

@@ -45,6 +45,16 @@ def values(cache: vattn.KVCache, slot: int, start: int, end: int, layer: int = L
     return {float(value) for tensor in cache.layer(layer) for value in tensor[slot, start:end].flatten()}
 
 
+@pytest.mark.parametrize(
+    "bad", [2, -1, None, "0", 0.0, False, np.bool_(True), np.float32(0), [], {}, torch.tensor(0.0)]
+)
+def test_what_is_no_layer_is_refused(bad: Any) -> None:
+    with make() as cache:
+        with pytest.raises(IndexError, match="is not one of the cache's: 0, 1"):
+            cache.layer(bad)
+        assert cache.layer(np.int64(LOCAL))[0] is cache.layer(LOCAL)[0]  # type: ignore[arg-type]
+
+
 # Blocks that have left a window
 
 
@@ -189,6 +199,9 @@ def test_a_restored_request_may_be_shorter_than_announced() -> None:
     with make() as cache:
         reqid = cache.alloc_reqid(start=13)
         cache.step({reqid: 1})
+        cache.check()
+        cache.step({reqid: 3})
+        cache.step({reqid: 2})  # what the last step computed can be taken back
         cache.check()
 
 
@@ -450,3 +463,38 @@ def test_no_more_bytes_are_live_than_owned() -> None:
         stats = cache.stats()
         assert stats.live_bytes == 9 * PAGE
         assert 0 <= stats.waste < 1
+
+
+@host_only
+def test_no_more_bytes_are_live_than_owned_where_a_step_adds_nothing() -> None:
+    """Then nothing but queries to come is left to see what is in the window, and they are a token further."""
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=128, sliding_window=9) as cache:
+        row = 2 * PAGE // cache.prefix_block_tokens
+        tokens = list(range(65))
+        reqid, _ = cache.admit(tokens)
+        cache.step({reqid: 64})
+        assert cache.stats().live_bytes == 9 * row
+        cache.commit(reqid, tokens[:64])
+        cache.step({reqid: 64})
+        assert cache.stats().live_bytes == 8 * row
+        assert 0 <= cache.stats().waste < 1
+        cache.free_reqid(reqid)
+        reqid, cached = cache.admit(tokens)
+        assert cached == 64
+        assert cache.stats().live_bytes == 8 * row
+
+
+@host_only
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_that_are_evicted_from_a_running_request_are_known_to_be_gone(overlap: bool) -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32, guard_rows=1, overlap=overlap) as cache:
+        block = cache.prefix_block_tokens
+        reqid, _ = cache.admit(list(range(2 * block)))
+        cache.step({reqid: 2 * block})
+        cache.commit(reqid, list(range(2 * block)))
+        cache.step({reqid: 0})
+        assert cache.evict_prefixes()
+        cache.check()
+        cache.step({reqid: 1})
+        fill(cache, reqid, 0, 1, 1.0)
+        cache.check()
