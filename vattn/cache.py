@@ -168,9 +168,9 @@ class KVCache(Slots):
             return slot
 
         slot = self._give_slot(plan)
-        cached = self._length[slot]
-        self._bands[0].shared.index.count(len(ids), cached)
-        return Admission(slot, cached)
+        admission = Admission(slot, self._length[slot])
+        self._bands[0].shared.index.count(len(ids), admission.cached_tokens)
+        return admission
 
     @atomic
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:
@@ -253,6 +253,8 @@ class KVCache(Slots):
             ]
             return slot
 
+        # What is copied goes to pages of an idle slot that may have yet to be mapped.
+        self._await_growth({slot: self._backed(length) for slot in self._pending if slot in self._idle})
         slot = self._give_slot(plan)
         for band, token in zip(self._bands, first, strict=True):
             band.rows.write(slot, token, band.rows.views(source, token, length))
@@ -711,14 +713,15 @@ class KVCache(Slots):
             if isinstance(lengths, str | bytes | Set):
                 raise TypeError(f"{type(lengths).__name__} is no sequence of lengths")
             values = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-            named = {slot: length for slot, length in enumerate(values) if length != 0}
         except Exception as error:  # what iterates may raise anything
             raise InvalidLength(f"lengths must be a mapping from reqid, or a sequence of lengths: {error}") from error
         if len(values) != self.layout.slots:
             raise InvalidLength(
                 f"{len(values)} lengths for {self.layout.slots} slots; give one per slot (0: not named), or a mapping"
             )
-        return named
+        if not {int}.issuperset(map(type, values)):
+            values = [self._checked_length(value, f"the length of slot {slot}") for slot, value in enumerate(values)]
+        return {slot: length for slot, length in enumerate(values) if length}
 
     def _checked_length(self, value: object, name: str, most: int | None = -1) -> int:
         """A number of tokens as an `int`, from 0 to `most`, by default `max_context_len`."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import FaultyTable
 from target import DEVICE, host_only
 
 import vattn
@@ -17,7 +18,7 @@ GLOBAL, LOCAL = 0, 1  # the layers
 PAGE = 4096
 
 
-def make(**options: Any) -> vattn.KVCache:
+def make(*, pool: vattn.PagePool | None = None, **options: Any) -> vattn.KVCache:
     plain: dict[str, Any] = {
         "groups": [
             vattn.TensorGroup(layers=[GLOBAL], num_kv_heads=1, head_dim=32),
@@ -32,7 +33,7 @@ def make(**options: Any) -> vattn.KVCache:
         "eager_pages": 0,
         "device": DEVICE,
     }
-    return vattn.KVCache(vattn.KVConfig(**plain | options))
+    return vattn.KVCache(vattn.KVConfig(**plain | options), pool=pool)
 
 
 def fill(cache: vattn.KVCache, slot: int, start: int, end: int, value: float) -> None:
@@ -53,6 +54,16 @@ def test_what_is_no_layer_is_refused(bad: Any) -> None:
         with pytest.raises(IndexError, match="is not one of the cache's: 0, 1"):
             cache.layer(bad)
         assert cache.layer(np.int64(LOCAL))[0] is cache.layer(LOCAL)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0.0, False, np.array([0]), torch.tensor(0.0), complex(0), np.float32(3)])
+def test_what_is_no_length_in_a_sequence_is_refused(bad: Any) -> None:
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        with pytest.raises(vattn.InvalidLength, match="not a whole number"):
+            cache.step([bad if slot == reqid else 0 for slot in range(4)])
+        cache.step([np.int8(3) if slot == reqid else 0 for slot in range(4)])
+        assert cache.page_map()[reqid].length == 3
 
 
 # Blocks that have left a window
@@ -134,6 +145,35 @@ def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeyp
     with pytest.raises(AssertionError, match="in place of blocks"):
         cache.check()
     cache.free_reqid(child)
+
+
+# Copies
+
+
+@host_only
+def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle slot has just been emptied in the background, and backed anew for the next request."""
+    from vattn.rows import Rows
+
+    write = Rows.write
+    table = FaultyTable()
+    pool = vattn.PagePool("1MiB", page_size=PAGE, table=table.addresses)
+    in_place = []
+
+    def watched(*arguments: Any) -> None:
+        in_place.append(pool.mapper.passed(pool.mapper.last))
+        write(*arguments)
+
+    monkeypatch.setattr(Rows, "write", watched)
+    with make(pool=pool, deferred_reclamation=False, eager_pages=1, max_batch_size=2) as cache:
+        parent, earlier = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({parent: 1, earlier: 9})
+        pool.drain()
+        table.delay = 0.02
+        cache.free_reqid(earlier)
+        cache.fork(parent)
+        assert in_place and all(in_place)
+    pool.close()
 
 
 # Tokens that are copied in
