@@ -168,8 +168,18 @@ class KVCache(Slots):
             return slot
 
         slot = self._give_slot(plan)
-        admission = Admission(slot, self._length[slot])
-        self._bands[0].shared.index.count(len(ids), admission.cached_tokens)
+        admission, counted = Admission(slot, self._length[slot]), False
+        index = self._bands[0].shared.index
+
+        def uncount() -> None:
+            nonlocal counted
+            if counted:
+                index.count(-len(ids), -admission.cached_tokens)
+                counted = False
+
+        self._pool.repair(uncount)
+        index.count(len(ids), admission.cached_tokens)
+        counted = True
         return admission
 
     @atomic

@@ -260,6 +260,7 @@ class Slots:
             for slot in replaced:
                 for band, (start, views) in zip(self._bands, saved[slot], strict=True):
                     band.rows.write(slot, start, views)
+            replaced.clear()
 
         if saved:
             self._pool.repair(write_saved)
