@@ -65,7 +65,7 @@ def run(quick: bool) -> Report:
         for tokens in contexts:
             everything = uniform.pages(tokens) * _PAGE_SIZE
             windows = groups.pages(tokens, tokens - 1) * _PAGE_SIZE
-            ideal = sum(band.live_bytes(tokens) for band in groups.bands)
+            ideal = sum((tokens - band.first_live(tokens, tokens - 1)) * band.token_bytes for band in groups.bands)
             ratios[model.name, tokens] = windows / everything
             figures.append(
                 {

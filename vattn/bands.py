@@ -133,23 +133,28 @@ class BandPages:
         ]
         return self.shared.block_pages * (len(seen) - len(set(seen)))
 
-    def live_bytes(self, lengths: Iterable[tuple[int, int]]) -> int:
-        """Bytes of K and V of the live tokens of slots; those of a block that several have count once."""
-        window, block_tokens = self.band.window, self.band.block_tokens
-        live = sum(self.band.live_bytes(length) for _, length in lengths)
-        if window is None:
-            return live - self.shared.saved_pages // self.shared.block_pages * block_tokens * self.band.token_bytes
+    def live_bytes(self, requests: Iterable[tuple[int, int, int]]) -> int:
+        """Bytes of K and V of the live tokens of slots; those of a block that several have count once.
+
+        Args:
+            requests: slot, tokens, and the first of the queries to come.
+        """
+        block_tokens, token_bytes = self.band.block_tokens, self.band.token_bytes
+        spans = {slot: (self.band.first_live(length, start), length) for slot, length, start in requests}
+        live = sum(length - first for first, length in spans.values())
+        if self.band.window is None:
+            return (live - self.shared.saved_pages // self.shared.block_pages * block_tokens) * token_bytes
         most: dict[PageBlock, int] = {}
         several = 0
-        for slot, length in lengths:
+        for slot, (first, length) in spans.items():
             for block in self.shared[slot].used:
                 start = block.depth * block_tokens
-                tokens = min(length, start + block_tokens) - max(start, length - window)
+                tokens = min(length, start + block_tokens) - max(start, first)
                 if tokens > 0:
                     before = most.get(block, 0)
                     several += min(before, tokens)
                     most[block] = max(before, tokens)
-        return live - several * self.band.token_bytes
+        return (live - several) * token_bytes
 
     def has_surplus(self, slot: int, tokens: int) -> bool:
         """Whether the slot has pages past `tokens` tokens."""

@@ -177,9 +177,19 @@ class KVCache(Slots):
             return slot
 
         slot = self._give_slot(plan)
-        cached = self._length[slot]
-        self._bands[0].shared.index.count(len(ids), cached)
-        return Admission(slot, cached)
+        admission, counted = Admission(slot, self._length[slot]), False
+        index = self._bands[0].shared.index
+
+        def uncount() -> None:
+            nonlocal counted
+            if counted:
+                index.count(-len(ids), -admission.cached_tokens)
+                counted = False
+
+        self._pool.repair(uncount)
+        index.count(len(ids), admission.cached_tokens)
+        counted = True
+        return admission
 
     @atomic
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:
@@ -528,7 +538,7 @@ class KVCache(Slots):
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""
         counts = self._pool.native.counts()
-        lengths = self._length.items()
+        requests = [(slot, length, self._start.get(slot, 0)) for slot, length in self._length.items()]
         index = self._bands[0].shared.index
         return CacheStats(
             page_size=self.layout.page_size,
@@ -543,7 +553,7 @@ class KVCache(Slots):
             peak_mapped_pages=self._peak,
             reserved_bytes=self.layout.reserved_bytes,
             live_tokens=sum(self._length.values()),
-            live_bytes=max(0, sum(band.live_bytes(lengths) for band in self._bands)),
+            live_bytes=max(0, sum(band.live_bytes(requests) for band in self._bands)),
             query_tokens=index.query_tokens,
             hit_tokens=index.hit_tokens,
             kernel_mappings=_native.host_usage().kernel_mappings,
@@ -721,14 +731,15 @@ class KVCache(Slots):
             if isinstance(lengths, str | bytes | Set):
                 raise TypeError(f"{type(lengths).__name__} is no sequence of lengths")
             values = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-            named = {slot: length for slot, length in enumerate(values) if length != 0}
         except Exception as error:  # what iterates may raise anything
             raise InvalidLength(f"lengths must be a mapping from reqid, or a sequence of lengths: {error}") from error
         if len(values) != self.layout.slots:
             raise InvalidLength(
                 f"{len(values)} lengths for {self.layout.slots} slots; give one per slot (0: not named), or a mapping"
             )
-        return named
+        if not {int}.issuperset(map(type, values)):
+            values = [self._checked_length(value, f"the length of slot {slot}") for slot, value in enumerate(values)]
+        return {slot: length for slot, length in enumerate(values) if length}
 
     def _checked_length(self, value: object, name: str, most: int | None = -1) -> int:
         """A number of tokens as an `int`, from 0 to `most`, by default `max_context_len`."""
@@ -751,6 +762,13 @@ class KVCache(Slots):
             for reqid, length in lengths.items()
         }
 
+    def _checked_layer(self, index: object) -> int:
+        """A layer that the cache has as an `int`."""
+        with contextlib.suppress(TypeError):
+            if (layer := as_int(index)) in self.layout.views:
+                return layer
+        raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
+
     def _checked_slot(self, reqid: object) -> int:
         """An allocated slot as an `int`."""
         try:
@@ -760,13 +778,6 @@ class KVCache(Slots):
         if slot not in self._length:
             raise self._invalid_slot(slot)
         return slot
-
-    def _checked_layer(self, index: object) -> int:
-        """A layer of the cache as an `int`."""
-        with contextlib.suppress(TypeError):
-            if (layer := as_int(index)) in self.layout.views:
-                return layer
-        raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
 
     def _invalid_slot(self, slot: int) -> InvalidSlot:
         if 0 <= slot < self.layout.slots:

@@ -57,8 +57,9 @@ class Call:
 
     Attributes:
         change: what is decided and not final; None where that is nothing.
-        repairs: what has to be done if the call ends with an exception although some of its changes are final: give a
-            slot back whose number nobody got, say. Like an undo, each may run twice.
+        repairs: what has to be done if the call ends with an exception although some of its changes are final, or all:
+            give a slot back whose number nobody got, say. Like an undo, each may run twice; and after another thread's
+            call.
         failed: it ended with an exception, and is being taken back.
     """
 

@@ -104,9 +104,11 @@ class Band:
         """The most pages that `tokens` tokens of one slot take while they come up to `chunk` at a time."""
         return self.pages(tokens if self.window is None else min(tokens, self.window + self.block_tokens + chunk - 2))
 
-    def live_bytes(self, tokens: int) -> int:
-        """Bytes of those of `tokens` tokens that are still of use."""
-        return self.token_bytes * (tokens if self.window is None else min(tokens, self.window))
+    def first_live(self, length: int, start: int) -> int:
+        """The first of `length` tokens that the last query sees, or one from token `start` on."""
+        if self.window is None:
+            return 0
+        return min(length, max(0, length - self.window, start - self.window + 1))
 
 
 @dataclass(frozen=True)

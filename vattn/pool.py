@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -182,22 +183,36 @@ class PagePool:
         Args:
             check: runs under the lock, before; it may refuse the call.
         """
-        with self.lock:
-            while True:
-                check()
-                self.enter()
-                call = self.call = Call()
-                try:
-                    self.catch_up()
-                    result = body()
-                    self.call = None
-                    return result
-                except BaseException as error:
-                    call.failed = True
-                    self.recover(error)
-                    # What finalisers gave back in the meantime may be just what was missing.
-                    if not (self._chores and isinstance(error, OutOfPages | NoFreeSlot)):
-                        raise
+        done: Call | None = None
+        try:
+            with self.lock:
+                while True:
+                    check()
+                    self.enter()
+                    call = self.call = Call()
+                    try:
+                        self.catch_up()
+                        result = body()
+                        done, self.call = call, None
+                        return result
+                    except BaseException as error:
+                        call.failed = True
+                        self.recover(error)
+                        # What finalisers gave back in the meantime may be just what was missing.
+                        if not (self._chores and isinstance(error, OutOfPages | NoFreeSlot)):
+                            raise
+        except BaseException:
+            if done is not None and done.repairs:  # interrupted as the lock was released: nobody gets the result
+                self._repair(done)
+            raise
+
+    def _repair(self, call: Call) -> None:
+        """Makes up for a call that was done, and that nobody knows of."""
+        with contextlib.suppress(VattnError), self.lock:
+            self.enter()
+            call.change, call.failed = None, True
+            self.call = call
+            self.recover(None)
 
     # With the lock held:
 

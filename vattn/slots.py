@@ -212,7 +212,11 @@ class Slots:
             # is that of a request whose tokens are still to be copied in.
             starts = {slot: max(before, start[slot]) for slot, before in length.items()}
             self._start = {slot: min(first, lengths.get(slot, first)) for slot, first in starts.items()}
-            self._origin = {slot: first for slot, first in origin.items() if lengths.get(slot, 1) or not length[slot]}
+            self._origin = {
+                slot: min(first, lengths.get(slot) or first)  # a request may be shorter than announced
+                for slot, first in origin.items()
+                if lengths.get(slot, 1) or not length[slot]
+            }
         self._length = {**length, **lengths}
         for slot in lowered:
             self._rewind(change, slot)
@@ -258,6 +262,7 @@ class Slots:
             for slot in replaced:
                 for band, (start, views) in zip(self._bands, saved[slot], strict=True):
                     band.rows.write(slot, start, views)
+            replaced.clear()
 
         if saved:
             self._pool.repair(write_saved)
@@ -573,6 +578,8 @@ class Slots:
         """Pages of the slot are planned to go."""
         self._count(slot, self._private_pages(slot) - private_before)
         self._ready[slot] = min(self._ready[slot], self._extent(slot))
+        if slot in self._length:
+            self._set_limit(slot)
 
     def _evict(
         self,
@@ -700,8 +707,6 @@ class Slots:
             missing = pages - (self._pool.free_pages - before)
             if missing > 0 or cached:
                 self._unmap_band(change, band, slot, missing, needed, cached=cached)
-        if slot in self._length:
-            self._set_limit(slot)
         return self._pool.free_pages - before
 
     def _unmap_band(self, change: Change, band: BandPages, slot: int, pages: int, needed: int, *, cached: bool) -> None:

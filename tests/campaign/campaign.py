@@ -114,7 +114,10 @@ def run(
             setup()
         for i in range(number, number + 500):
             mode, rng = draw(seed, i, modes)
-            send((mode, MODES[mode][0](rng)))
+            played = MODES[mode][0](rng)
+            send((mode, played))
+            if played.kind is not None:
+                return  # it may have left something behind
 
     while left():
         try:

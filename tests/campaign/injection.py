@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import itertools
 import os
 import signal
 import sys
@@ -17,44 +18,49 @@ LIBRARY = os.path.dirname(vattn.__file__)
 
 
 @cache
-def _leaves_with(code: CodeType) -> frozenset[int]:
-    """Offsets from which a `with` is left in order.
-
-    No signal is handled between the end of the body and the call of `__exit__`; an exception raised there would leave
-    every lock in the world locked.
+def _after_calls(code: CodeType) -> dict[int, bool]:
+    """Offsets behind a call, where an exception finds the same handlers as one that the call raised; and whether
+    CPython looks for signals there whatever was called.
     """
-    found = set()
+    handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int | None:
+        inner = [entry.target for entry in handlers if entry.start <= offset < entry.end]
+        return inner[-1] if inner else None
+
+    found = {}
     steps = list(dis.get_instructions(code))
-    for i in range(len(steps) - 4):
-        pushed = steps[i : i + 3]
-        if all(step.opname == "LOAD_CONST" and step.argval is None for step in pushed):
-            after = [step for step in steps[i + 3 : i + 6] if step.opname not in ("PRECALL", "CACHE", "PUSH_NULL")]
-            if after and after[0].opname == "CALL" and after[0].arg == 2:
-                found |= {step.offset for step in steps[max(0, i - 2) : i + 1] if step.opname in ("LOAD_CONST", "SWAP")}
-    return frozenset(found)
+    for call, behind in itertools.pairwise(steps):
+        if call.opname in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") and handler(call.offset) == handler(behind.offset):
+            found[behind.offset] = call.opname == "CALL_FUNCTION_EX"
+    return found
 
 
 def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "raise") -> Any:
     """Calls a function, with a KeyboardInterrupt at the nth event in code of vattn.
 
     Args:
-        event: "call": where a Python function is entered; "line": at any line, or return, as well.
+        event: "call": where a Python function is entered; "check": behind what is no Python function, as well. CPython
+            handles signals there, and nowhere else but where a loop goes on.
         how: "raise": the exception itself; "signal": SIGINT, which code may hold off.
     """
-    events = ("call",) if event == "call" else ("call", "line", "return")
     left = nth
+    entered: set[FrameType] = set()  # those that called a Python function with the instruction before
 
     def trace(frame: FrameType, kind: str, arg: Any) -> Any:
         nonlocal left
+        if kind == "call" and frame.f_back is not None and frame.f_code.co_name not in ("__init__", "__new__"):
+            entered.add(frame.f_back)
         if not frame.f_code.co_filename.startswith(LIBRARY):
             return None
-        if kind == "line":
-            counts = frame.f_lasti not in _leaves_with(frame.f_code)
-        else:  # what a public call returns, the caller has
-            counts = kind == "call" or (
-                frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(LIBRARY)
-            )
-        if kind in events and counts:
+        counts = kind == "call"
+        if kind == "opcode":
+            always = _after_calls(frame.f_code).get(frame.f_lasti)
+            counts = always or (always is not None and frame not in entered)
+            entered.discard(frame)
+        if event == "check":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if counts:
             left -= 1
             if left == 0:
                 sys.settrace(None)

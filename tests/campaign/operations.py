@@ -152,6 +152,11 @@ class Step(Operation):
             world.see(each, label, upto=before[label])
             world.put(each, label, written[label])
 
+    def keeps_lengths(self, world: World) -> bool:
+        """Whether no length changes."""
+        requests = world.caches[self.cache].model.requests
+        return all(requests[label].length == length for label, (length, _) in self._lengths(world).items())
+
     def _lengths(self, world: World) -> dict[int, tuple[int, int]]:
         """Those that name a request, and not one to be copied in with no token."""
         requests = world.caches[self.cache].model.requests

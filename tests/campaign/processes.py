@@ -184,8 +184,8 @@ def collections(seed: int) -> int:
     cache = vattn.KVCache(config)
 
     class Request:
-        def __init__(self) -> None:
-            self.reqid = cache.alloc_reqid()
+        def __init__(self, reqid: int) -> None:
+            self.reqid = reqid
             self.me = self
 
         def __del__(self) -> None:
@@ -196,7 +196,7 @@ def collections(seed: int) -> int:
     calls = 0
     for i in range(400):
         try:
-            made = Request()
+            made = Request(cache.alloc_reqid())
             cache.step({made.reqid: i % 199 + 1})
             cache.stats()
             calls += 3

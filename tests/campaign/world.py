@@ -129,6 +129,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.before_call: Callable[[], object] | None = None
         self.table: FaultyTable | None = None
+        if config.drop:
+            gc.collect()  # what is left of earlier worlds does not count
         self._before = usage()
         table = ""
         if config.table:

@@ -176,6 +176,41 @@ def count_entries(name: str, window: int | None, overlap: bool) -> int:
     return count
 
 
+class InterruptedLock:
+    """A lock behind whose release SIGINT is handled, once."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.armed = True
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["alloc_reqid", "admit", "admit_nothing_cached", "fork", "step", "free_reqid"])
+def test_a_call_that_is_interrupted_as_it_returns_leaves_no_slot_behind(name: str) -> None:
+    scene = Scene(None, overlap=True)
+    before, hits = scene.state(), scene.cache.stats().query_tokens
+    pool = scene.cache._pool
+    pool.lock, lock = InterruptedLock(pool.lock), pool.lock  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        CALLS[name](scene)
+    pool.lock = lock
+    scene.cache.check()
+    if name in ("step", "free_reqid"):
+        assert scene.state()[0] != before[0]
+    else:
+        assert scene.state() == before
+        assert scene.cache.stats().query_tokens == hits
+    scene.cache.close()
+
+
 @host_only
 def test_tokens_that_move_to_pages_of_their_own_survive_an_interrupt() -> None:
     """Copy-on-write: the rows of a shared block that stay are copied into the page that replaces it."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import FaultyTable
 from target import DEVICE, host_only
 
 import vattn
@@ -17,7 +18,7 @@ GLOBAL, LOCAL = 0, 1  # the layers
 PAGE = 4096
 
 
-def make(**options: Any) -> vattn.KVCache:
+def make(*, pool: vattn.PagePool | None = None, **options: Any) -> vattn.KVCache:
     plain: dict[str, Any] = {
         "groups": [
             vattn.TensorGroup(layers=[GLOBAL], num_kv_heads=1, head_dim=32),
@@ -32,7 +33,7 @@ def make(**options: Any) -> vattn.KVCache:
         "eager_pages": 0,
         "device": DEVICE,
     }
-    return vattn.KVCache(vattn.KVConfig(**plain | options))
+    return vattn.KVCache(vattn.KVConfig(**plain | options), pool=pool)
 
 
 def fill(cache: vattn.KVCache, slot: int, start: int, end: int, value: float) -> None:
@@ -43,6 +44,26 @@ def fill(cache: vattn.KVCache, slot: int, start: int, end: int, value: float) ->
 
 def values(cache: vattn.KVCache, slot: int, start: int, end: int, layer: int = LOCAL) -> set[float]:
     return {float(value) for tensor in cache.layer(layer) for value in tensor[slot, start:end].flatten()}
+
+
+@pytest.mark.parametrize(
+    "bad", [2, -1, None, "0", 0.0, False, np.bool_(True), np.float32(0), [], {}, torch.tensor(0.0)]
+)
+def test_what_is_no_layer_is_refused(bad: Any) -> None:
+    with make() as cache:
+        with pytest.raises(IndexError, match="is not one of the cache's: 0, 1"):
+            cache.layer(bad)
+        assert cache.layer(np.int64(LOCAL))[0] is cache.layer(LOCAL)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0.0, False, np.array([0]), torch.tensor(0.0), complex(0), np.float32(3)])
+def test_what_is_no_length_in_a_sequence_is_refused(bad: Any) -> None:
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        with pytest.raises(vattn.InvalidLength, match="not a whole number"):
+            cache.step([bad if slot == reqid else 0 for slot in range(4)])
+        cache.step([np.int8(3) if slot == reqid else 0 for slot in range(4)])
+        assert cache.page_map()[reqid].length == 3
 
 
 # Blocks that have left a window
@@ -126,6 +147,35 @@ def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeyp
     cache.free_reqid(child)
 
 
+# Copies
+
+
+@host_only
+def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle slot has just been emptied in the background, and backed anew for the next request."""
+    from vattn.rows import Rows
+
+    write = Rows.write
+    table = FaultyTable()
+    pool = vattn.PagePool("1MiB", page_size=PAGE, table=table.addresses)
+    in_place = []
+
+    def watched(*arguments: Any) -> None:
+        in_place.append(pool.mapper.passed(pool.mapper.last))
+        write(*arguments)
+
+    monkeypatch.setattr(Rows, "write", watched)
+    with make(pool=pool, deferred_reclamation=False, eager_pages=1, max_batch_size=2) as cache:
+        parent, earlier = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({parent: 1, earlier: 9})
+        pool.drain()
+        table.delay = 0.02
+        cache.free_reqid(earlier)
+        cache.fork(parent)
+        assert in_place == [True] * len(cache.layers)
+    pool.close()
+
+
 # Tokens that are copied in
 
 
@@ -189,6 +239,9 @@ def test_a_restored_request_may_be_shorter_than_announced() -> None:
     with make() as cache:
         reqid = cache.alloc_reqid(start=13)
         cache.step({reqid: 1})
+        cache.check()
+        cache.step({reqid: 3})
+        cache.step({reqid: 2})  # what the last step computed can be taken back
         cache.check()
 
 
@@ -452,9 +505,36 @@ def test_no_more_bytes_are_live_than_owned() -> None:
         assert 0 <= stats.waste < 1
 
 
-@pytest.mark.parametrize("layer", [2, -1, 1.0, True, None, [0], "0"], ids=str)
-def test_what_is_no_layer_is_refused(layer: Any) -> None:
-    with make() as cache:
-        assert cache.layer(np.int64(1))[0] is cache.layer(1)[0]  # type: ignore[arg-type]
-        with pytest.raises(IndexError, match="is not one of the cache's: 0, 1"):
-            cache.layer(layer)
+@host_only
+def test_no_more_bytes_are_live_than_owned_where_a_step_adds_nothing() -> None:
+    """Then nothing but queries to come is left to see what is in the window, and they are a token further."""
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=128, sliding_window=9) as cache:
+        row = 2 * PAGE // cache.prefix_block_tokens
+        tokens = list(range(65))
+        reqid, _ = cache.admit(tokens)
+        cache.step({reqid: 64})
+        assert cache.stats().live_bytes == 9 * row
+        cache.commit(reqid, tokens[:64])
+        cache.step({reqid: 64})
+        assert cache.stats().live_bytes == 8 * row
+        assert 0 <= cache.stats().waste < 1
+        cache.free_reqid(reqid)
+        reqid, cached = cache.admit(tokens)
+        assert cached == 64
+        assert cache.stats().live_bytes == 8 * row
+
+
+@host_only
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_that_are_evicted_from_a_running_request_are_known_to_be_gone(overlap: bool) -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32, guard_rows=1, overlap=overlap) as cache:
+        block = cache.prefix_block_tokens
+        reqid, _ = cache.admit(list(range(2 * block)))
+        cache.step({reqid: 2 * block})
+        cache.commit(reqid, list(range(2 * block)))
+        cache.step({reqid: 0})
+        assert cache.evict_prefixes()
+        cache.check()
+        cache.step({reqid: 1})
+        fill(cache, reqid, 0, 1, 1.0)
+        cache.check()
