@@ -103,15 +103,13 @@ class IdleSlots(Collection[int]):
             at = first
         return found
 
-    def largest_extent(self) -> int:
-        """Tokens that back the largest slot without blocks; 0 without any."""
-        end = bisect.bisect_left(self._order, (1,)) if self._order and self._order[-1].blocks else len(self._order)
-        return self._order[end - 1].extent if end else 0
-
     def largest_empty(self, limit: int) -> list[int]:
-        """Up to `limit` slots without blocks, those that back most first."""
-        end = bisect.bisect_left(self._order, (1,))
-        return [entry.slot for entry in reversed(self._order[max(0, end - limit) : end])]
+        """Up to `limit` slots without blocks, of those that back most the longest idle."""
+        end = bisect.bisect_left(self._order, (1,)) if self._order and self._order[-1].blocks else len(self._order)
+        if not end:
+            return []
+        first = bisect.bisect_left(self._order, self._order[end - 1][:2])
+        return [entry.slot for entry in self._order[first : min(end, first + limit)]]
 
     def ending_with(self, key: Key | None, limit: int) -> list[int]:
         """Up to `limit` slots whose last block has this key."""

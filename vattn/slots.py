@@ -830,9 +830,9 @@ class Slots:
         """Backs the start of the best idle slot, so that the next request's prefill finds its pages mapped."""
         if not self.config.eager_pages:
             return
-        if self._eager_tokens is not None and self._idle.largest_extent() >= self._eager_tokens:
-            return
         empty = self._idle.largest_empty(_CANDIDATES)
+        if empty and self._eager_tokens is not None and self._idle[empty[0]].extent >= self._eager_tokens:
+            return
         slot = next((slot for slot in empty if all(band.begins(slot) for band in self._bands)), None)
         if slot is None:
             return
