@@ -11,8 +11,9 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
+# A process per core, each with one thread: two threads on two cores wait for each other under any other load.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others.

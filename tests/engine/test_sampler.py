@@ -157,7 +157,9 @@ def test_minimum_length_as_in_transformers(num_output: int) -> None:
     ids = torch.ones(1, 1 + num_output, dtype=torch.int64)
     want = hf.MinNewTokensLengthLogitsProcessor(1, 5, [3, 8])(ids, logits[:1].clone())
     assert torch.equal(edited[0], want[0])
-    assert torch.equal(edited[1], logits[1])
+    # The end of the text is masked also where it is ignored, as in vLLM.
+    want = hf.MinNewTokensLengthLogitsProcessor(1, 5, [3])(ids[:, :1], logits[1:].clone())
+    assert torch.equal(edited[1], want[0])
 
 
 def naive_penalties(logits: Tensor, request: Request) -> Tensor:

@@ -296,7 +296,7 @@ def test_a_worker_that_cannot_take_the_context(stub: Stub, call: str) -> None:
     transaction_fails = False
     with pools[0].lock:
         try:
-            pools[0].execute(lambda transaction: transaction.wait_for(None))
+            pools[0].execute(lambda change: change.transaction.wait_for(None))
         except vattn.DriverError as error:
             transaction_fails = error.call == call
     stub.heal()
