@@ -112,7 +112,9 @@ class Drawer:
         self._next: tuple[int, int, type[Operation]] | None = None  # what usually follows: cache, request, which
 
     def operations(self, world: World, count: int) -> Iterator[Operation]:
-        """So many, each drawn when the one before it has been made."""
+        """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
+        if self.rng.random() < 0.25:
+            yield from self._opening(world)
         for _ in range(count):
             yield self.draw(world)
 
@@ -141,6 +143,36 @@ class Drawer:
         weights = [weight for weight, _ in choices]
         ((_, drawn),) = rng.choices(choices, weights)
         return drawn(number, each, running)
+
+    def _opening(self, world: World) -> Iterator[Operation]:
+        """A few operations that lead to where requests touch each other: behind a window, in what they share, and next
+        to what is parked.
+        """
+        rng = self.rng
+        number = rng.randrange(len(world.caches))
+        each = world.caches[number]
+        windows = [window for window in each.model.windows.values() if window is not None]
+        # So long that a block or two have left a window.
+        length = each.block * rng.randint(1, 2) + rng.randint(0, each.block) + (rng.choice(windows) if windows else 0)
+        if each.slots < 2 or length + 1 > each.context:
+            return
+        earlier, first, second, third = (self.next_label() for _ in range(4))
+        if rng.random() < 0.7:  # pages of another request, which will be parked
+            yield Alloc(number, earlier)
+            yield Step(number, {earlier: (rng.randint(1, length), 1)})
+        start = rng.randint(1, length) if rng.random() < 0.4 else 0
+        yield Alloc(number, first, start=start) if start else Admit(number, first, length, 0)
+        yield Step(number, {first: (length, 0)})
+        if rng.random() < 0.7:
+            yield Step(number, {first: (length + 1, 0)})
+        if rng.random() < 0.5:
+            yield Commit(number, first)
+        yield Free(number, earlier)
+        yield rng.choice((Fork(number, first, second), Admit(number, second, length, 0)))
+        yield Step(number, {second: (rng.choice((length, length + 1, max(1, length - each.block))), 0)})
+        yield Commit(number, rng.choice((first, second)))
+        yield rng.choice((Free(number, first), Free(number, second), Step(number, {first: (length // 2, 0)})))
+        yield Admit(number, third, length, 0)
 
     def next_label(self) -> int:
         self._label += 1
