@@ -10,7 +10,7 @@ from typing import Any
 
 import vattn
 from tests.campaign.contents import BRANCHES
-from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Step, Trim
+from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Retract, Step, Trim
 from tests.campaign.world import CacheUnderTest, Config, World, make_config
 from vattn.config import resolve
 
@@ -138,7 +138,7 @@ class Drawer:
         if room:
             choices += [(8, self._admit), (3, self._alloc)]
         if running:
-            choices += [(20, self._step), (2, self._commit), (5, self._free)]
+            choices += [(20, self._step), (2, self._commit), (5, self._free), (1, self._retract)]
             choices += [(8, self._fork)] if room else [(5, self._free)]
         weights = [weight for weight, _ in choices]
         ((_, drawn),) = rng.choices(choices, weights)
@@ -238,6 +238,9 @@ class Drawer:
     def _fork(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
         self._next = number, self.next_label(), Commit
         return Fork(number, self.rng.choice(running), self._label)
+
+    def _retract(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        return Retract(number, self.rng.choice(running))
 
     def _free(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
         return Free(number, self.rng.choice(running))
