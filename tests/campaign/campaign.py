@@ -152,6 +152,8 @@ def run(
             if ended.kind not in known:
                 known.add(ended.kind)
                 played = _told(partial(MODES[mode][0], rng), setup, _QUIET)
+                if played.kind is None:  # it does not come every time
+                    played = replace(played, kind=ended.kind, detail=str(ended))
                 found = Finding(mode, seed, number - 1, summary.calls, played)
                 summary.findings.append(found)
                 _shrink(found, setup, shrink_seconds)

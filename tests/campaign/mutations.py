@@ -155,6 +155,14 @@ def no_copy() -> None:
     rows.Rows.write = lambda self, slot, start, rows: None  # type: ignore[method-assign]
 
 
+@mutation(None, "fork does not wait until the pages that it copies to are mapped", "random")
+def no_wait() -> None:
+    true = slots.Slots._await_growth
+    slots.Slots._await_growth = (  # type: ignore[method-assign]
+        lambda self, needs: any(slot in self._length for slot in needs) and true(self, needs)
+    )
+
+
 @mutation(None, "the salt is not part of a block's key", "random")
 def no_salt() -> None:
     true = prefix.root_key
