@@ -947,10 +947,10 @@ class Slots:
 
     def _set_limit(self, slot: int) -> None:
         length = self._length[slot]
-        if self._leftover(slot):
-            self._limit[slot] = length
-            return
         ready = self._ready[slot] - self.config.guard_rows
+        if self._leftover(slot):
+            self._limit[slot] = min(length, ready)
+            return
         most = self.config.max_context_len
         # With overlap the last backed token is already a reason to act: the next one has to be queued.
         limit = most if ready >= most else ready - self.config.overlap

@@ -53,20 +53,31 @@ class Finding:
 
 @dataclass
 class Summary:
-    """What a campaign did."""
+    """What a campaign did.
+
+    Attributes:
+        scenarios: by mode; `calls_of` are their calls on the public interface.
+        counts: what came up how often.
+    """
 
     scenarios: Counter[str] = field(default_factory=Counter)
-    calls: int = 0
+    calls_of: Counter[str] = field(default_factory=Counter)
     seconds: float = 0
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
 
+    @property
+    def calls(self) -> int:
+        """All of them."""
+        return self.calls_of.total()
+
     def __str__(self) -> str:
-        modes = ", ".join(f"{n} {mode}" for mode, n in self.scenarios.most_common())
+        modes = ", ".join(f"{mode}: {self.calls_of[mode]:,} in {n:,}" for mode, n in self.scenarios.most_common())
         counts = ", ".join(f"{n:,} {name}" for name, n in self.counts.most_common())
         rate = self.calls / self.seconds if self.seconds else 0
         return (
-            f"{self.calls:,} calls in {self.seconds:.0f} s ({rate:,.0f} a second); scenarios: {modes}\n{counts}\n"
+            f"{self.calls:,} calls in {self.seconds:.0f} s ({rate:,.0f} a second)\n"
+            f"calls in scenarios: {modes}\n{counts}\n"
             f"{len(self.findings)} found"
         )
 
@@ -123,7 +134,7 @@ def run(
         try:
             for mode, played in in_child(work, quiet_seconds=_QUIET):
                 summary.scenarios[mode] += 1
-                summary.calls += played.calls
+                summary.calls_of[mode] += played.calls
                 summary.counts += played.counts
                 number += 1
                 if played.kind is not None and played.kind not in known:
@@ -141,6 +152,8 @@ def run(
             if ended.kind not in known:
                 known.add(ended.kind)
                 played = _told(partial(MODES[mode][0], rng), setup, _QUIET)
+                if played.kind is None:  # it does not come every time
+                    played = replace(played, kind=ended.kind, detail=str(ended))
                 found = Finding(mode, seed, number - 1, summary.calls, played)
                 summary.findings.append(found)
                 _shrink(found, setup, shrink_seconds)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import vattn
 from tests.campaign.injection import interrupted
-from tests.campaign.operations import Operation, Step
+from tests.campaign.operations import Commit, Operation, Step
 from tests.campaign.play import Played, play
 from tests.campaign.scenarios import Drawer, draw_config
 from tests.campaign.world import Found, Refused, Stopped, World
@@ -47,8 +47,9 @@ class Interrupted(Operation):
         except vattn.VattnError as error:
             raise Stopped from error  # a pool that refuses to go on keeps its promise
         if now == [each.model.lengths() for each in world.caches]:
-            if isinstance(self.inner, Step) and self.inner.keeps_lengths(world):
-                self.inner.accept(world, None)  # nobody can tell, so only what both would leave is promised
+            # Nobody can tell whether these happened, so only what both would leave is promised.
+            if isinstance(self.inner, Commit) or (isinstance(self.inner, Step) and self.inner.keeps_lengths(world)):
+                self.inner.accept(world, None)
             return
         if gives_slot:
             raise Found(

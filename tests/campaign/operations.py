@@ -208,6 +208,17 @@ class Commit(Operation):
 
 
 @dataclass(frozen=True)
+class Retract(Operation):
+    """`retract`: fewer prefixes are found afterwards, which the model does not count."""
+
+    label: int
+
+    def call(self, world: World) -> Call | None:
+        each = world.caches[self.cache]
+        return Call(f"{each.name}.retract(r{self.label})") if self.label in each.model.requests else None
+
+
+@dataclass(frozen=True)
 class Fork(Operation):
     """`fork`."""
 

@@ -225,13 +225,15 @@ def signals(seed: int) -> int:
     )  # fmt: skip
     cache = vattn.KVCache(config)
     seen = 0
+    over = False
 
     def handler(number: int, frame: object) -> None:
         nonlocal seen
         assert cache.stats().live_tokens >= 0
         cache.page_map()
         seen += 1
-        signal.setitimer(signal.ITIMER_REAL, 0.0003)
+        if not over:
+            signal.setitimer(signal.ITIMER_REAL, 0.0003)
 
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.0003)
@@ -240,6 +242,7 @@ def signals(seed: int) -> int:
     while seen < 100 and calls < 100_000:
         cache.step({reqid: calls % 199 + 1})
         calls += 1
+    over = True
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     cache.check()

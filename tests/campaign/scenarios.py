@@ -10,7 +10,7 @@ from typing import Any
 
 import vattn
 from tests.campaign.contents import BRANCHES
-from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Step, Trim
+from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Retract, Step, Trim
 from tests.campaign.world import CacheUnderTest, Config, World, make_config
 from vattn.config import resolve
 
@@ -112,7 +112,9 @@ class Drawer:
         self._next: tuple[int, int, type[Operation]] | None = None  # what usually follows: cache, request, which
 
     def operations(self, world: World, count: int) -> Iterator[Operation]:
-        """So many, each drawn when the one before it has been made."""
+        """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
+        if self.rng.random() < 0.25:
+            yield from self._opening(world)
         for _ in range(count):
             yield self.draw(world)
 
@@ -136,11 +138,41 @@ class Drawer:
         if room:
             choices += [(8, self._admit), (3, self._alloc)]
         if running:
-            choices += [(20, self._step), (2, self._commit), (5, self._free)]
+            choices += [(20, self._step), (2, self._commit), (5, self._free), (1, self._retract)]
             choices += [(8, self._fork)] if room else [(5, self._free)]
         weights = [weight for weight, _ in choices]
         ((_, drawn),) = rng.choices(choices, weights)
         return drawn(number, each, running)
+
+    def _opening(self, world: World) -> Iterator[Operation]:
+        """A few operations that lead to where requests touch each other: behind a window, in what they share, and next
+        to what is parked.
+        """
+        rng = self.rng
+        number = rng.randrange(len(world.caches))
+        each = world.caches[number]
+        windows = [window for window in each.model.windows.values() if window is not None]
+        # So long that a block or two have left a window.
+        length = each.block * rng.randint(1, 2) + rng.randint(0, each.block) + (rng.choice(windows) if windows else 0)
+        if each.slots < 2 or length + 1 > each.context:
+            return
+        earlier, first, second, third = (self.next_label() for _ in range(4))
+        if rng.random() < 0.7:  # pages of another request, which will be parked
+            yield Alloc(number, earlier)
+            yield Step(number, {earlier: (rng.randint(1, length), 1)})
+        start = rng.randint(1, length) if rng.random() < 0.4 else 0
+        yield Alloc(number, first, start=start) if start else Admit(number, first, length, 0)
+        yield Step(number, {first: (length, 0)})
+        if rng.random() < 0.7:
+            yield Step(number, {first: (length + 1, 0)})
+        if rng.random() < 0.5:
+            yield Commit(number, first)
+        yield Free(number, earlier)
+        yield rng.choice((Fork(number, first, second), Admit(number, second, length, 0)))
+        yield Step(number, {second: (rng.choice((length, length + 1, max(1, length - each.block))), 0)})
+        yield Commit(number, rng.choice((first, second)))
+        yield rng.choice((Free(number, first), Free(number, second), Step(number, {first: (length // 2, 0)})))
+        yield Admit(number, third, length, 0)
 
     def next_label(self) -> int:
         self._label += 1
@@ -206,6 +238,9 @@ class Drawer:
     def _fork(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
         self._next = number, self.next_label(), Commit
         return Fork(number, self.rng.choice(running), self._label)
+
+    def _retract(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        return Retract(number, self.rng.choice(running))
 
     def _free(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
         return Free(number, self.rng.choice(running))

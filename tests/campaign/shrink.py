@@ -76,7 +76,9 @@ def _configs(best: Callable[[], Config]) -> Iterator[Config]:
     """Simpler configurations, each from the best one so far."""
     if best().every != 1:
         yield replace(best(), every=1)
-    if best().table and best().fail is None:
+    if best().delay:
+        yield replace(best(), delay=0.0)
+    if best().table and best().fail is None and not best().delay:
         yield replace(best(), table=False)
     for i in range(len(best().caches)):
         for name, plain in _PLAIN.items():

@@ -76,6 +76,8 @@ class Config:
         every: operations between two checks.
         fail: the nth driver call fails, once the caches are made, with that code: (nth, code).
         drop: the caches are not closed in the end, but dropped.
+        delay: seconds that every driver call takes longer once the caches are made, so that the worker lags behind;
+            with a table.
     """
 
     pool_pages: int
@@ -84,6 +86,7 @@ class Config:
     every: int = 1
     fail: tuple[int, int] | None = None
     drop: bool = False
+    delay: float = 0.0
 
 
 @dataclass
@@ -150,6 +153,8 @@ class World:
             raise
         if config.fail is not None:
             self._exec(f"table.fail{config.fail}")
+        if config.delay:
+            self._exec(f"table.delay = {config.delay}")
 
     def _exec(self, line: str) -> None:
         self.lines.append(line)

@@ -538,3 +538,22 @@ def test_blocks_that_are_evicted_from_a_running_request_are_known_to_be_gone(ove
         cache.step({reqid: 1})
         fill(cache, reqid, 0, 1, 1.0)
         cache.check()
+
+
+@host_only
+@pytest.mark.parametrize("less", [0, 1])
+def test_guard_rows_are_backed_where_blocks_of_an_earlier_request_are_left_over(less: int) -> None:
+    """In layers without a window they are, so that a step need not grow those; behind the window they are missing."""
+    with make(guard_rows=5, max_batch_size=1) as cache:
+        block = cache.prefix_block_tokens
+        tokens = list(range(6 * block))
+        earlier, _ = cache.admit(tokens)
+        for length in (2 * block, 5 * block, 5 * block + 1):
+            cache.step({earlier: length})
+            cache.commit(earlier, tokens[:length])
+        cache.free_reqid(earlier)
+        reqid, cached = cache.admit(tokens[: 2 * block + 1])
+        assert cached == 2 * block
+        cache.step({reqid: cached - less})
+        assert cache.page_map()[reqid].mapped >= cached - less + 5
+        cache.check()
