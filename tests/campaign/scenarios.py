@@ -113,7 +113,7 @@ class Drawer:
 
     def operations(self, world: World, count: int) -> Iterator[Operation]:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
-        if self.rng.random() < 0.25:
+        if self.rng.random() < 0.4:
             yield from self._opening(world)
         for _ in range(count):
             yield self.draw(world)
@@ -160,7 +160,9 @@ class Drawer:
         if rng.random() < 0.7:  # pages of another request, which will be parked
             yield Alloc(number, earlier)
             yield Step(number, {earlier: (rng.randint(1, length), 1)})
-        start = rng.randint(1, length) if rng.random() < 0.4 else 0
+        # Of tokens that are copied in, windows lack those before the end of a block.
+        near = each.block * rng.randint(1, length // each.block) + rng.randint(1, 3)
+        start = rng.choice((0, 0, 0, rng.randint(1, length), min(length, near)))
         yield Alloc(number, first, start=start) if start else Admit(number, first, length, 0)
         yield Step(number, {first: (length, 0)})
         if rng.random() < 0.7:
