@@ -17,7 +17,6 @@ import stub
 
 INNER = sorted(path.name for path in Path(__file__).with_name("inner").glob("test_*.py"))
 LIBRARY = [
-    "test_atomic.py",
     "test_cache.py",
     "test_contents.py",
     "test_faults.py",
