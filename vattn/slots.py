@@ -438,7 +438,7 @@ class Slots:
 
         def undo() -> None:
             self._length[slot], self._start[slot] = length, start
-            _put(self._origin, slot, origin)
+            _store(self._origin, slot, origin)
             if unzeroed:
                 self._unzeroed[slot] = None
             self._leaving.pop(slot, None)
@@ -492,8 +492,8 @@ class Slots:
     def _set_end(self, change: Change, slot: int, end: int) -> None:
         before = self._ends.get(slot, 0)
         if end != before:
-            change.on_revert(lambda: _put(self._ends, slot, before))
-            _put(self._ends, slot, end)
+            change.on_revert(lambda: _store(self._ends, slot, before))
+            _store(self._ends, slot, end)
 
     def _leftover(self, slot: int) -> bool:
         """Whether pages of the slot, which is active, must leave before anything is written behind its length."""
@@ -982,7 +982,7 @@ class Slots:
         return plan
 
 
-def _put(books: dict[K, V], key: K, value: V) -> None:
+def _store(books: dict[K, V], key: K, value: V) -> None:
     """Of books that list only what is not 0."""
     if value:
         books[key] = value
