@@ -245,8 +245,8 @@ def _found(mutation: Mutation, options: argparse.Namespace) -> bool:
         mutation.what,
         ", ".join(mutation.modes),
         "; ".join(str(kind).replace("AssertionError: ", "") for kind in dict.fromkeys(kinds)),
-        ", ".join(f"{summary.calls:,}".replace(",", " ") for summary in runs),
-        ", ".join(f"{summary.seconds:.1f}" for summary in runs),
+        " / ".join(f"{summary.calls:,}" for summary in runs),
+        " / ".join(f"{summary.seconds:.1f}" for summary in runs),
     )
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return all(summary.findings for summary in runs)
