@@ -155,7 +155,8 @@ class KVCache(Slots):
             DriverError: a driver call failed. Nothing changed.
         """
         ids = as_ids(token_ids)
-        root_key(salt)
+        if type(salt) is not bytes:
+            root_key(salt)  # refuses it
         if not 1 <= len(ids) <= self.config.max_context_len:
             raise InvalidLength(
                 f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
@@ -334,10 +335,11 @@ class KVCache(Slots):
             lengths = self._by_slot(lengths)
         limit = self._limit
         try:
-            crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
+            crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
             # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
-            plain = type(sum(lengths.values())) is int is type(sum(lengths)) and {int}.issuperset(map(type, crossing))
-            if lengths and not (plain and min(lengths.values()) > 1):
+            if type(sum(lengths.values())) is not int:
+                raise TypeError
+            if crossing and not all(type(slot) is int and lengths[slot] > 1 for slot in crossing):
                 raise TypeError
         except Exception:  # something else is among them, or a length below 2
             lengths = self._checked_lengths(lengths)
