@@ -337,7 +337,7 @@ class KVCache(Slots):
         try:
             crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
             # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
-            if type(sum(lengths.values())) is not int:
+            if not type(sum(lengths.values())) is int is type(sum(lengths)):
                 raise TypeError
             if crossing and not all(type(slot) is int and lengths[slot] > 1 for slot in crossing):
                 raise TypeError
