@@ -81,9 +81,10 @@ std::vector<Hierarchy> memory_hierarchies(const std::string& root) {
 }
 
 // The directories of a group and of those around it, innermost first, as far as they are mounted.
-std::vector<std::string> directories(const std::string& root, const Hierarchy& hierarchy) {
+std::vector<std::string> directories(const std::string& root, const std::vector<std::string>& mounts,
+                                     const Hierarchy& hierarchy) {
   std::vector<std::string> found;
-  for (const std::string& line : split(contents(root + "/proc/self/mountinfo"), '\n')) {
+  for (const std::string& line : mounts) {
     // id parent device root mountpoint options [tags] - type source options
     const std::vector<std::string> fields = split(line, ' ');
     const auto dash = std::find(fields.begin(), fields.end(), "-");
@@ -107,6 +108,13 @@ std::vector<std::string> directories(const std::string& root, const Hierarchy& h
   return found;
 }
 
+std::vector<std::string> cgroup_mounts(const std::string& root) {
+  std::vector<std::string> mounts = split(contents(root + "/proc/self/mountinfo"), '\n');
+  const auto other = [](const std::string& line) { return line.find(" - cgroup") == std::string::npos; };
+  mounts.erase(std::remove_if(mounts.begin(), mounts.end(), other), mounts.end());
+  return mounts;
+}
+
 }  // namespace
 
 AvailableMemory available_memory(const std::string& root) {
@@ -119,8 +127,9 @@ AvailableMemory available_memory(const std::string& root) {
   const AvailableMemory machine{bytes("MemAvailable:", _SC_AVPHYS_PAGES), bytes("MemTotal:", _SC_PHYS_PAGES),
                                 "/proc/meminfo"};
   AvailableMemory least = machine;
+  const std::vector<std::string> mounts = cgroup_mounts(root);
   for (const Hierarchy& hierarchy : memory_hierarchies(root))
-    for (const std::string& directory : directories(root, hierarchy)) {
+    for (const std::string& directory : directories(root, mounts, hierarchy)) {
       const std::string file = directory + (hierarchy.v2 ? "/memory.max" : "/memory.limit_in_bytes");
       const std::size_t limit = number(contents(file));
       if (limit >= machine.total) continue;  // none, or more than there can be

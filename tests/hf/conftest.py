@@ -9,6 +9,8 @@ import pytest
 import target
 import torch
 
+from vattn.hf import shared_pool
+
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
 
@@ -16,6 +18,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True, scope="session")
 def frozen() -> None:
     gc.freeze()  # the objects of torch and transformers are nearly all that a collection looks at
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared pools keep no pages for later caches, which would hide a leak."""
+    monkeypatch.setattr(shared_pool, "KEPT_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)

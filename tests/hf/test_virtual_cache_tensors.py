@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache, MistralConfig
 
 import vattn
+from vattn.hf import shared_pool
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([40, 40]))
@@ -418,6 +420,28 @@ def test_caches_of_one_kind_share_a_pool_and_its_thread(model: transformers.PreT
         assert generated(model, vattn.VirtualCache(model, page_size=4096)) == want
         assert target.usage() == before
     assert pool_threads() == threads
+
+
+def test_a_shared_pool_keeps_a_few_pages_for_the_next_cache(
+    model: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = generated(model, DynamicCache(config=model.config))
+    monkeypatch.setattr(shared_pool, "KEPT_BYTES", 5 * 4096)
+    before = target.usage()
+    made = []
+    for _ in range(4):
+        cache = vattn.VirtualCache(model, page_size=4096)
+        assert generated(model, cache) == want
+        made.append(cache.stats().calls["cuMemCreate"].count)
+        pages = cache.stats().created_bytes // 4096
+        del cache
+        gc.collect()
+        assert target.usage()[1] - before[1] == 5 * 4096
+    assert made[3] - made[2] == made[2] - made[1] == pages - 5
+    monkeypatch.setattr(shared_pool, "KEPT_BYTES", 0)
+    generated(model, vattn.VirtualCache(model, page_size=4096))
+    gc.collect()
+    assert target.usage() == before
 
 
 def test_a_budget_that_is_given_bounds_all_layers_of_a_cache() -> None:

@@ -1,7 +1,8 @@
 """The pools that caches of `generate()` share: one per device, page size and guard, kept for caches to come.
 
 A cache per call is then no thread per call. What a cache has goes back to the machine when the cache does, as from a
-pool of its own: a pool that no cache uses is a thread that sleeps.
+pool of its own, but for a few pages (`KEPT_BYTES`), with which the next short call starts: a pool that no cache uses is
+a thread that sleeps.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from vattn import _native, drivers
 from vattn.journal import Change
 from vattn.pool import PagePool, Plan, Tenant
 
+KEPT_BYTES = 16 * 2**20  # of pages that no cache has: to make a page and to give it back takes longer than to map it
+
 _pools: dict[tuple[torch.device, int, drivers.Guard], SharedPool] = {}
 _lock = threading.Lock()
 
 
 class SharedPool(PagePool):
-    """A pool that keeps no page for a cache that is gone."""
+    """A pool that keeps few pages of caches that are gone."""
 
     @property
     def usable(self) -> bool:
@@ -65,11 +68,12 @@ def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: 
 
 
 def _and_release(give_back: Plan, native: _native.PagePool) -> Plan:
-    """`give_back`, and what is free afterwards goes to the machine. It knows no pool, as pools keep such plans."""
+    """`give_back`, then the free pages but for `KEPT_BYTES` go. It knows no pool, as pools keep such plans."""
+    kept = KEPT_BYTES // native.page_size
 
     def plan(change: Change) -> None:
         give_back(change)
-        native.release_free(change.transaction, native.counts().free)
+        native.release_free(change.transaction, max(0, native.counts().free - kept))
 
     return plan
 
