@@ -15,9 +15,9 @@ import torch
 
 from bench.common import Goal, Report, Row, interleave
 from bench.decoding import DecodeLoop, qwen2
-from engine.kv import BACKENDS
-from engine.kv.make import make_backend
-from vattn import hf
+from vattn import packed
+from vattn.engine.kv.base import BACKENDS
+from vattn.engine.kv.make import make_backend
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (256, 2048)
@@ -36,7 +36,7 @@ _MODEL = {
 def run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 2, "vocab_size": 1000} if quick else {})
     model = qwen2(**sizes)
-    shape = hf.kv_shape(model)
+    shape = packed.kv_shape(model)
     batches, contexts, rounds = ((1, 4), (64,), 5) if quick else (_BATCHES, _CONTEXTS, 40)
 
     figures: list[Row] = []

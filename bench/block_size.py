@@ -15,10 +15,10 @@ import torch
 
 from bench.common import Goal, Report, Row, interleave
 from bench.decoding import DecodeLoop, qwen2
-from engine.kv import KVBackend
-from engine.kv.make import make_backend
-from engine.kv.virtual import VirtualKV
-from vattn import hf
+from vattn import packed
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.virtual import VirtualKV
 
 _BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 _PAGE_SIZES = (4096, 16_384, 65_536)
@@ -39,7 +39,7 @@ _MODEL = {
 
 def run(quick: bool) -> Report:
     model = qwen2(**_MODEL)
-    shape = hf.kv_shape(model)
+    shape = packed.kv_shape(model)
     block_sizes, page_sizes = ((1, 16, 128), (4096,)) if quick else (_BLOCK_SIZES, _PAGE_SIZES)
     context, rounds = (256, 5) if quick else (2048, 60)
     calls = rounds + _WARMUP

@@ -11,9 +11,9 @@ from typing import Any
 
 from bench.common import Goal, Report, Row
 from bench.demo_queue import MAX_TOKENS, Queue, run_queue
-from engine.kv.make import make_backend
-from engine.kv.virtual import VirtualKV
-from vattn import hf
+from vattn import packed
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.virtual import VirtualKV
 
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 2048
@@ -27,8 +27,8 @@ def run(quick: bool) -> Report:
         queue, max_tokens=40 if quick else MAX_TOKENS, kv="paged", max_num_seqs=8, max_num_batched_tokens=256
     )
 
-    hf.register()
-    queue.model.set_attn_implementation(hf.NAME)
+    packed.register()
+    queue.model.set_attn_implementation(packed.NAME)
     options: dict[str, Any] = {
         "dtype": queue.model.dtype,
         "device": queue.model.device,
@@ -37,7 +37,7 @@ def run(quick: bool) -> Report:
         "memory_budget": "64MiB",
         "block_size": _BLOCK_SIZE,
     }
-    shape = hf.kv_shape(queue.model)
+    shape = packed.kv_shape(queue.model)
     reserved = _MAX_MODEL_LEN // _BLOCK_SIZE
     figures: list[Row] = []
     with (

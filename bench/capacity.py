@@ -16,10 +16,10 @@ from itertools import repeat
 import torch
 
 from bench.common import Goal, Report, Row
-from engine.kv import KVBackend
-from engine.kv.make import make_backend
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.make import make_backend
 from vattn.errors import NoFreeSlot, OutOfPages
-from vattn.hf import KVShape
+from vattn.packed import KVShape
 
 _SHAPE = KVShape.uniform(num_layers=22, num_kv_heads=4, head_dim=64, v_head_dim=64)
 _MAX_MODEL_LEN = 2048

@@ -15,10 +15,10 @@ import torch
 
 from bench.common import Goal, Report, Row, interleave
 from bench.decoding import DecodeLoop, qwen2
-from engine.kv import KVBackend
-from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
-from vattn import KVConfig, hf
+from vattn import KVConfig, packed
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
 
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (256, 1024, 2048, 4096, 8192)
@@ -39,7 +39,7 @@ _MODEL = {
 def run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 2, "vocab_size": 1000} if quick else {})
     model = qwen2(**sizes)
-    shape = hf.kv_shape(model)
+    shape = packed.kv_shape(model)
     layer = shape.layers[0]
     batches, contexts = ((1, 8), (256, _LONG_CONTEXT)) if quick else (_BATCHES, _CONTEXTS)
     rounds = 5 if quick else 40

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from engine.kv import KVBackend
-from engine.request import Request
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
-from engine.scheduler import Entry
-from vattn import hf
+from vattn import packed
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.attention import get as get_attention
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.model.runner import ModelRunner
+from vattn.engine.requests.request import Request
+from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.scheduling.scheduler import Entry
 
 
 def qwen2(**config: Any) -> PreTrainedModel:
@@ -25,8 +25,8 @@ def qwen2(**config: Any) -> PreTrainedModel:
     model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**config))
     model.bfloat16()
     model.train(False)
-    hf.register()
-    model.set_attn_implementation(hf.NAME)
+    packed.register()
+    model.set_attn_implementation(packed.NAME)
     return model
 
 
@@ -57,7 +57,7 @@ class DecodeLoop:
         self._kv = kv
         self._attention = attention or get_attention("auto", Case(model.device, model.dtype))
         self._runner = ModelRunner(model, kv, self._attention, graphs_up_to=batch if graphs else None)
-        self._shape = hf.kv_shape(model)
+        self._shape = packed.kv_shape(model)
         self._dtype = model.dtype
         self._device = model.device
         self._query_heads: int = model.config.num_attention_heads

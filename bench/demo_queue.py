@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from demo.prompts import prompts as demo_prompts
-from engine.llm import LLM, StepRecord
-from engine.outputs import RequestOutput
-from engine.sampling import SamplingParams
+from vattn.engine.llm import LLM, StepRecord
+from vattn.engine.requests.outputs import RequestOutput
+from vattn.engine.requests.sampling import SamplingParams
 
 MODEL = Path(__file__).parent.parent / "demo" / "model"
 MAX_TOKENS = 600

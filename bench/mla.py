@@ -18,10 +18,10 @@ import transformers
 from torch import Tensor
 
 from bench.common import Goal, Report, Row, interleave
-from engine.kv.static import StaticKV
 from vattn import attention
 from vattn.attention import AttentionParams, Case, PackedBatch, Span
-from vattn.hf import LatentAttention, find_latents, kv_shape, register
+from vattn.engine.kv.static import StaticKV
+from vattn.packed import LatentAttention, find_latents, kv_shape, register
 
 _DECODES = (512, 2048, 8192)
 _CHUNKS = ((64, 2048), (128, 2048), (512, 512), (512, 2048))  # new tokens, tokens with them

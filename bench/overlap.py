@@ -18,8 +18,8 @@ import torch
 
 from bench.common import Goal, Report, Row
 from bench.decoding import DecodeLoop, qwen2
-from engine.kv.virtual import VirtualKV
-from vattn import KVConfig, hf
+from vattn import KVConfig, packed
+from vattn.engine.kv.virtual import VirtualKV
 
 _BATCH = 8
 _PAGE_SIZE = 2 * 2**20
@@ -39,7 +39,7 @@ _PLOTTED_BLOCKS = 4
 def run(quick: bool) -> Report:
     sizes = _MODEL | ({"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64} if quick else {})
     model = qwen2(**sizes)
-    shape = hf.kv_shape(model)
+    shape = packed.kv_shape(model)
     layer = shape.layers[0]
     batch, blocks = (2, 2) if quick else (_BATCH, 12)
     cores = torch.get_num_threads()

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from bench.common import Goal, Report, Row
 from bench.decoding import qwen2
-from engine import LLM, SamplingParams
-from engine.llm import StepRecord
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.llm import StepRecord
 
 _MODEL = {
     "vocab_size": 4096,

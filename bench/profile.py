@@ -18,9 +18,9 @@ import torch
 from bench.common import Goal, Report, Row
 from bench.decoding import qwen2
 from bench.throughput import MODEL, make_requests
-from engine import LLM, SamplingParams
-from engine.llm import StepRecord
-from engine.packed import Packed
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.llm import StepRecord
+from vattn.engine.model.linears import Packed
 
 _BATCH = 32
 _BOOKKEEPING = ("scheduler", "step()", "sampler")
@@ -135,7 +135,7 @@ def _profile(
             (llm._sampler, "sample", "sampler"),
         ]
         parts += [(Packed, name, "matrix products") for name in ("__call__", "plus", "times")]
-        if not any("forward" in vars(module) for module in model.modules()):  # not changed by `engine.optimize`
+        if not any("forward" in vars(module) for module in model.modules()):  # as transformers wrote it
             linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
             parts += [(module, "forward", "matrix products") for module in linears]
         with ExitStack() as stack:

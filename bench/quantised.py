@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from bench.common import Goal, Report, Row, interleave
 from bench.decoding import DecodeLoop, qwen2
 from demo.prompts import prompts
-from engine import LLM, SamplingParams
-from engine.kv.make import KVCacheDtype, make_backend
-from vattn import hf
+from vattn import packed
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.make import KVCacheDtype, make_backend
 
 _DEMO = str(Path(__file__).parents[1] / "demo" / "model")
 _RANDOM = {
@@ -140,9 +140,9 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
     """Seconds of a decode step of the whole model, by kind of cache."""
     with LLM(model, enforce_eager=True) as llm:
         loaded = llm.model
-    hf.register()
-    loaded.set_attn_implementation(hf.NAME)
-    shape = hf.kv_shape(loaded)
+    packed.register()
+    loaded.set_attn_implementation(packed.NAME)
+    shape = packed.kv_shape(loaded)
     longest = context + rounds + 8
     loops = {
         kind: DecodeLoop(

@@ -20,8 +20,8 @@ from bench.common import Goal, Report, Row, interleave
 from bench.decoding import qwen2
 from bench.throughput import MODEL
 from demo.corpus import prompt
-from engine import LLM, RequestOutput, SamplingParams
-from engine.speculate import NgramProposer
+from vattn.engine import LLM, RequestOutput, SamplingParams
+from vattn.engine.scheduling.drafts import NgramProposer
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _STORIES = [

@@ -17,7 +17,7 @@ import torch
 
 import vattn
 from bench.common import Goal, Report, Row, interleave
-from engine.kv.paged import PagedKV
+from vattn.engine.kv.paged import PagedKV
 
 _SLOTS = 256
 _MAX_CONTEXT = 131_072

@@ -19,11 +19,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from demo.prompts import prompts as demo_prompts
-from engine.kv.virtual import VirtualKV
-from engine.llm import LLM, StepRecord
-from engine.outputs import RequestOutput
-from engine.sampling import SamplingParams
 from vattn import SlotPages
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.llm import LLM, StepRecord
+from vattn.engine.requests.outputs import RequestOutput
+from vattn.engine.requests.sampling import SamplingParams
 from vattn.units import format_bytes
 
 HERE = Path(__file__).parent

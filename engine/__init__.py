@@ -1,6 +1,6 @@
 """The reference serving engine over vattn: continuous batching on unmodified transformers models.
 
-from engine import LLM, SamplingParams
+from vattn.engine import LLM, SamplingParams
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
-    from engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from engine.exclusive import EngineBusy, EngineClosed
-    from engine.llm import LLM, StepRecord
-    from engine.logprobs import Logprob
-    from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from engine.request import FinishReason, IllegalTransition, InvalidRequest
-    from engine.sampling import RequestOutputKind, SamplingParams
+    from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from vattn.engine.exclusive import EngineBusy, EngineClosed
+    from vattn.engine.llm import LLM, StepRecord
+    from vattn.engine.requests.logprobs import Logprob
+    from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
+    from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
-    "engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
-    "engine.exclusive": ("EngineBusy", "EngineClosed"),
-    "engine.llm": ("LLM", "StepRecord"),
-    "engine.logprobs": ("Logprob",),
-    "engine.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
-    "engine.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
-    "engine.sampling": ("RequestOutputKind", "SamplingParams"),
+    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "vattn.engine.exclusive": ("EngineBusy", "EngineClosed"),
+    "vattn.engine.llm": ("LLM", "StepRecord"),
+    "vattn.engine.requests.logprobs": ("Logprob",),
+    "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
+    "vattn.engine.requests.sampling": ("RequestOutputKind", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -58,4 +58,4 @@ def __getattr__(name: str) -> Any:
     """Loaded when first used: `vattn --help` must not wait seconds for transformers."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    raise AttributeError(f"module 'vattn.engine' has no attribute {name!r}")

@@ -19,13 +19,13 @@ import weakref
 from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 
-from engine.checks import checked_whole, number
-from engine.exclusive import EngineClosed
-from engine.llm import LLM, as_params
-from engine.outputs import RequestGroup, RequestOutput
-from engine.prompts import Prompt
-from engine.request import InvalidRequest
-from engine.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.checks import checked_whole, number
+from vattn.engine.exclusive import EngineClosed
+from vattn.engine.llm import LLM, as_params
+from vattn.engine.requests.outputs import RequestGroup, RequestOutput
+from vattn.engine.requests.prompts import Prompt
+from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.checks import checked_whole, number
-from engine.kv import KVBackend
-from engine.outputs import RequestGroup
-from engine.request import FinishReason, InvalidRequest, Request
-from engine.runner import Forward
-from engine.sampling import RequestOutputKind, SamplingParams
-from engine.scheduler import Scheduler
+from vattn.engine.checks import checked_whole, number
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.model.runner import Forward
+from vattn.engine.requests.outputs import RequestGroup
+from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.scheduling.scheduler import Scheduler
 from vattn.errors import ConfigError
 from vattn.integers import shown
 

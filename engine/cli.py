@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from engine.kv import BACKENDS
-from engine.scheduler import SCHEDULING
+from vattn.engine.kv.base import BACKENDS
+from vattn.engine.scheduling.scheduler import SCHEDULING
 from vattn.errors import VattnError
 
 if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.sampling import RequestOutputKind, SamplingParams
+    from vattn.engine.llm import LLM
+    from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +136,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int)
 
 
 def _sampling_params(args: argparse.Namespace, output_kind: RequestOutputKind | None = None) -> SamplingParams:
-    from engine.sampling import SamplingParams
+    from vattn.engine.requests.sampling import SamplingParams
 
     return SamplingParams(
         n=args.n,
@@ -158,7 +158,7 @@ def _sampling_params(args: argparse.Namespace, output_kind: RequestOutputKind | 
 
 def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
     # Here, so that `vattn --help` and `vattn doctor` do not load transformers.
-    from engine.llm import LLM
+    from vattn.engine.llm import LLM
 
     return LLM(
         args.model,
@@ -182,9 +182,9 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from vattn import drivers
+    from vattn.doctor import doctor
 
-    print(drivers.doctor())
+    print(doctor())
     return 0
 
 
@@ -219,8 +219,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from engine.request import InvalidRequest
-    from engine.sampling import RequestOutputKind
+    from vattn.engine.requests.request import InvalidRequest
+    from vattn.engine.requests.sampling import RequestOutputKind
 
     params = _sampling_params(args, RequestOutputKind.DELTA)
     messages = [] if args.system is None else [{"role": "system", "content": args.system}]

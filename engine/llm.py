@@ -26,29 +26,29 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine import optimize
-from engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
-from engine.checks import LARGEST, checked_whole, number, whole
-from engine.detokenizer import Detokenizer
-from engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
-from engine.kv import KVStats
-from engine.kv.make import KVCacheDtype, make_backend
-from engine.kv.virtual import VirtualKV
-from engine.logprobs import Logprob, token_logprobs
-from engine.outputs import RequestGroup, RequestOutput
-from engine.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
-from engine.request import FinishReason, InvalidRequest, Request, State
-from engine.runner import Forward, ModelRunner
-from engine.sampler import Sampler
-from engine.sampling import RequestOutputKind, SamplingParams
-from engine.scheduler import SCHEDULING, Entry, Plan, Policy, Scheduler, check_limits
-from engine.scheduling_static import StaticScheduler
-from engine.speculate import NgramProposer, SpeculationStats, SpeculativeConfig
-from engine.swap import PreemptionMode, SwapSpace
-from vattn import hf
+from vattn import packed
 from vattn.attention import Attention, Case, TorchSDPA
 from vattn.attention import get as get_attention
 from vattn.config import budget_bytes
+from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
+from vattn.engine.checks import LARGEST, checked_whole, number, whole
+from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
+from vattn.engine.kv.base import KVStats
+from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.model import optimize
+from vattn.engine.model.runner import Forward, ModelRunner
+from vattn.engine.model.sampler import Sampler
+from vattn.engine.requests.detokenizer import Detokenizer
+from vattn.engine.requests.logprobs import Logprob, token_logprobs
+from vattn.engine.requests.outputs import RequestGroup, RequestOutput
+from vattn.engine.requests.prompts import Conversation, Prompt, PromptReader, as_conversations, as_prompts, cache_salt
+from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
+from vattn.engine.scheduling.scheduler import SCHEDULING, Entry, Plan, Policy, Scheduler, check_limits
+from vattn.engine.scheduling.static import StaticScheduler
+from vattn.engine.scheduling.swap import PreemptionMode, SwapSpace
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.integers import shown
 from vattn.units import parse_bytes
@@ -128,11 +128,11 @@ class LLM:
         swap_space: most memory for such copies: bytes or text; taken only when it is used.
         attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
         enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, without the packed
-            weights and fused products of `engine.optimize`, and with the keys and values of all heads in the cache
-            where others store latents (`vattn.hf.mla`).
+            weights and fused products of `vattn.engine.model.optimize`, with keys and values of all heads in the cache
+            where others store latents (`vattn.packed.latents`).
         speculative_config: decode several tokens in a step where text repeats itself: `{"method": "ngram",
-            "num_speculative_tokens": 4}`, and what else `engine.speculate.SpeculativeConfig` has. The same tokens come
-            out, but where the order of a sum decides between two; None to decode plainly.
+            "num_speculative_tokens": 4}`, and what else `SpeculativeConfig` has (`vattn.engine.scheduling.drafts`).
+            The same tokens come out, but where the order of a sum decides between two; None to decode plainly.
         seed: of requests that bring none; None to draw one.
         on_step: called with a `StepRecord` after each step. May be set later.
 
@@ -211,7 +211,7 @@ class LLM:
             tokenizer = os.fspath(tokenizer)
         self.model = _load_model(model, dtype, trust_remote_code)
         self.tokenizer = None if skip_tokenizer_init else _load_tokenizer(model, tokenizer, trust_remote_code)
-        hf.check_supported(self.model)
+        packed.check_supported(self.model)
         self.max_model_len = _max_model_len(self.model, max_model_len)
         embedding: Any = self.model.get_input_embeddings()
         self.vocab_size: int = embedding.num_embeddings
@@ -234,13 +234,13 @@ class LLM:
 
         if self.model.device.type == "cpu":
             optimize.keep_freed_memory()
-        hf.register()
+        packed.register()
         self._previous_attention = self.model.config._attn_implementation
-        self.model.set_attn_implementation(hf.NAME)
+        self.model.set_attn_implementation(packed.NAME)
         try:
-            shape = hf.kv_shape(self.model)
-            latents = {} if enforce_eager else hf.find_latents(self.model, shape)
-            shape = hf.store_latents(shape, latents)
+            shape = packed.kv_shape(self.model)
+            latents = {} if enforce_eager else packed.find_latents(self.model, shape)
+            shape = packed.store_latents(shape, latents)
             cases = [
                 Case(
                     self.model.device,
@@ -1022,7 +1022,7 @@ def _load_tokenizer(
 
 
 def _max_model_len(model: PreTrainedModel, asked: int | None) -> int:
-    limit = hf.max_context(model.config)
+    limit = packed.max_context(model.config)
     if asked is not None:
         asked = checked_whole("max_model_len", asked, 0)
     if asked is None:

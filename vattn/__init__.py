@@ -33,7 +33,7 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.groups import TensorGroup
-from vattn.pool import PagePool
+from vattn.memory.pool import PagePool
 from vattn.prefix import Admission
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 

@@ -15,7 +15,7 @@ from vattn.cache import KVCache, Lengths
 from vattn.config import KVConfig
 from vattn.drivers import Stream
 from vattn.errors import VattnError
-from vattn.pool import PagePool
+from vattn.memory.pool import PagePool
 
 _default: KVCache | None = None
 

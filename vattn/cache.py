@@ -1,6 +1,6 @@
 """KVCache: what users of the library call.
 
-It checks what it is given, takes the pool's lock, and says what there is; `vattn.slots` decides which pages go where.
+It checks what it is given, takes the pool's lock, and says what there is; `vattn.memory` decides which pages go where.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vattn.errors import (
     InvalidLength,
     InvalidSlot,
 )
-from vattn.fences import refusal
 from vattn.integers import as_int, shown
-from vattn.journal import Change
 from vattn.layout import TensorView
-from vattn.pool import PagePool, Plan, atomic, reading
+from vattn.memory.fences import refusal
+from vattn.memory.journal import Change
+from vattn.memory.pool import PagePool, Plan, atomic, reading
+from vattn.memory.slots import Known, Prefix, Slots
 from vattn.prefix import Admission, as_ids, root_key
-from vattn.slots import Known, Prefix, Slots
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 

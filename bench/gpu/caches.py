@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, random
 from bench.gpu.static import StaticKV
-from engine.kv import KVBackend
-from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
 from vattn import KVConfig
 from vattn.attention import Blocks, Slots
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
 
 BLOCK_SIZE = 256  # the smallest that FlashAttention 2 takes
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench.common import Key
 from vattn.attention import Attention, Case, adapters, get
 
-_STUB = Path(__file__).parents[2] / "tests" / "stub_cuda"
+_STUB = Path(__file__).parents[2] / "tests" / "support"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 _HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms

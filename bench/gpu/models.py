@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS
-from vattn import hf
+from vattn import packed
 
 
 def llama(*, layers: int, hidden: int = 4096, intermediate: int = 14_336, vocabulary: int = 128_256) -> PreTrainedModel:
@@ -30,6 +30,6 @@ def llama(*, layers: int, hidden: int = 4096, intermediate: int = 14_336, vocabu
     finally:
         torch.set_default_dtype(default)
     model.train(False)
-    hf.register()
-    model.set_attn_implementation(hf.NAME)
+    packed.register()
+    model.set_attn_implementation(packed.NAME)
     return model

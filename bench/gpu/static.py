@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.kv import KVStats
 from vattn.attention import PackedBatch, Slots
+from vattn.engine.kv.base import KVStats
 
 
 class StaticKV:

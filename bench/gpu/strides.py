@@ -7,9 +7,9 @@ import torch
 from bench.common import Goal, Report, Row
 from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, over_stub, random, usable_kernels
-from engine.kv.virtual import VirtualKV
 from vattn import KVConfig
 from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.engine.kv.virtual import VirtualKV
 
 _LENGTH = 500
 

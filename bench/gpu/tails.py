@@ -18,9 +18,9 @@ from torch import Tensor
 from bench.common import Goal, Report, Row
 from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
-from engine.kv.virtual import VirtualKV
 from vattn import KVConfig
 from vattn.attention import AttentionParams, KVSource, PackedBatch, Slots, Span, get
+from vattn.engine.kv.virtual import VirtualKV
 
 COMPUTES = True
 KINDS = ("unmapped", "nan")

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol import serve  # type: ignore[import-not-found]
 
-from engine import LLM, SamplingParams
+from vattn.engine import LLM, SamplingParams
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[str, str, Callable[[list[dict[str, Any]]], int]]:

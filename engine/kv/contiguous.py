@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.kv import CopiesWhatIsRead
 from vattn.attention import PackedBatch, Slots
+from vattn.engine.kv.base import CopiesWhatIsRead
 
 
 class ContiguousKV(CopiesWhatIsRead):

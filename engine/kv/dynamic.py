@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from engine.kv import CopiesWhatIsRead, KVStats, NoPrefixCache
-from engine.kv.slots import Slots, check_sizes
 from vattn.attention import PackedBatch
+from vattn.engine.kv.base import CopiesWhatIsRead, KVStats, NoPrefixCache
+from vattn.engine.kv.slots import Slots, check_sizes
 from vattn.errors import ConfigError, OutOfPages
 
 

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from engine.checks import checked_whole
-from engine.kv import BACKENDS, KVBackend
-from engine.kv.dynamic import DynamicKV
-from engine.kv.paged import PagedKV
-from engine.kv.quantised import QuantisedKV
-from engine.kv.static import StaticKV
-from engine.kv.virtual import VirtualKV
 from vattn import drivers
 from vattn.config import KVConfig, budget_bytes
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import BACKENDS, KVBackend
+from vattn.engine.kv.dynamic import DynamicKV
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.quantised import QuantisedKV
+from vattn.engine.kv.static import StaticKV
+from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import format_bytes
 
 if TYPE_CHECKING:
-    from vattn.hf import KVShape
+    from vattn.packed import KVShape
 
 KVCacheDtype = Literal["auto", "int8"]
 

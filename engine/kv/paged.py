@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.kv import CopiesWhatIsRead, KVStats
-from engine.kv.slots import Slots, check_sizes
 from vattn.attention import Blocks, PackedBatch
+from vattn.engine.kv.base import CopiesWhatIsRead, KVStats
+from vattn.engine.kv.slots import Slots, check_sizes
 from vattn.errors import InvalidLength, OutOfPages, TokenMismatch
 from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
 

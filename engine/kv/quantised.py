@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.kv import to_host
-from engine.kv.contiguous import ContiguousKV
-from engine.kv.virtual import VirtualKV
 from vattn.attention import PackedBatch, Slots
 from vattn.config import KVConfig
+from vattn.engine.kv.base import to_host
+from vattn.engine.kv.contiguous import ContiguousKV
+from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 from vattn.quantised import dequantise, quantise, quantised_groups
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from engine.checks import checked_whole, whole
+from vattn.engine.checks import checked_whole, whole
 from vattn.errors import InvalidLength, InvalidSlot, NoFreeSlot
 from vattn.integers import shown
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from engine.kv import KVStats, NoPrefixCache
-from engine.kv.contiguous import ContiguousKV
-from engine.kv.slots import Slots, check_sizes
 from vattn.config import default_kv_order
+from vattn.engine.kv.base import KVStats, NoPrefixCache
+from vattn.engine.kv.contiguous import ContiguousKV
+from vattn.engine.kv.slots import Slots, check_sizes
 
 
 class StaticKV(ContiguousKV, NoPrefixCache):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from engine.kv import KVStats
-from engine.kv.contiguous import ContiguousKV
 from vattn.cache import KVCache
 from vattn.config import KVConfig
+from vattn.engine.kv.base import KVStats
+from vattn.engine.kv.contiguous import ContiguousKV
 from vattn.prefix import Admission
 
 

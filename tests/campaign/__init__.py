@@ -8,4 +8,4 @@ import sys
 from pathlib import Path
 
 # The driver table whose calls can fail is the test-suite's.
-sys.path.append(str(Path(__file__).parents[1] / "vattn"))
+sys.path.append(str(Path(__file__).parents[1] / "support"))

@@ -10,7 +10,7 @@ import torch
 
 from demo import corpus, run
 from demo.prompts import prompts
-from engine import LLM, SamplingParams
+from vattn.engine import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import test_stress as stress
 import torch
 
-import engine.scheduler
-from engine import LLM, BeamSearchParams, SamplingParams
+from vattn.engine import LLM, BeamSearchParams, SamplingParams
+from vattn.engine.scheduling import scheduler
 
 JOBS = 150
 CALLS = 12
@@ -35,8 +36,8 @@ CALLS = 12
 def soak(seed: int, minutes: float, rounds: int | None) -> Counter[str]:
     """Run rounds, of seed `seed` and those after it, for that long; what was seen, by name."""
     torch.set_num_threads(1)
-    logging.getLogger("engine").setLevel(logging.CRITICAL)
-    engine.scheduler.HEADROOM_TOKENS = stress.HEADROOM
+    logging.getLogger("vattn").setLevel(logging.CRITICAL)
+    scheduler.HEADROOM_TOKENS = stress.HEADROOM
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     seen: Counter[str] = Counter()
     end = time.monotonic() + 60 * minutes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
-from engine import (
+from vattn.engine import (
     LLM,
     AsyncEngine,
     EngineStopped,

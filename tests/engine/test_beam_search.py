@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
-from engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
-from engine.beam_search import make_beams
+from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
+from vattn.engine.beam_search import make_beams
 from vattn.errors import ConfigError, NoFreeSlot, VattnError
 
 PROMPT = make_prompts([41], seed=2)[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_models import VOCAB, expected, make_model, make_tokenizer
 
-from engine.cli import main
+from vattn.engine.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +124,12 @@ def test_the_tokenizer_of_these_tests_covers_the_vocabulary() -> None:
 
 
 def test_the_command_does_not_load_transformers_unasked() -> None:
-    code = "import sys, engine.cli; sys.exit('transformers' in sys.modules)"
+    code = "import sys, vattn.engine.cli; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_public_name_is_there() -> None:
-    import engine
+    from vattn import engine
 
     assert all(getattr(engine, name).__name__ == name for name in engine.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

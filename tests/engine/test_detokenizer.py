@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.detokenizer import Detokenizer
+from vattn.engine.requests.detokenizer import Detokenizer
 
 TEXTS = [
     "Hello, world .  Two  spaces, a tab\tand a line\n\nend ",

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 
-import engine as engine_package
-from engine import (
+from vattn import engine as engine_package
+from vattn.engine import (
     LLM,
     AsyncEngine,
     BeamSearchParams,
@@ -236,7 +236,7 @@ def test_an_engine_thread_at_the_interpreters_exit() -> None:
     """It is stopped before memory is given back, without a word."""
     code = """
 import asyncio, sys
-sys.path.insert(0, "tests/engine")
+sys.path[:0] = ["tests/support", "tests/engine"]
 from test_exclusive import make_llm, AsyncEngine, SamplingParams
 
 async def main():
@@ -380,7 +380,7 @@ def run_all(llm: LLM) -> list[list[list[int]]]:
 
 
 def test_an_interrupt_of_generate(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.HEADROOM_TOKENS", 2)
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with small_llm(kv, speculative_config=drafts) as llm:
         want = run_all(llm)
@@ -444,7 +444,7 @@ def drive(llm: LLM) -> tuple[dict[str, Any], int]:
 
 
 def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.HEADROOM_TOKENS", 2)
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     with small_llm(kv) as llm:
         want = run_all(llm)
         for moment in moments(lambda: drive(llm))[::2]:

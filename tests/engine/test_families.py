@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import FAMILIES, expected, make_model, make_prompts
 
-from engine import LLM, SamplingParams
-from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
-from engine.swap import PreemptionMode
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.scheduling.swap import PreemptionMode
 
 MAX_TOKENS = 14
 WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss")

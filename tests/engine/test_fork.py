@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import make_model, make_prompts
 
-from engine import LLM, FinishReason, RequestOutput, SamplingParams
+from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams
 from vattn.errors import NoFreeSlot
 
 PROMPT = make_prompts([77], seed=2)[0]

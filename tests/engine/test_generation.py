@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from torch import Tensor
 
-from engine import LLM, InvalidRequest, RequestOutput, RequestOutputKind, SamplingParams
+from vattn.engine import LLM, InvalidRequest, RequestOutput, RequestOutputKind, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
 

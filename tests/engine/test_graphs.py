@@ -11,9 +11,9 @@ import torch
 from tiny_models import make_model, make_prompts
 from torch import Tensor
 
-from engine import LLM, SamplingParams
-from engine.graphs import DecodeGraphs
 from vattn import attention
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.model.graphs import DecodeGraphs
 
 SIZES: list[int] = []
 

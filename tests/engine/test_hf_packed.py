@@ -16,9 +16,9 @@ from tiny_models import FAMILIES, VOCAB, make_model, make_prompts
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import LLM
-from vattn import attention, hf
+from vattn import attention, packed
 from vattn.attention import AttentionParams
+from vattn.engine import LLM
 from vattn.errors import UnsupportedModel
 
 
@@ -61,35 +61,35 @@ def test_the_library_does_not_load_transformers_unasked() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def _windows(*windows: int | None) -> tuple[hf.LayerShape, ...]:
-    return tuple(hf.LayerShape(2, 8, 8, window) for window in windows)
+def _windows(*windows: int | None) -> tuple[packed.LayerShape, ...]:
+    return tuple(packed.LayerShape(2, 8, 8, window) for window in windows)
 
 
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("llama", hf.KVShape.uniform(3, 2, 8, 8)),
-        ("mistral-window", hf.KVShape.uniform(3, 2, 8, 8, window=9)),
-        ("gpt-oss", hf.KVShape(_windows(6, None, 6), sinks=True)),
-        ("gemma2", hf.KVShape(_windows(8, None, 8), softcap=True)),
-        ("qwen2-moe-window", hf.KVShape(_windows(7, None, 7))),
-        ("phimoe-window", hf.KVShape.uniform(3, 2, 8, 8, window=7)),
-        ("deepseek-v3", hf.KVShape.uniform(3, 4, 16, 12)),
+        ("llama", packed.KVShape.uniform(3, 2, 8, 8)),
+        ("mistral-window", packed.KVShape.uniform(3, 2, 8, 8, window=9)),
+        ("gpt-oss", packed.KVShape(_windows(6, None, 6), sinks=True)),
+        ("gemma2", packed.KVShape(_windows(8, None, 8), softcap=True)),
+        ("qwen2-moe-window", packed.KVShape(_windows(7, None, 7))),
+        ("phimoe-window", packed.KVShape.uniform(3, 2, 8, 8, window=7)),
+        ("deepseek-v3", packed.KVShape.uniform(3, 4, 16, 12)),
     ],
 )
-def test_kv_shape(family: str, shape: hf.KVShape) -> None:
+def test_kv_shape(family: str, shape: packed.KVShape) -> None:
     with under_vattn(make_model(family)) as model:
-        assert hf.kv_shape(model) == shape
+        assert packed.kv_shape(model) == shape
 
 
 def test_layers_by_what_they_store_and_for_how_long() -> None:
-    shape = hf.KVShape((*_windows(8, None, 8), hf.LayerShape(1, 16, 8)))
+    shape = packed.KVShape((*_windows(8, None, 8), packed.LayerShape(1, 16, 8)))
     groups = [(g.indices, g.num_kv_heads, g.head_dims, g.sliding_window) for g in shape.groups(100)]
     assert groups == [((0, 2), 2, (8, 8), 8), ((1,), 2, (8, 8), None), ((3,), 1, (16, 8), None)]
     assert [group.indices for group in shape.groups(8)] == [(0, 1, 2), (3,)]  # a window that hides nothing is none
     assert shape.token_elements == 3 * 2 * 16 + 24
     assert shape.stored_alike is None
-    assert hf.KVShape(_windows(8, None)).stored_alike == hf.LayerShape(2, 8, 8)
+    assert packed.KVShape(_windows(8, None)).stored_alike == packed.LayerShape(2, 8, 8)
 
 
 def tiny(name: str, **changes: Any) -> PreTrainedModel:
@@ -131,7 +131,7 @@ def test_models_that_would_run_wrong_are_refused_by_name(name: str) -> None:
     config_name, changes, why = _REFUSED[name]
     model = tiny(config_name, **changes)
     with pytest.raises(UnsupportedModel, match=why) as caught:
-        hf.check_supported(model)
+        packed.check_supported(model)
     assert type(model).__name__ in str(caught.value)
     assert "generate()" in str(caught.value)
 
@@ -141,7 +141,7 @@ def test_encoder_decoders_are_refused() -> None:
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        hf.check_supported(model)
+        packed.check_supported(model)
 
 
 def test_a_refused_model_keeps_its_attention() -> None:
@@ -186,7 +186,7 @@ def test_windows_per_layer(family: str, windows: list[int | None]) -> None:
     step = _Attend()
     with under_vattn(make_model(family)) as model:
         ids = torch.tensor([3, 4])
-        hf.run_packed(model, step, ids, torch.tensor([0, 1]), torch.tensor([1]))
+        packed.run_packed(model, step, ids, torch.tensor([0, 1]), torch.tensor([1]))
     assert [step.params[layer].window for layer in range(3)] == windows
     assert all((params.softcap is not None) == (family == "gemma2") for params in step.params.values())
     assert all((params.sinks is not None) == (family == "gpt-oss") for params in step.params.values())
@@ -198,15 +198,15 @@ def test_a_step_ends_with_its_forward_even_if_that_fails(monkeypatch: pytest.Mon
     with under_vattn(model):
         want = model(ids[None]).logits
         with pytest.raises(IndexError):
-            hf.run_packed(model, _Attend(), torch.tensor([10**6]), torch.tensor([0]), torch.tensor([0]))
+            packed.run_packed(model, _Attend(), torch.tensor([10**6]), torch.tensor([0]), torch.tensor([0]))
         assert torch.equal(model(ids[None]).logits, want)
 
 
 def test_only_the_asked_rows_have_logits() -> None:
     with under_vattn(make_model("llama")) as model:
         ids = torch.tensor([3, 4, 5, 6])
-        every = hf.run_packed(model, _Attend(), ids, torch.arange(4), torch.arange(4))
-        some = hf.run_packed(model, _Attend(), ids, torch.arange(4), torch.tensor([3, 1]))
+        every = packed.run_packed(model, _Attend(), ids, torch.arange(4), torch.arange(4))
+        some = packed.run_packed(model, _Attend(), ids, torch.arange(4), torch.tensor([3, 1]))
     assert some.shape == (2, VOCAB)
     torch.testing.assert_close(some, every[[3, 1]])
 
@@ -226,10 +226,10 @@ def test_longrope_stays_on_one_side_of_its_threshold() -> None:
         },
         pad_token_id=0,
     )
-    assert hf.max_context(config) == 64
-    assert hf.max_context(make_model("llama").config) == 256
+    assert packed.max_context(config) == 64
+    assert packed.max_context(make_model("llama").config) == 256
 
 
 def test_every_family_of_the_suite_is_supported() -> None:
     for family in FAMILIES:
-        hf.check_supported(make_model(family))
+        packed.check_supported(make_model(family))

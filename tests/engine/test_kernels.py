@@ -12,12 +12,12 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from engine import LLM, SamplingParams
-from engine.kv import KVBackend
-from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
 from vattn import KVConfig, attention
 from vattn.attention import AttentionParams, Case, PackedBatch, Slots, Span
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 
 SLOTS, LENGTH, LAYERS, HEADS, GROUP, DIM = 5, 600, 2, 2, 3, 8

@@ -19,12 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv import KVBackend, NoPrefixCache, make
-from engine.kv.dynamic import DynamicKV
-from engine.kv.paged import PagedKV
-from engine.kv.slots import Slots
-from engine.kv.static import StaticKV
 from vattn.attention import PackedBatch, Span
+from vattn.engine.kv import make
+from vattn.engine.kv.base import KVBackend, NoPrefixCache
+from vattn.engine.kv.dynamic import DynamicKV
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.slots import Slots
+from vattn.engine.kv.static import StaticKV
 from vattn.errors import (
     ConfigError,
     InvalidLength,
@@ -35,7 +36,7 @@ from vattn.errors import (
     TokenMismatch,
     VattnError,
 )
-from vattn.hf import KVShape
+from vattn.packed import KVShape
 
 LAYERS, HEADS, DIM, V_DIM, SLOTS, LENGTH = 2, 2, 8, 12, 4, 300
 TOKEN_BYTES = LAYERS * HEADS * (DIM + V_DIM) * 4

@@ -11,11 +11,11 @@ from tiny_models import make_model, make_prompts
 from torch import Tensor
 
 from demo.prompts import prompts as demo_prompts
-from engine import LLM, SamplingParams
-from engine.kv.quantised import QuantisedKV
-from engine.swap import PreemptionMode
 from vattn import KVConfig, TensorGroup
 from vattn.attention import PackedBatch, Span
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.quantised import QuantisedKV
+from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")

@@ -13,7 +13,7 @@ import torch
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import PreTrainedModel
 
-from engine import LLM, InvalidRequest, RequestOutput, SamplingParams, StepRecord
+from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams, StepRecord
 from vattn.errors import ConfigError, OutOfPages, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

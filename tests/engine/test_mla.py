@@ -11,11 +11,11 @@ from tiny_models import expected, make_model, make_prompts
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from engine import LLM, SamplingParams
-from engine.kv.static import StaticKV
-from vattn import VirtualCache, hf
+from vattn import VirtualCache, packed
 from vattn.attention import AttentionParams, PackedBatch, Span, TorchMatmul, TorchSDPA
-from vattn.hf import LatentAttention, find_latents, kv_shape
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.static import StaticKV
+from vattn.packed import LatentAttention, find_latents, kv_shape
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"),
@@ -30,7 +30,7 @@ RANK, ROPE, NOPE, V_HEAD_DIM, HEADS, LAYERS = 16, 8, 8, 12, 4, 3  # of the tiny 
 def model(request: pytest.FixtureRequest) -> Any:
     """A model of its own, as a packed step needs it."""
     model: Any = copy.deepcopy(make_model(request.param))
-    hf.register()
+    packed.register()
     model.set_attn_implementation("vattn")
     return model
 

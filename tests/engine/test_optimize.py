@@ -11,18 +11,18 @@ from tiny_models import FAMILIES, make_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine import LLM, SamplingParams
-from engine.optimize import optimize, supported
-from vattn import hf
+from vattn import packed
 from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.model.optimize import optimize, supported
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
 )
 
 
-# Families whose decoder layers are of the usual kind, and computed by `engine.decoder_layer`.
+# Families whose decoder layers are of the usual kind, and computed by `vattn.engine.model.decoder_layer`.
 _USUAL = {"llama", "llama-mha", "qwen2", "qwen2-window", "qwen3", "mistral", "mistral-window"}
 # Routers turn rounding into other experts.
 _ROUTED = {"mixtral", "gpt-oss", "qwen2-moe-window", "phimoe-window", "deepseek-v2", "deepseek-v3"}
@@ -45,16 +45,16 @@ class _OneRequest:
 
 def _packed(family: str) -> PreTrainedModel:
     """A copy in bfloat16, ready for packed steps."""
-    hf.register()
+    packed.register()
     model = copy.deepcopy(make_model(family)).bfloat16()
-    model.set_attn_implementation(hf.NAME)
+    model.set_attn_implementation(packed.NAME)
     return model
 
 
 def _packed_logits(model: PreTrainedModel) -> torch.Tensor:
     ids = torch.randint(2, 60, (23,), generator=torch.Generator().manual_seed(4))
     positions = torch.arange(23)
-    return hf.run_packed(model, _OneRequest(), ids, positions, positions).float()
+    return packed.run_packed(model, _OneRequest(), ids, positions, positions).float()
 
 
 def _fused_layers(model: PreTrainedModel) -> list[int]:

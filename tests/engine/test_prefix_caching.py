@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, expected, make_model, make_prompts
 
-from engine import LLM, InvalidRequest, RequestOutput, SamplingParams
-from engine.scheduler import HEAD_TOKENS
+from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
+from vattn.engine.scheduling.scheduler import HEAD_TOKENS
 
 MAX_TOKENS = 10
 PREFIX = make_prompts([90], seed=5)[0]

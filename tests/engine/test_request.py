@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import FinishReason, IllegalTransition, SamplingParams
-from engine.request import Request, State
+from vattn.engine import FinishReason, IllegalTransition, SamplingParams
+from vattn.engine.requests.request import Request, State
 
 
 def make(prompt: int = 3, max_tokens: int = 4, **sampling: object) -> Request:

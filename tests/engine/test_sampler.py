@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from engine import SamplingParams
-from engine.request import Request
-from engine.sampler import Batch, Sampler, draw, filter_weights, uniform
+from vattn.engine import SamplingParams
+from vattn.engine.model.sampler import Batch, Sampler, draw, filter_weights, uniform
+from vattn.engine.requests.request import Request
 
 CPU = torch.device("cpu")
 

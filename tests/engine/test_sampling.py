@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import RequestOutputKind, SamplingParams
+from vattn.engine import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from engine import FinishReason, InvalidRequest, SamplingParams
-from engine.kv.paged import PagedKV
-from engine.request import Request, State
-from engine.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
+from vattn.engine import FinishReason, InvalidRequest, SamplingParams
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.requests.request import Request, State
+from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
 from vattn.errors import ConfigError
 
 BLOCK = 4

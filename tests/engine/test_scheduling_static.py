@@ -7,11 +7,11 @@ import random
 import pytest
 from tiny_models import expected, make_model, make_prompts
 
-from engine import LLM, FinishReason, InvalidRequest, SamplingParams, StepRecord
-from engine.kv.paged import PagedKV
-from engine.request import Request, State
-from engine.scheduler import Plan
-from engine.scheduling_static import StaticScheduler
+from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, StepRecord
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.requests.request import Request, State
+from vattn.engine.scheduling.scheduler import Plan
+from vattn.engine.scheduling.static import StaticScheduler
 from vattn.errors import OutOfPages
 
 BLOCK, LENGTH = 4, 1000

@@ -10,9 +10,9 @@ import torch
 from tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 from transformers import PreTrainedModel
 
-from engine import LLM, FinishReason, RequestOutput, SamplingParams, StepRecord
-from engine.request import Request
-from engine.speculate import NgramProposer, SpeculativeConfig
+from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams, StepRecord
+from vattn.engine.requests.request import Request
+from vattn.engine.scheduling.drafts import NgramProposer, SpeculativeConfig
 from vattn.errors import ConfigError
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

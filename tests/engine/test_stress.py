@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
-from engine import LLM, InvalidRequest, RequestOutput, SamplingParams
-from engine.request import Request
-from engine.runner import Forward
-from engine.scheduler import Entry
+from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
+from vattn.engine.model.runner import Forward
+from vattn.engine.requests.request import Request
+from vattn.engine.scheduling.scheduler import Entry
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 8
@@ -302,7 +302,7 @@ COUNTS = {"virtual": 700, "paged": 700, "dynamic": 200, "static": 200}
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.HEADROOM_TOKENS", HEADROOM)
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
     count = COUNTS[kv]
     jobs = make_jobs(1, count)
     with make_llm(
@@ -325,7 +325,7 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_seed_repeats(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.HEADROOM_TOKENS", HEADROOM)
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
     jobs = make_jobs(3, 120)
     summaries = []
     for _ in range(2):

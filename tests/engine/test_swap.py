@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from engine import LLM, SamplingParams
-from engine.kv.paged import PagedKV
-from engine.request import Request
-from engine.swap import PreemptionMode, SwapSpace
 from vattn.attention import PackedBatch, Span
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.requests.request import Request
+from vattn.engine.scheduling.swap import PreemptionMode, SwapSpace
 from vattn.errors import ConfigError
 
 TOKEN_BYTES = 2 * 2 * 8 * 4  # one layer, keys and values, 2 heads of 8 floats

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.decoding import DecodeLoop
 from bench.gpu.caches import paged, virtual
 from bench.gpu.device import HEAD_DIM, KV_HEADS, best
-from engine import LLM, SamplingParams
-from engine.runner import ModelRunner
-from vattn import VattnError, drivers, hf
+from vattn import VattnError, drivers, packed
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.model.runner import ModelRunner
 
 
 def missing() -> str | None:
@@ -53,8 +53,8 @@ def test_the_same_logits_as_the_cache_grows(kind: str) -> None:
     model, kernel = make_model(), best(256 if kind == "paged" else None)
     if not kernel.capturable:
         pytest.skip(f"{kernel.name} cannot be captured")
-    hf.register()
-    model.set_attn_implementation(hf.NAME)
+    packed.register()
+    model.set_attn_implementation(packed.NAME)
 
     def logits(graphs: bool) -> list[Tensor]:
         torch.manual_seed(1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from bench.gpu import tails
-from engine.kv import KVBackend
-from engine.kv.paged import PagedKV
-from engine.kv.virtual import VirtualKV
 from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
 
 SLOTS, LENGTH, LAYERS, HEADS, GROUP = 5, 1500, 2, 8, 4
 

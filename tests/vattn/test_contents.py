@@ -134,7 +134,7 @@ def test_rows_that_a_fork_did_not_copy_are_not_published() -> None:
 
 @host_only
 def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.bands import BandPages
+    from vattn.memory.bands import BandPages
 
     cache, parent, _ = behind
     in_place = BandPages.in_place
@@ -153,7 +153,7 @@ def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeyp
 @host_only
 def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle slot has just been emptied in the background, and backed anew for the next request."""
-    from vattn.rows import Rows
+    from vattn.memory.rows import Rows
 
     write = Rows.write
     table = FaultyTable()

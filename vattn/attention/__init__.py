@@ -109,6 +109,6 @@ def register() -> None:
 
     Needs transformers. Calling it again changes nothing.
     """
-    from vattn import hf
+    from vattn import packed
 
-    hf.register()
+    packed.register()

@@ -14,7 +14,6 @@ from vattn.drivers.host import (
     check_page_size,
     max_mappings,
 )
-from vattn.drivers.report import doctor
 from vattn.errors import ConfigError
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "Stream",
     "available_memory",
     "check_page_size",
-    "doctor",
     "find",
     "max_mappings",
     "open_driver",

@@ -13,8 +13,8 @@ import threading
 import torch
 
 from vattn import _native, drivers
-from vattn.journal import Change
-from vattn.pool import PagePool, Plan, Tenant
+from vattn.memory.journal import Change
+from vattn.memory.pool import PagePool, Plan, Tenant
 
 KEPT_BYTES = 16 * 2**20  # of pages that no cache has: to make a page and to give it back takes longer than to map it
 

@@ -18,7 +18,7 @@ from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength,
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.shared_pool import SharedPool, shared_pool
-from vattn.pool import PagePool
+from vattn.memory.pool import PagePool
 from vattn.quantised import Scales, dequantise, quantise, quantised_groups
 from vattn.stats import CacheStats
 

@@ -22,7 +22,7 @@ from vattn.config import KVConfig
 from vattn.errors import ConfigError, UnsupportedModel, VattnError
 from vattn.hf.folding import FoldingKeys
 from vattn.hf.storage import Saved, Storage, View
-from vattn.pool import PagePool
+from vattn.memory.pool import PagePool
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
 

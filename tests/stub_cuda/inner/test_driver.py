@@ -15,6 +15,7 @@ from stub import Stub
 
 import vattn
 from vattn import _native, drivers
+from vattn.doctor import doctor
 from vattn.drivers import cuda
 
 BASE: dict[str, Any] = {
@@ -143,7 +144,7 @@ def test_an_automatic_budget_is_a_share_of_the_free_memory(stub: Stub) -> None:
 
 
 def test_the_doctor_says_what_it_finds(stub: Stub) -> None:
-    text = drivers.doctor()
+    text = doctor()
     assert "cuda   ok: a driver for CUDA 13.0" in text
     assert "cuda:1 Stub GPU 1, 1.0 GiB" in text
 
@@ -188,7 +189,7 @@ SETUP = [
     "cuCtxGetCurrent",
 ]
 FRESH = """
-import sys; sys.path.insert(0, "tests/stub_cuda")
+import sys; sys.path.insert(0, "tests/support")
 import stub, vattn
 from vattn import drivers
 stub.stand_in()
@@ -220,7 +221,7 @@ def test_every_call_of_the_setup_can_fail_and_be_tried_again(call: str) -> None:
     ],
 )
 def test_what_is_missing_is_said(options: dict[str, int], says: tuple[str, ...]) -> None:
-    done = stub_module.python(FRESH + "attempt(); print(drivers.doctor())", **options)
+    done = stub_module.python(FRESH + "attempt(); from vattn.doctor import doctor; print(doctor())", **options)
     assert done.stdout.startswith("ConfigError: "), done.stdout + done.stderr
     for words in says:
         assert words in done.stdout.splitlines()[0]

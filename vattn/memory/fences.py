@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
 from vattn.errors import StreamCapturing
-from vattn.journal import Change
+from vattn.memory.journal import Change
 
 
 class Fences:

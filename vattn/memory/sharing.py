@@ -28,8 +28,8 @@ from enum import Enum
 
 from vattn import _native
 from vattn.errors import TokenMismatch
-from vattn.journal import Change, Undo
 from vattn.layout import Band
+from vattn.memory.journal import Change, Undo
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from engine.checks import checked_whole
-from engine.request import Request
+from vattn.engine.checks import checked_whole
+from vattn.engine.requests.request import Request
 from vattn.errors import ConfigError
 from vattn.integers import shown
 

@@ -5,7 +5,7 @@ Four changes, each to the `forward` of single modules, which keep their names an
     linear          the weight in oneDNN's blocked layout, instead of being reordered at every call
     q, k, v         one product for the three projections of an attention module
     gated MLP       the activation, and the product with the other branch, in the epilogue of a matrix product
-    decoder layer   in packed steps, what `engine.decoder_layer` makes of it
+    decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it
 
 Measured in bfloat16 on two cores (us; hidden size 896, MLP of 4864; as transformers does it, and so): the MLP's
 products for 1 row 957 and 610, 32 rows 1828 and 1350, 512 rows 18100 and 15800; q, k, v and output projection for 1
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder_layer import DecoderLayer, Norm, Recorder, Rotary
-from engine.packed import Packed, PackedMLP, PackedTogether
-from vattn import hf
 from vattn.attention import AttentionParams
+from vattn.engine.model.decoder_layer import DecoderLayer, Norm, Recorder, Rotary
+from vattn.engine.model.linears import Packed, PackedMLP, PackedTogether
+from vattn.packed import NAME, current_step, run_packed
 
 _mkldnn = torch.ops.mkldnn
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -134,7 +134,7 @@ def _decoder_layers(
     As with the MLP, names say which might be, and results whether they are: of rows so small that what the layer adds
     to them is most of its output.
     """
-    if model.config._attn_implementation != hf.NAME:
+    if model.config._attn_implementation != NAME:
         return {}
     forwards: dict[nn.Module, Callable[..., Tensor]] = {}
     recorder, rotary = Recorder(), Rotary()
@@ -158,7 +158,7 @@ def _decoder_layers(
     hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in candidates]
     try:
         tokens = torch.arange(5)
-        hf.run_packed(model, recorder, tokens, 3 * tokens, tokens)
+        run_packed(model, recorder, tokens, 3 * tokens, tokens)
     finally:
         for hook in hooks:
             hook.remove()
@@ -203,7 +203,7 @@ def _in_steps(layer: DecoderLayer, plain: Callable[..., Tensor]) -> Callable[...
     def forward(
         hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor] | None = None, **keywords: Any
     ) -> Tensor:
-        step = hf.current_step()
+        step = current_step()
         if step is None or position_embeddings is None:
             return plain(hidden_states, *args, position_embeddings=position_embeddings, **keywords)
         return layer(step, hidden_states, position_embeddings)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, Blocks, KVSource, PackedBatch, Slots, Span, TorchSDPA
-from vattn.hf.shape import KVShape, LayerShape
+from vattn.packed.shape import KVShape, LayerShape
 
 
 class LatentAttention:

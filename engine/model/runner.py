@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.graphs import DecodeGraphs
-from engine.kv import KVBackend
-from engine.request import Request
-from engine.scheduler import Entry
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
-from vattn.hf import LatentAttention, handing_on, run_packed
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.model.graphs import DecodeGraphs
+from vattn.engine.requests.request import Request
+from vattn.engine.scheduling.scheduler import Entry
+from vattn.packed import LatentAttention, handing_on, run_packed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ModelRunner:
 
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
-        latents: the layers of which the backend stores latents; see `vattn.hf.mla`.
+        latents: the layers of which the backend stores latents; see `vattn.packed.latents`.
         graphs_up_to: run decode steps of at most so many requests as CUDA graphs, where there is CUDA and the kernel
             can be captured; None for none.
     """

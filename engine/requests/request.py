@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.detokenizer import Detokenizer
-from engine.logprobs import Logprob
-from engine.sampling import SamplingParams
+from vattn.engine.requests.detokenizer import Detokenizer
+from vattn.engine.requests.logprobs import Logprob
+from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import VattnError
 
 

@@ -1,7 +1,7 @@
 """The pages of one band of a cache: what is mapped under its slots, and at which end it grows and shrinks.
 
 Of every slot a range of columns is mapped, from the first block that is still seen to a little past the last token.
-Which slots have requests, how long those are and what kernels may still read is for `vattn.slots` to know.
+Which slots have requests, how long those are and what kernels may still read is for `vattn.memory.slots` to know.
 
     [0 ...... floor ................... length .......... ]
      released        mapped: blocks, then private pages    address space only
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from vattn import _native
-from vattn.journal import Change
 from vattn.layout import Band, TensorKind
-from vattn.pool import PagePool
+from vattn.memory.journal import Change
+from vattn.memory.pool import PagePool
+from vattn.memory.rows import Rows
+from vattn.memory.sharing import PageBlock, SharedBlocks
 from vattn.prefix import Key
-from vattn.rows import Rows
-from vattn.sharing import PageBlock, SharedBlocks
 
 
 class BandPages:

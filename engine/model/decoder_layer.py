@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from engine.packed import Packed, PackedMLP
-from vattn import hf
+from vattn import packed
 from vattn.attention import AttentionParams
+from vattn.engine.model.linears import Packed, PackedMLP
 
 
 class Norm:
@@ -75,7 +75,7 @@ class DecoderLayer:
     mlp: PackedMLP
     num_heads: tuple[int, int, int]
 
-    def __call__(self, step: hf.PackedStep, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, step: packed.PackedStep, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """Hidden states `[1, T, hidden_size]` after the layer, of those before."""
         rows = hidden[0]
         queries, keys, values = self.num_heads

@@ -24,7 +24,7 @@ from vattn.errors import (
     OutOfPages,
     VattnError,
 )
-from vattn.journal import Call, Change, Undo, revert
+from vattn.memory.journal import Call, Change, Undo, revert
 from vattn.units import format_bytes, parse_bytes
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.checks import LARGEST, check_encodable, checked_whole, number, whole
+from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
 from vattn.errors import ConfigError
 from vattn.integers import shown
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
 SOURCES = [
-    Path(__file__).with_name("libcuda.cpp"),
+    ROOT / "tests" / "stub_cuda" / "libcuda.cpp",
     *(ROOT / "csrc" / name for name in ("available_memory.cpp", "fork_guard.cpp", "host_vmm.cpp")),
 ]
 ACTIVE = "VATTN_STUB_CUDA"  # set in the processes that run over the stub

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from engine.checks import check_encodable, whole
-from engine.request import InvalidRequest
+from vattn.engine.checks import check_encodable, whole
+from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
 
 # Token ids may be an array of numpy's or a tensor, of one dimension.

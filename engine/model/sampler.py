@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.request import Request
+from vattn.engine.requests.request import Request
 
 _BLOCK = 128  # tokens whose weights are summed up first
 _HEAD = 1024  # most probable tokens that a top-p filter tries before it sorts the whole row

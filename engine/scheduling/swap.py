@@ -13,9 +13,9 @@ from typing import Literal, get_args
 
 import torch
 
-from engine.kv import KVBackend
-from engine.request import Request, SavedKV
 from vattn.attention import PackedBatch, Span
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.requests.request import Request, SavedKV
 from vattn.errors import ConfigError
 from vattn.integers import shown
 

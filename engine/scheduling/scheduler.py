@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from engine.checks import checked_whole
-from engine.kv import KVBackend
-from engine.request import FinishReason, InvalidRequest, Request, State
-from engine.speculate import NgramProposer
-from engine.swap import SwapSpace
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
+from vattn.engine.scheduling.drafts import NgramProposer
+from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 

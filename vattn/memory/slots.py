@@ -1,9 +1,9 @@
 """Which pages each slot has: all decisions about memory, taken on the caller's thread, under the pool's lock.
 
 Every slot is contiguous address space for `max_context_len` tokens. What is backed is a prefix of it, less what has
-left the windows of layers that have one (`vattn.bands`); the pool's worker executes what is decided. A slot is *active*
-(a request has it) or *idle*; the pages of an idle slot are *parked*, save those of token blocks that are cached or that
-other slots use (`vattn.sharing`).
+left the windows of layers that have one (`vattn.memory.bands`); the pool's worker executes what is decided. A slot is
+*active* (a request has it) or *idle*; the pages of an idle slot are *parked*, save those of token blocks that are
+cached or that other slots use (`vattn.memory.sharing`).
 
     [0 ..... start ........ length ........ ready ........ extent ........ max_context_len)
      old queries  live tokens      backed          being backed    address space only
@@ -12,7 +12,7 @@ Queries come from `start` on, so that a window's width before it nothing may lea
 
 What is decided about a slot is its length, where queries start, what is known of its tokens, and its blocks; everything
 else here follows from that and from what is mapped, and `refresh` derives it. Decisions go through a `Change`
-(`vattn.journal`), which takes them back where a call fails.
+(`vattn.memory.journal`), which takes them back where a call fails.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import TypeVar
 
 import torch
 
-from vattn.bands import BandPages
 from vattn.config import KVConfig
 from vattn.errors import DriverError, InvalidLength, NoFreeSlot, OutOfPages
-from vattn.fences import Fences, refusal
-from vattn.idle import IdleSlots
-from vattn.journal import Change
 from vattn.layout import Layout
-from vattn.pool import PagePool, Plan
+from vattn.memory.bands import BandPages
+from vattn.memory.fences import Fences, refusal
+from vattn.memory.idle import IdleSlots
+from vattn.memory.journal import Change
+from vattn.memory.pool import PagePool, Plan
+from vattn.memory.sharing import PageBlock, SharedBlocks, State
 from vattn.prefix import Key, PrefixIndex, block_keys, check_extension, root_key
-from vattn.sharing import PageBlock, SharedBlocks, State
 from vattn.units import format_bytes
 
 K = TypeVar("K")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from vattn.attention.base import AttentionParams
 from vattn.errors import UnsupportedModel
 from vattn.groups import TensorGroup
-from vattn.hf.packed import run_packed
+from vattn.packed.step import run_packed
 
 
 @dataclass(frozen=True)

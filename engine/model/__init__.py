@@ -1,0 +1,1 @@
+"""A step through the model: packed rows, graphs, sampling."""

@@ -1,0 +1,1 @@
+"""Who computes how much in the next step."""

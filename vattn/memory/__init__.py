@@ -1,0 +1,1 @@
+"""What is mapped where: slots, pages, blocks that requests share, and the pool that they come from."""

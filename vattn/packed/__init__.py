@@ -1,0 +1,34 @@
+"""Packed batches through unmodified transformers models: what an engine needs of a model."""
+
+from vattn.packed.latents import LatentAttention, find_latents, handing_on, store_latents
+from vattn.packed.shape import KVShape, LayerShape, kv_shape
+from vattn.packed.step import (
+    NAME,
+    PackedStep,
+    attention_forward,
+    check_supported,
+    current_step,
+    max_context,
+    packed_mask,
+    register,
+    run_packed,
+)
+
+__all__ = [
+    "NAME",
+    "KVShape",
+    "LatentAttention",
+    "LayerShape",
+    "PackedStep",
+    "attention_forward",
+    "check_supported",
+    "current_step",
+    "find_latents",
+    "handing_on",
+    "kv_shape",
+    "max_context",
+    "packed_mask",
+    "register",
+    "run_packed",
+    "store_latents",
+]
