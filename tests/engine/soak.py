@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,7 @@ def generate(llm: LLM, jobs: list[stress.Job], want: stress.Tokens, rng: random.
     """A call of `generate` that is interrupted, or ends before; and the same one undisturbed."""
     prompts = [job.prompt for job in jobs]
     params = [SamplingParams(**job.params) for job in jobs]
-    with Interrupt(rng, seen):
-        llm.generate(prompts, params, use_tqdm=False)
+    interrupted(lambda: llm.generate(prompts, params, use_tqdm=False), rng, seen)
     stress.assert_idle(llm)
     for job, output in zip(jobs, llm.generate(prompts, params, use_tqdm=False), strict=True):
         for completion in output.outputs:
@@ -110,8 +110,7 @@ def generate(llm: LLM, jobs: list[stress.Job], want: stress.Tokens, rng: random.
 def beam_search(
     llm: LLM, prompts: list[Any], params: BeamSearchParams, want: list[Any], rng: random.Random, seen: Counter[str]
 ) -> None:
-    with Interrupt(rng, seen):
-        llm.beam_search(prompts, params)
+    interrupted(lambda: llm.beam_search(prompts, params), rng, seen)
     stress.assert_idle(llm)
     for output, reference in zip(llm.beam_search(prompts, params), want, strict=True):
         assert [each.tokens for each in output.sequences] == [each.tokens for each in reference.sequences]
@@ -119,20 +118,18 @@ def beam_search(
     stress.assert_idle(llm)
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at a random moment of what it encloses, and swallows it."""
-
-    def __init__(self, rng: random.Random, seen: Counter[str]) -> None:
-        self._seconds = 10 ** rng.uniform(-4, -0.5)
-        self._seen = seen
-
-    def __enter__(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        self._seen["interrupted" if kind is KeyboardInterrupt else "not interrupted"] += 1
-        return kind is KeyboardInterrupt
+def interrupted(call: Callable[[], object], rng: random.Random, seen: Counter[str]) -> None:
+    """The call, with a KeyboardInterrupt at a random moment unless it ends before."""
+    kind = "not interrupted"
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 10 ** rng.uniform(-4, -0.5))
+            call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        kind = "interrupted"
+    seen[kind] += 1
 
 
 def salted(job: stress.Job, rng: random.Random) -> stress.Job:
