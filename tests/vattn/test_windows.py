@@ -161,6 +161,25 @@ def test_a_request_that_is_restored_backs_its_window_only() -> None:
                 cache.alloc_reqid(start=start)
 
 
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1])
+def test_a_request_that_is_shorter_than_announced_gets_its_window_back(length: int) -> None:
+    """Short of memory, the cache takes what lies before the announced window from the slot; then less is computed."""
+    with make(max_batch_size=2, memory_budget=14 * PAGE) as cache:
+        parked = cache.alloc_reqid()
+        cache.step({parked: 3 * BLOCK})
+        cache.free_reqid(parked)
+        reqid = cache.alloc_reqid(3 * BLOCK, start=200)
+        assert reqid == parked
+        other = cache.alloc_reqid()
+        cache.step({other: 1})  # 4 pages, where 2 are free
+        assert not cache._bands[1].sees(reqid, length)
+        cache.free_reqid(other)
+        cache.step({reqid: length})
+        cache.check()
+        write(cache, reqid, 0, length)
+        assert found(cache, LOCAL, reqid, 0, length)
+
+
 def test_going_back_behind_what_was_released_is_refused() -> None:
     with make() as cache:
         reqid = cache.alloc_reqid()

@@ -184,7 +184,7 @@ class Slots:
         needs = {slot: self._backed(length) for slot, length in targets.items()}
         begin = time.perf_counter_ns()
         waited = self._await_growth(needs)
-        leftover = [slot for slot in targets if self._leftover(slot)]
+        leftover = [slot for slot, length in targets.items() if self._leftover(slot, length)]
         short = {slot: n for slot, n in needs.items() if n > self._extent(slot) or slot in leftover}
         if not short:
             self._take_on(self._pool.change(), lengths, lowered)
@@ -495,13 +495,17 @@ class Slots:
             change.on_revert(lambda: _store(self._ends, slot, before))
             _store(self._ends, slot, end)
 
-    def _leftover(self, slot: int) -> bool:
-        """Whether pages of the slot, which is active, must leave before anything is written behind its length."""
-        length = self._length[slot]
+    def _leftover(self, slot: int, target: int | None = None) -> bool:
+        """Whether pages of the slot, which is active, must leave before anything is written behind its length; with a
+        target, by a step to that length.
+        """
+        length, start = self._length[slot], self._start[slot]
+        if target is not None and target < start:  # fewer tokens than announced: queries come from there on
+            start = target
         if slot in self._unzeroed:
             return True
         return any(band.shared[slot].stop * self._block_tokens > length for band in self._bands) or (
-            self._windowed and not all(band.sees(slot, self._start[slot]) for band in self._bands)
+            self._windowed and not all(band.sees(slot, start) for band in self._bands)
         )
 
     def _publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
