@@ -358,7 +358,7 @@ class KVCache(Slots):
             back = [slot for slot, n in lengths.items() if n < length[slot] or n < start[slot]]
         for slot in back:
             self._check_seen(slot, lengths[slot])
-            if 0 < lengths[slot] and not length[slot] and slot not in crossing and self._leftover(slot, lengths[slot]):
+            if lengths[slot] > 0 and not length[slot] and slot not in crossing and self._leftover(slot, lengths[slot]):
                 crossing.append(slot)  # a request shorter than announced, for which the window had left already
         ends = self._ends
         lowered = [slot for slot, end in ends.items() if lengths.get(slot, end) < end] if ends else ()
