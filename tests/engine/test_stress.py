@@ -21,8 +21,7 @@ from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.model.runner import Forward
-from vattn.engine.requests.request import Request
-from vattn.engine.scheduling.scheduler import Entry
+from vattn.engine.scheduling.scheduler import Entry, Scheduler
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 8
@@ -220,7 +219,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
                 continue
             if job.abort_after is not None:
                 aborts.setdefault(step + job.abort_after, []).append(job.name)
-            deadlines[job.name] = step + serial_steps([*llm.scheduler.running, *llm.scheduler.waiting])
+            deadlines[job.name] = step + serial_steps(llm.scheduler)
         for name in aborts.pop(step, ()):
             aborted = llm.abort(name)
             assert (aborted is None) == (name in run.ended)
@@ -247,11 +246,12 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
     return run
 
 
-def serial_steps(requests: Sequence[Request]) -> int:
-    """Steps that these requests would take one after the other, each beside decodes that have their token first."""
-    chunk = MAX_NUM_BATCHED_TOKENS - MAX_NUM_SEQS + 1
+def serial_steps(scheduler: Scheduler) -> int:
+    """Steps that all its requests would take one after the other, each beside decodes that have their token first."""
+    chunk = scheduler.max_num_batched_tokens - MAX_NUM_SEQS + 1
     return sum(
-        math.ceil(request.num_tokens / chunk) + request.max_total_tokens - request.num_tokens for request in requests
+        math.ceil(request.num_tokens / chunk) + request.max_total_tokens - request.num_tokens
+        for request in (*scheduler.running, *scheduler.waiting)
     )
 
 
