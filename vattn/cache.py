@@ -1,6 +1,13 @@
 """KVCache: what users of the library call.
 
-It checks what it is given, takes the pool's lock, and says what there is; `vattn.memory` decides which pages go where.
+It checks what it is given, takes the pool's lock, and says what there is; its parts decide (`vattn.memory`):
+
+    SlotTable   what is decided about each slot: lengths, starts, known tokens
+    Bands       what is mapped under the slots: pages, and blocks that several share
+    Ledger      how many pages are held, by what they are for
+    Reclaimer   which pages are taken back, in which order
+    Backer      what is mapped, now and ahead; copy-on-write
+    Prefixes    which slot a request gets; what is found and published
 """
 
 from __future__ import annotations
@@ -10,7 +17,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -26,10 +32,15 @@ from vattn.errors import (
 )
 from vattn.integers import as_int, shown
 from vattn.layout import TensorView
-from vattn.memory.fences import refusal
+from vattn.memory.backer import Backer
+from vattn.memory.bands import Bands
+from vattn.memory.fences import Fences
 from vattn.memory.journal import Change
+from vattn.memory.ledger import Ledger
 from vattn.memory.pool import PagePool, Plan, atomic, reading
-from vattn.memory.slots import Known, Prefix, Slots
+from vattn.memory.prefixes import Prefixes
+from vattn.memory.reclaimer import Reclaimer
+from vattn.memory.slots import SlotTable
 from vattn.prefix import Admission, as_ids, root_key
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
@@ -38,7 +49,7 @@ Lengths = Mapping[int, int] | Sequence[int]
 _log = logging.getLogger("vattn")
 
 
-class KVCache(Slots):
+class KVCache:
     """K and V of up to `max_batch_size` requests, contiguous in virtual memory, on demand in physical memory.
 
     Usable from several threads; calls are serialised per pool. A step says that the kernels of all steps before it are
@@ -86,15 +97,26 @@ class KVCache(Slots):
         )
         with pool.lock:
             pool.enter()
-            super().__init__(config, layout, min(budget, pool.total_pages), pool)
+            self.config = config
+            self.layout = layout
+            self._pool = pool
+            self._fences = Fences(pool.driver)
+            self._bands = Bands(layout, pool)
+            self._slots = SlotTable(config, layout.slots, self._bands)
+            self._ledger = Ledger(min(budget, pool.total_pages), layout, self._slots, self._bands, pool)
+            self._reclaimer = Reclaimer(config, self._slots, self._bands, self._ledger, self._fences, pool)
+            self._backer = Backer(
+                config, layout, self._slots, self._bands, self._ledger, self._reclaimer, self._fences, pool
+            )
+            self._prefixes = Prefixes(config, self._slots, self._bands, self._ledger, self._backer, self._fences)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as they were asked for
             self._steps = 0
             self._step_ns = 0
             self._closed = False
             self._freed: set[int] = set()  # slots that the next call frees
-            self._finalizer = weakref.finalize(self, _collected, pool, self._give_back(), self._owns_pool)
+            self._finalizer = weakref.finalize(self, _collected, pool, self._bands.give_back(), self._owns_pool)
             self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
-            pool.join(self)
+            pool.join(self._reclaimer)
         if _log.isEnabledFor(logging.INFO):
             _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
 
@@ -123,14 +145,7 @@ class KVCache(Slots):
         if num_tokens is not None:
             num_tokens = self._checked_length(num_tokens, "num_tokens", most=None)
         start = self._checked_length(start, "start")
-
-        def plan(change: Change) -> int:
-            slot = self._choose(self._prefix(()), num_tokens)
-            self._pool.repair(lambda: self._give_up(slot))
-            self._take(change, slot, 0, start, origin=start if self._windowed else 0)
-            return slot
-
-        return self._give_slot(plan)
+        return self._give_slot(lambda change: self._prefixes.empty(change, num_tokens, start))
 
     @atomic
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
@@ -162,33 +177,17 @@ class KVCache(Slots):
                 f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
             )
 
-        def plan(change: Change) -> int:
-            keys = self._find(ids, salt)
-            prefix = self._prefix(keys)
-            slot = self._choose(prefix, len(ids))
-            if self._fences.is_open(slot):
-                del keys[self._in_place(slot, prefix) :]
-                prefix = self._prefix(keys)
-            self._pool.repair(lambda: self._give_up(slot))
-            self._put(change, slot, prefix)
-            cached = prefix.count * self._block_tokens
-            self._take(change, slot, cached)
-            self._use(change, slot, prefix.count)
-            self._know(change, slot, Known(ids[:cached], keys, admitted=prefix.count, salt=salt))
-            return slot
-
-        slot = self._give_slot(plan)
-        admission, counted = Admission(slot, self._length[slot]), False
-        index = self._bands[0].shared.index
+        slot = self._give_slot(lambda change: self._prefixes.admit(change, ids, salt))
+        admission, counted = Admission(slot, self._slots.length[slot]), False
 
         def uncount() -> None:
             nonlocal counted
             if counted:
-                index.count(-len(ids), -admission.cached_tokens)
+                self._prefixes.count(-len(ids), -admission.cached_tokens)
                 counted = False
 
         self._pool.repair(uncount)
-        index.count(len(ids), admission.cached_tokens)
+        self._prefixes.count(len(ids), admission.cached_tokens)
         counted = True
         return admission
 
@@ -210,7 +209,7 @@ class KVCache(Slots):
             TokenMismatch: more than the slot's length, fewer than were committed, or others. Nothing changed.
         """
         slot, ids = self._checked_slot(reqid), as_ids(token_ids)
-        self._publish(self._pool.change(), slot, ids)
+        self._prefixes.publish(self._pool.change(), slot, ids)
 
     @atomic
     def retract(self, reqid: int) -> None:
@@ -223,7 +222,7 @@ class KVCache(Slots):
             InvalidSlot: if the slot is not allocated.
         """
         slot = self._checked_slot(reqid)
-        self._pool.execute(lambda change: self._retract(change, slot))
+        self._pool.execute(lambda change: self._prefixes.retract(change, slot))
 
     @atomic
     def fork(self, reqid: int) -> int:
@@ -246,37 +245,17 @@ class KVCache(Slots):
         source = self._checked_slot(reqid)
         handle = self._fences.uncaptured(None, "fork was called")
         self._fences.launched()
-        length, start, known = self._length[source], self._start[source], self._known[source]
-        count = length // self._block_tokens
+        length = self._slots.length[source]
         first: list[int] = []  # per band, the first token that is copied
-        self._await_idle_growth(self._backed(length))  # rows are copied at once to what the child's slot has already
+        # Rows are copied at once to what the new slot has already.
+        self._backer.await_idle_growth(self._slots.backed(length))
 
         def plan(change: Change) -> int:
-            private = self._private_pages(source)
-            for band in self._bands:
-                band.shared.adopt(change, source, count)
-            self._private_active += self._private_pages(source) - private
-            self._set_end(change, source, max(self._ends.get(source, 0), count * self._block_tokens))
-            prefix = Prefix(count, [band.seen_blocks(source, count, start) for band in self._bands])
-            slot = self._choose(prefix, length)
-            if self._fences.is_open(slot):
-                raise refusal("fork was called")
-            self._pool.repair(lambda: self._give_up(slot))
-            self._take(change, slot, length, start, self._origin.get(source, 0))
-            self._put(change, slot, prefix)
-            self._release(change, slot, count, handle)
-            self._use(change, slot, count)
-            self._know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
-            self._grow_all(change, {slot: self._backed(length)}, now=True, handle=handle)
-            first[:] = [
-                count * self._block_tokens if blocks else band.band.floor(start)
-                for band, blocks in zip(self._bands, prefix.blocks, strict=True)
-            ]
+            slot, first[:] = self._prefixes.fork(change, source, handle)
             return slot
 
         slot = self._give_slot(plan)
-        for band, token in zip(self._bands, first, strict=True):
-            band.rows.write(slot, token, band.rows.views(source, token, length))
+        self._bands.copy(source, slot, first, length)
         return slot
 
     @atomic
@@ -295,7 +274,9 @@ class KVCache(Slots):
         handle = self._fences.uncaptured(None, "evict_prefixes was called")
         self._fences.launched()
         before = self._pool.free_pages
-        self._pool.execute(lambda c: self._evict(c, self._budget + 1, wait=True, running=True, handle=handle))
+        self._pool.execute(
+            lambda c: self._reclaimer.evict(c, self._ledger.budget + 1, wait=True, running=True, handle=handle)
+        )
         return self._pool.free_pages - before
 
     @atomic
@@ -333,7 +314,8 @@ class KVCache(Slots):
         began = time.perf_counter_ns()
         if type(lengths) is not dict and not isinstance(lengths, Mapping):
             lengths = self._by_slot(lengths)
-        limit = self._limit
+        slots = self._slots
+        limit = slots.limit
         try:
             crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
             # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
@@ -353,38 +335,39 @@ class KVCache(Slots):
                     "request, or make the cache with a longer context"
                 )
         back: Sequence[int] = ()
-        if self._windowed:
-            length, start = self._length, self._start
-            back = [slot for slot, n in lengths.items() if n < length[slot] or n < start[slot]]
-        for slot in back:
-            self._check_seen(slot, lengths[slot])
-            if lengths[slot] > 0 and not length[slot] and slot not in crossing and self._leftover(slot, lengths[slot]):
-                crossing.append(slot)  # a request shorter than announced, for which the window had left already
-        ends = self._ends
-        lowered = [slot for slot, end in ends.items() if lengths.get(slot, end) < end] if ends else ()
+        if self._bands.windowed:
+            before, start = slots.length, slots.start
+            back = [slot for slot, n in lengths.items() if n < before[slot] or n < start[slot]]
+            for slot in back:
+                slots.check_seen(slot, lengths[slot])
+                if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
+                    crossing.append(slot)  # a request shorter than announced, for which the window had left already
+        used = self._bands.used_tokens
+        lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
         closed = self._fences.launched()
-        if crossing or announced or closed or self._leaving:
+        if crossing or announced or closed or slots.leaving:
             handle = self._fences.handle(stream)
             capturing = self._fences.capturing(handle)
             if crossing:
-                self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)
+                targets = {slot: lengths[slot] for slot in crossing}
+                self._backer.back(targets, lengths, lowered, handle, capturing)
             elif lowered or back:
-                self._take_on(self._pool.change(), lengths, lowered)
+                slots.set_lengths(self._pool.change(), lengths, lowered)
             else:
-                self._length.update(lengths)
+                slots.length.update(lengths)
             for slot in back:
-                self._set_limit(slot)
+                slots.set_limit(slot)
             if not capturing:
-                if self._windowed:
-                    self._release_windows(crossing, handle)
-                self._look_ahead(crossing, lengths, announced)
-                self._maintain()
+                if self._bands.windowed:
+                    self._backer.release_windows(crossing, handle)
+                self._backer.look_ahead(crossing, lengths, announced)
+                self._backer.maintain()
         elif lowered or back:
-            self._take_on(self._pool.change(), lengths, lowered)
+            slots.set_lengths(self._pool.change(), lengths, lowered)
             for slot in back:
-                self._set_limit(slot)
+                slots.set_limit(slot)
         else:
-            self._length.update(lengths)
+            slots.length.update(lengths)
         self._steps += 1
         self._step_ns += time.perf_counter_ns() - began
 
@@ -422,7 +405,7 @@ class KVCache(Slots):
         handle = self._fences.handle(stream)
 
         def free() -> None:
-            if slot in self._length and slot in self._freed:
+            if slot in self._slots.length and slot in self._freed:
                 self._end(slot, handle)
             self._freed.discard(slot)
 
@@ -432,11 +415,11 @@ class KVCache(Slots):
     def _end(self, slot: int, handle: int | None) -> None:
         change = self._pool.change()
         self._fences.freed(slot, handle)
-        self._leave(change, slot)
+        self._slots.leave(change, slot)
         stays = self.config.deferred_reclamation and not self.config.zero_on_free
-        if not stays or not all(band.begins(slot) for band in self._bands):
-            self._leaving[slot] = None
-        self._maintain()
+        if not stays or not self._bands.begins(slot):
+            self._slots.leaving[slot] = None
+        self._backer.maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
@@ -459,7 +442,7 @@ class KVCache(Slots):
         """
         self._check_open()
         index = self._checked_layer(index)
-        spaces = [space for band in self._bands for space in band.spaces]
+        spaces = self._bands.spaces
 
         def view(where: TensorView) -> torch.Tensor:
             base = spaces[where.kind].tensor(where.tensor, *self._pool.driver.dlpack_device, owner=owner)
@@ -479,26 +462,27 @@ class KVCache(Slots):
     @property
     def total_pages(self) -> int:
         """The budget, in pages."""
-        return self._budget
+        return self._ledger.budget
 
     @property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache: what requests share is a multiple of it."""
-        return self._block_tokens
+        return self._bands.block_tokens
 
     def capacity(self) -> Capacity:
         """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
         layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
+        budget = self._ledger.budget
 
         def alone(pages: int) -> int:
             return max(0, layout.most_tokens(pages, longest + guard) - guard)
 
-        requests, rest = divmod(self._budget, layout.most_pages(longest + guard))
+        requests, rest = divmod(budget, layout.most_pages(longest + guard))
         return Capacity(
-            budget_bytes=self._budget * layout.page_size,
-            requests=min(layout.slots, self._budget // layout.pages(1 + guard)),
+            budget_bytes=budget * layout.page_size,
+            requests=min(layout.slots, budget // layout.pages(1 + guard)),
             tokens=layout.slots * longest if requests >= layout.slots else requests * longest + alone(rest),
-            longest_context=alone(self._budget),
+            longest_context=alone(budget),
         )
 
     @reading
@@ -507,8 +491,9 @@ class KVCache(Slots):
         all caches on the pool, and what running requests have beyond their lengths. Below 0 where requests have yet to
         get pages of their own in place of shared ones.
         """
-        held = self._pool.free_pages + self._pool.spare_pages + self._stuck_pages() + self._owned
-        return min(self._budget, held) - self._needed_pages()
+        takeable = self._pool.spare_pages + self._reclaimer.stuck_pages()
+        held = self._pool.free_pages + takeable + self._ledger.owned
+        return min(self._ledger.budget, held) - self._ledger.needed
 
     @reading
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
@@ -526,45 +511,46 @@ class KVCache(Slots):
         """
         num_tokens = self._checked_length(num_tokens, "num_tokens")
         chunk = num_tokens if chunk_tokens is None else self._checked_length(chunk_tokens, "chunk_tokens", most=None)
-        most = self.layout.most_pages(self._backed(num_tokens), self._backed(chunk or num_tokens))
+        slots = self._slots
+        most = self.layout.most_pages(slots.backed(num_tokens), slots.backed(chunk or num_tokens))
         if reqid is None:
             return most
         slot = self._checked_slot(reqid)
-        length = self._length[slot]
-        has = self.layout.pages(self._needed_tokens(slot), length)
+        length = slots.length[slot]
+        has = self.layout.pages(slots.needed_tokens(slot), length)
         if num_tokens <= length:
             # A window that moves back needs what lies before it; what lies behind leaves with the next step only.
-            return self.layout.pages(self._needed_tokens(slot), num_tokens) - has
-        replaced = sum(band.replaced_pages(slot, length // self._block_tokens) for band in self._bands)
-        return max(0, min(self.layout.pages(self._backed(num_tokens), length), most) - has) + replaced
+            return self.layout.pages(slots.needed_tokens(slot), num_tokens) - has
+        replaced = self._bands.replaced_pages(slot, length // self._bands.block_tokens)
+        return max(0, min(self.layout.pages(slots.backed(num_tokens), length), most) - has) + replaced
 
     @reading
     def stats(self) -> CacheStats:
         """A snapshot of pages, bytes, calls and times."""
         counts = self._pool.native.counts()
-        requests = [(slot, length, self._start.get(slot, 0)) for slot, length in self._length.items()]
-        index = self._bands[0].shared.index
+        slots, ledger, bands = self._slots, self._ledger, self._bands
+        requests = [(slot, length, slots.start.get(slot, 0)) for slot, length in slots.length.items()]
         return CacheStats(
             page_size=self.layout.page_size,
-            budget_pages=self._budget,
-            owned_pages=self._owned,
-            parked_pages=self._parked,
-            cached_pages=self._cached,
-            shared_pages=sum(band.shared.shared_pages() for band in self._bands),
-            other_pages=self._budget - self._held - self._free(),
-            free_pages=self._free(),
+            budget_pages=ledger.budget,
+            owned_pages=ledger.owned,
+            parked_pages=ledger.parked,
+            cached_pages=ledger.cached,
+            shared_pages=bands.shared_pages,
+            other_pages=ledger.budget - ledger.held - ledger.free,
+            free_pages=ledger.free,
             created_pages=counts.budget - counts.absent,
-            peak_mapped_pages=self._peak,
+            peak_mapped_pages=ledger.peak,
             reserved_bytes=self.layout.reserved_bytes,
-            live_tokens=sum(self._length.values()),
-            live_bytes=max(0, sum(band.live_bytes(requests) for band in self._bands)),
-            query_tokens=index.query_tokens,
-            hit_tokens=index.hit_tokens,
+            live_tokens=sum(slots.length.values()),
+            live_bytes=bands.live_bytes(requests),
+            query_tokens=self._prefixes.query_tokens,
+            hit_tokens=self._prefixes.hit_tokens,
             kernel_mappings=_native.host_usage().kernel_mappings,
             steps=self._steps,
             step_seconds=self._step_ns * 1e-9,
-            waits=self._waits,
-            wait_seconds=self._wait_ns * 1e-9,
+            waits=self._backer.waits,
+            wait_seconds=self._backer.wait_ns * 1e-9,
             failures=self._pool.failures,
             calls={
                 name: CallStats(count, seconds)
@@ -578,10 +564,10 @@ class KVCache(Slots):
         return [
             SlotPages(
                 reqid=slot,
-                active=slot in self._length,
-                length=self._length.get(slot, 0),
-                mapped=self._extent(slot),
-                pages=self._slot_pages(slot),
+                active=slot in self._slots.length,
+                length=self._slots.length.get(slot, 0),
+                mapped=self._bands.extent(slot),
+                pages=self._bands.pages(slot),
             )
             for slot in range(self.layout.slots)
         ]
@@ -602,7 +588,7 @@ class KVCache(Slots):
         """
         self._fences.uncaptured(None, "trim was called")
         self._fences.launched()
-        self._pool.execute(lambda change: self._reclaim_parked(change, self._budget, wait=True))
+        self._pool.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True))
         self._pool.commit()
         counts = self._pool.native.counts()
 
@@ -623,48 +609,11 @@ class KVCache(Slots):
             self._pool.drain()
             try:
                 self._pool.native.check()
-                spaces = [space for band in self._bands for space in band.spaces]
-                for space in spaces:
-                    space.check()
-                held = [pages for band in self._bands for pages in band.shared.held()]
-                _native.check_references(self._pool.native, spaces, held)
+                self._bands.check(self._pool.native)
             except RuntimeError as error:
                 raise AssertionError(str(error)) from error
-            active, idle = set(self._length), set(self._idle)
-            assert active == set(self._limit), "limits are not those of the active slots"
-            assert set(self._leaving) <= idle, "the pages of a running request are to go"
-            assert not active & idle, "a slot is both active and idle"
-            assert active | idle == set(range(self.layout.slots)), "a slot is neither active nor idle"
-            assert active == set(self._start), "starts are not those of the active slots"
-            assert set(self._origin) <= active, "an origin is that of an idle slot"
-            for slot, known in enumerate(self._known):
-                assert len(known.tokens) == len(known.keys) * self._block_tokens, "tokens without keys"
-                assert len(known.tokens) <= self._ends.get(slot, 0), "tokens are known that are not in blocks"
-                assert len({band.shared[slot].end for band in self._bands}) == 1, "bands disagree about blocks"
-                assert (slot in self._ends) == bool(self._used(slot)), "an end is not that of used blocks"
-            for band in self._bands:
-                band.shared.check()
-            counted = self._private_active, self._private_idle
-            self._recount()
-            assert counted == (self._private_active, self._private_idle), "private pages are miscounted"
-            assert self._held <= self._pool.native.counts().taken, "more pages are held than taken"
-            assert self._held <= self._budget, "more pages are held than the budget has"
-            if self._owns_pool:
-                assert self._held == self._pool.native.counts().taken, "a page was lost"
-            for slot, length in self._length.items():
-                extent = self._extent(slot)
-                assert self._ready[slot] <= extent, "a slot counts on tokens that are not backed"
-                assert self._ends.get(slot, 0) <= length, "blocks are in use behind a length"
-                # Guard rows are backed by a step, so not yet behind tokens that a request was admitted with.
-                admitted = length == self._used(slot) * self._block_tokens
-                assert (length if admitted else self._backed(length)) <= extent, "a live token is not backed"
-                if self._windowed and length:
-                    assert self._start[slot] <= length, "an earlier query can come than what stays backed for it"
-                    seen = all(band.sees(slot, self._start[slot]) for band in self._bands)
-                    assert seen, "a token that is seen has left its window"
-                limit = self._limit[slot]
-                self._set_limit(slot)
-                assert limit <= self._limit[slot], "a step would not see that it has to back or replace something"
+            self._slots.check()
+            self._ledger.check(alone=self._owns_pool)
 
     def close(self) -> None:
         """Unmaps everything and gives the memory back. Idempotent; afterwards every call raises CacheClosed.
@@ -677,13 +626,14 @@ class KVCache(Slots):
             if not self._closed:
                 self._leave_pool()
             self._views = {}
-            self._let_go()
+            self._slots.clear()
+            self._bands.clear()
             if self._owns_pool:
                 self._pool.shut()
             self._finalizer.detach()
 
     def _leave_pool(self) -> None:
-        give_back = self._give_back()
+        give_back = self._bands.give_back()
 
         def plan(change: Change) -> None:
             change.on_revert(lambda: setattr(self, "_closed", False))
@@ -691,13 +641,13 @@ class KVCache(Slots):
             give_back(change)
 
         if self._pool.mapper.broken:
-            self._pool.leave_broken(self, plan)
+            self._pool.leave_broken(self._reclaimer, plan)
         else:
             self._leave_by(plan)
 
     @atomic
     def _leave_by(self, plan: Plan) -> None:
-        self._pool.leave(self, plan)
+        self._pool.leave(self._reclaimer, plan)
 
     def __enter__(self) -> Self:
         return self
@@ -708,10 +658,11 @@ class KVCache(Slots):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._length)} of {self.layout.slots} slots active"
+        state = "closed" if self._closed else f"{len(self._slots.length)} of {self.layout.slots} slots active"
+        budget = format_bytes(self._ledger.budget * self.layout.page_size)
         return (
             f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.block_tokens} tokens per page "
-            f"of {format_bytes(self.layout.page_size)}, budget {format_bytes(self._budget * self.layout.page_size)}, "
+            f"of {format_bytes(self.layout.page_size)}, budget {budget}, "
             f"{format_bytes(self.layout.reserved_bytes)} reserved)"
         )
 
@@ -720,14 +671,16 @@ class KVCache(Slots):
         taken: list[int] = []
 
         def decide(change: Change) -> None:
-            taken[:] = [plan(change)]
+            slot = plan(change)
+            taken[:] = [slot]
+            self._pool.repair(lambda: self._slots.give_up(self._pool.change(), slot))
 
-        executed = self._execute(decide)
+        executed = self._backer.execute(decide)
         (slot,) = taken
         if executed:
-            self._note_growth(slot)
-            self._set_limit(slot)
-        self._prepare_idle_slot()
+            self._backer.note_growth(slot)
+            self._slots.set_limit(slot)
+        self._backer.prepare_idle_slot()
         return slot
 
     def _by_slot(self, lengths: Sequence[int]) -> dict[int, int]:
@@ -779,7 +732,7 @@ class KVCache(Slots):
             slot = as_int(reqid)
         except TypeError as error:
             raise InvalidSlot(f"reqid: {error}; alloc_reqid gives out slots") from None
-        if slot not in self._length:
+        if slot not in self._slots.length:
             raise self._invalid_slot(slot)
         return slot
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.campaign.campaign import MODES, run
-from vattn import bands, cache, journal, layout, pool, prefix, rows, sharing, slots
+from vattn import cache, layout, prefix
+from vattn.memory import backer, band, bands, journal, pool, prefixes, rows, sharing, slots
 
 Patch = Callable[[], None]
 
@@ -56,8 +57,8 @@ def mutation(defect: int | None, what: str, *modes: str) -> Callable[[Patch], Pa
 
 @mutation(1, "parked pages pass for blocks that have left a window", "random")
 def parked_pages_in_place() -> None:
-    true = bands.BandPages.in_place
-    bands.BandPages.in_place = (  # type: ignore[method-assign]
+    true = band.BandPages.in_place
+    band.BandPages.in_place = (  # type: ignore[method-assign]
         lambda self, slot, blocks, end: not blocks or true(self, slot, blocks, end)
     )
 
@@ -72,9 +73,9 @@ def origin_ignored() -> None:
 
 @mutation(2, "alloc_reqid(start=) does not note where computing begins", "random")
 def no_origin() -> None:
-    true = slots.Slots._take
-    slots.Slots._take = (  # type: ignore[method-assign]
-        lambda self, change, slot, length, start=None, origin=0: true(self, change, slot, length, start)
+    true = slots.SlotTable.take
+    slots.SlotTable.take = (  # type: ignore[method-assign]
+        lambda self, change, slot, length, start=None, origin=0: true(self, change, slot, length, start=start)
     )
 
 
@@ -114,15 +115,14 @@ def no_revert() -> None:
 
 @mutation(9, "a slot whose number nobody got is not given back", "interrupts")
 def lost_slots() -> None:
-    slots.Slots._give_up = lambda self, slot: None  # type: ignore[method-assign]
+    slots.SlotTable.give_up = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
 @mutation(10, "a cache joins its pool without the lock", "processes")
 def join_without_lock() -> None:
     source = textwrap.dedent(inspect.getsource(cache.KVCache.__init__))
-    for held, free in (("with pool.lock:", "if True:"), ("super()", "super(KVCache, self)")):
-        assert held in source
-        source = source.replace(held, free)
+    assert "with pool.lock:" in source
+    source = source.replace("with pool.lock:", "if True:")
     exec("from __future__ import annotations\n" + source, vars(cache))
     cache.KVCache.__init__ = vars(cache).pop("__init__")  # type: ignore[method-assign]
 
@@ -157,22 +157,19 @@ def no_copy() -> None:
 
 @mutation(None, "fork does not wait until the pages that it copies to are mapped", "random")
 def no_wait() -> None:
-    true = slots.Slots._await_growth
-    slots.Slots._await_growth = (  # type: ignore[method-assign]
-        lambda self, needs: any(slot in self._length for slot in needs) and true(self, needs)
-    )
+    backer.Backer.await_idle_growth = lambda self, tokens: None  # type: ignore[method-assign]
 
 
 @mutation(None, "the salt is not part of a block's key", "random")
 def no_salt() -> None:
     true = prefix.root_key
-    for module in (slots, prefix):
+    for module in (prefixes, prefix):
         module.root_key = lambda salt: true(b"")  # type: ignore[attr-defined]
 
 
 @mutation(None, "a length that goes down into blocks leaves them in place", "random")
 def no_rewind() -> None:
-    slots.Slots._rewind = lambda self, change, slot: None  # type: ignore[method-assign]
+    slots.SlotTable._rewind = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
 @mutation(None, "a window is a token shorter", "random")
@@ -193,16 +190,16 @@ def a_page_more() -> None:
 
 @mutation(None, "where a driver call fails, who uses a block is not taken back", "faults")
 def no_undo() -> None:
-    true = sharing.SharedBlocks.use
-    sharing.SharedBlocks.use = (  # type: ignore[method-assign]
-        lambda self, change, slot, end: true(self, journal.Change(), slot, end)
+    true = bands.Bands.use
+    bands.Bands.use = (  # type: ignore[method-assign]
+        lambda self, change, slot, count: true(self, journal.Change(), slot, count)
     )
 
 
 @mutation(None, "a prefix that is found may be the whole prompt", "random")
 def a_whole_prompt() -> None:
-    true = slots.Slots._find
-    slots.Slots._find = (  # type: ignore[method-assign]
+    true = prefixes.Prefixes.find
+    prefixes.Prefixes.find = (  # type: ignore[method-assign]
         lambda self, token_ids, salt: true(self, [*token_ids[:-1], 0, 0], salt)
     )
 

@@ -304,7 +304,7 @@ def inside(cache: vattn.KVCache, garbage: Callable[[], object]) -> int | None:
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal done
-        if event == "call" and frame.f_code.co_name in ("_choose", "_take_on", "_set_limit") and not done:
+        if event == "call" and frame.f_code.co_name in ("_choose", "set_lengths", "set_limit") and not done:
             done = True
             garbage()  # goes at once, in here
 

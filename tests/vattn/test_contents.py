@@ -277,10 +277,10 @@ def test_check_sees_a_length_that_went_below_blocks_in_use() -> None:
         reqid = cache.alloc_reqid()
         cache.step({reqid: 2 * block})
         cache.commit(reqid, list(range(2 * block)))
-        cache._length[reqid] = block // 2
+        cache._slots.length[reqid] = block // 2
         with pytest.raises(AssertionError, match="in use behind a length"):
             cache.check()
-        cache._length[reqid] = 2 * block
+        cache._slots.length[reqid] = 2 * block
 
 
 def small() -> vattn.KVCache:

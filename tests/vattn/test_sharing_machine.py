@@ -247,9 +247,8 @@ class SharingMachine(RuleBasedStateMachine):
 
     def write(self, reqid: int, start: int, numbers: torch.Tensor) -> None:
         # A write there would end the process, and with it the search for the shortest example.
-        assert not len(numbers) or all(
-            band.shared[reqid].stop * band.band.block_tokens <= start for band in self.cache._bands
-        ), "not the request's own"
+        bands = self.cache._bands
+        assert not len(numbers) or bands.stop(reqid) * bands.block_tokens <= start, "not the request's own"
         for layer in range(2):
             for side, tensor in enumerate(self.cache.layer(layer)):
                 rows = tensor[reqid, start : start + len(numbers)]

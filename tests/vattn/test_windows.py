@@ -172,7 +172,7 @@ def test_a_request_that_is_shorter_than_announced_gets_its_window_back(length: i
         assert reqid == parked
         other = cache.alloc_reqid()
         cache.step({other: 1})  # 4 pages, where 2 are free
-        assert not cache._bands[1].sees(reqid, length)
+        assert not cache._bands.sees(reqid, length)
         cache.free_reqid(other)
         cache.step({reqid: length})
         cache.check()

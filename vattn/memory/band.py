@@ -1,7 +1,7 @@
 """The pages of one band of a cache: what is mapped under its slots, and at which end it grows and shrinks.
 
 Of every slot a range of columns is mapped, from the first block that is still seen to a little past the last token.
-Which slots have requests, how long those are and what kernels may still read is for `vattn.memory.slots` to know.
+Which slots have requests, how long those are and what kernels may still read is for others to know.
 
     [0 ...... floor ................... length .......... ]
      released        mapped: blocks, then private pages    address space only
@@ -9,7 +9,7 @@ Which slots have requests, how long those are and what kernels may still read is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from vattn import _native
 from vattn.layout import Band, TensorKind
@@ -26,6 +26,7 @@ class BandPages:
     Args:
         band: its kinds, and its window.
         slots: how many there are.
+        used_tokens: as in `SharedBlocks`.
 
     Attributes:
         spaces: the virtual tensors, by kind.
@@ -33,7 +34,7 @@ class BandPages:
         rows: the tensors as plain bytes.
     """
 
-    def __init__(self, band: Band, slots: int, pool: PagePool) -> None:
+    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int]) -> None:
         self.band = band
         self.spaces = [
             _native.AddressSpace(
@@ -47,7 +48,7 @@ class BandPages:
             for kind in band.kinds
         ]
         self._lanes = [(space, space.lanes) for space in self.spaces]
-        self.shared = SharedBlocks(band, slots, pool.native, self.spaces)
+        self.shared = SharedBlocks(band, slots, pool.native, self.spaces, used_tokens)
         self.rows = Rows(band.kinds, self.spaces, pool.driver.dlpack_device)
 
     # What there is
@@ -119,7 +120,7 @@ class BandPages:
 
     def replaced_pages(self, slot: int, depth: int) -> int:
         """Pages of the blocks from that depth on that the slot's request uses, and that writing there would replace."""
-        return self.shared.block_pages * sum(block.depth >= depth for block in self.shared[slot].used)
+        return self.shared.block_pages * sum(block.depth >= depth for block in self.shared.used(slot))
 
     def saved_pages(self, lengths: Iterable[tuple[int, int]]) -> int:
         """Pages more that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
@@ -128,7 +129,7 @@ class BandPages:
         seen = [
             block
             for slot, length in lengths
-            for block in self.shared[slot].used
+            for block in self.shared.used(slot)
             if block.depth * self.band.block_tokens >= self.band.floor(length)
         ]
         return self.shared.block_pages * (len(seen) - len(set(seen)))
@@ -147,7 +148,7 @@ class BandPages:
         most: dict[PageBlock, int] = {}
         several = 0
         for slot, (first, length) in spans.items():
-            for block in self.shared[slot].used:
+            for block in self.shared.used(slot):
                 start = block.depth * block_tokens
                 tokens = min(length, start + block_tokens) - max(start, first)
                 if tokens > 0:
@@ -227,6 +228,40 @@ class BandPages:
         """Plans to unmap that many of the slot's last columns of each kind, all private."""
         for space, count in zip(self.spaces, columns, strict=True):
             space.shrink(change.transaction, slot, count)
+
+    def unmap(
+        self, change: Change, slot: int, pages: int, needed: int, keep: int | None, guard: Callable[[], object]
+    ) -> bool:
+        """Plans to unmap `pages` pages of the slot past `needed` tokens, from the last one on; a few more, or fewer
+        where there are not so many.
+
+        Args:
+            keep: how many of its blocks stay; None to unmap all that no request uses, of which cached ones stay cached
+                without being mapped.
+            guard: called before anything is planned.
+
+        Returns:
+            Whether anything was planned.
+        """
+        shared = self.shared
+        blocks = shared[slot].blocks
+        count, least = len(blocks), len(shared.used(slot)) if keep is None else keep
+        columns = self.surplus(slot, needed, pages)
+        freed = private = sum(columns[i] * space.lanes for i, space in enumerate(self.spaces))
+        while count > least and (freed < pages or keep is None):
+            count -= 1
+            block = blocks[count]
+            if not block.users and not block.published and len(block.slots) == 1:
+                freed += shared.block_pages
+        if count < len(blocks):
+            guard()
+            self.cut(change, slot, shared[slot].start + count)
+        elif private:
+            guard()
+            self.drop(change, slot, columns)
+        else:
+            return False
+        return True
 
     def retire(self, change: Change, slot: int, start: int) -> None:
         """Plans to unmap the blocks that queries from token `start` on do not see."""

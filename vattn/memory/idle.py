@@ -36,7 +36,11 @@ class Idle(NamedTuple):
 
 
 class IdleSlots(Collection[int]):
-    """Idle slots, iterated by how long they have been idle, the longest first."""
+    """Idle slots, iterated by how long they have been idle, the longest first.
+
+    Attributes:
+        private_pages: pages in all of them that are in no block.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, Idle] = {}  # longest idle first
@@ -44,6 +48,7 @@ class IdleSlots(Collection[int]):
         self._by_tail: dict[Key, dict[int, None]] = {}
         self._mapped: dict[int, None] = {}  # those with pages, longest idle first
         self._count = itertools.count()
+        self.private_pages = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -72,6 +77,7 @@ class IdleSlots(Collection[int]):
         now = Idle(blocks, extent, before.since, slot, pages, private, tail)
         if now == before:
             return
+        self.private_pages -= before.private
         del self._order[bisect.bisect_left(self._order, before)]
         if before.tail is not None and before.tail != tail:
             self._drop_tail(before)
@@ -85,6 +91,7 @@ class IdleSlots(Collection[int]):
         del self._order[bisect.bisect_left(self._order, entry)]
         self._mapped.pop(slot, None)
         self._drop_tail(entry)
+        self.private_pages -= entry.private
         return entry
 
     def fitting(self, tokens: int, limit: int) -> list[int]:
@@ -117,6 +124,7 @@ class IdleSlots(Collection[int]):
 
     def _insert(self, entry: Idle) -> None:
         self._slots[entry.slot] = entry
+        self.private_pages += entry.private
         bisect.insort(self._order, entry)
         if entry.pages:
             self._mapped[entry.slot] = None

@@ -22,7 +22,7 @@ slots, states and counts follow from that, and `refresh` derives them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -64,22 +64,19 @@ class SlotBlocks:
     Attributes:
         blocks: those it has mapped, before all private pages.
         start: the depth of the first.
-        end: the depth up to which its request uses blocks, of which those before `start` have left.
     """
 
     blocks: list[PageBlock] = field(default_factory=list)
     start: int = 0
-    end: int = 0
 
     @property
     def stop(self) -> int:
         """The depth behind the last block; 0 without any."""
         return self.start + len(self.blocks) if self.blocks else 0
 
-    @property
-    def used(self) -> list[PageBlock]:
-        """The blocks that its request uses."""
-        return self.blocks[: max(0, self.end - self.start)]
+    def before(self, depth: int) -> list[PageBlock]:
+        """The blocks before that depth."""
+        return self.blocks[: max(0, depth - self.start)]
 
 
 class SharedBlocks:
@@ -88,6 +85,8 @@ class SharedBlocks:
     Args:
         band: what it backs; its blocks fill whole pages, so that no two share one.
         slots: how many there are.
+        used_tokens: per slot, the tokens up to which its request uses blocks; of those that use any. All bands of a
+            cache have the same, and none of them changes it.
 
     Attributes:
         columns: columns of a block, per kind.
@@ -95,13 +94,22 @@ class SharedBlocks:
         index: the published ones.
     """
 
-    def __init__(self, band: Band, slots: int, pool: _native.PagePool, spaces: Sequence[_native.AddressSpace]) -> None:
+    def __init__(
+        self,
+        band: Band,
+        slots: int,
+        pool: _native.PagePool,
+        spaces: Sequence[_native.AddressSpace],
+        used_tokens: Mapping[int, int],
+    ) -> None:
         self.columns = tuple(kind.columns(band.block_tokens) for kind in band.kinds)
         self.block_pages = band.pages(band.block_tokens)
         self.index: PrefixIndex[PageBlock] = PrefixIndex()
         self._slots = [SlotBlocks() for _ in range(slots)]
         self._pool = pool
         self._spaces = spaces
+        self._block_tokens = band.block_tokens
+        self._used_tokens = used_tokens
         self._blocks = dict.fromkeys(State, 0)
         self._listed = 0  # blocks that are not gone
         self._uses = 0  # sum of the blocks' users
@@ -109,6 +117,10 @@ class SharedBlocks:
 
     def __getitem__(self, slot: int) -> SlotBlocks:
         return self._slots[slot]
+
+    def used(self, slot: int) -> list[PageBlock]:
+        """The blocks that the slot's request uses, without those that have left."""
+        return self._slots[slot].before(self._end(slot))
 
     def pages(self, state: State) -> int:
         """Pages of the blocks in that state, each counted once."""
@@ -147,17 +159,12 @@ class SharedBlocks:
 
     # Changes
 
-    def use(self, change: Change, slot: int, end: int) -> None:
-        """The slot's request uses its blocks up to that depth from now on."""
+    def end_moved(self, slot: int, before: int) -> None:
+        """The slot's request uses blocks up to another depth than before; what follows from that is derived, and so is
+        what follows from taking it back.
+        """
         mine = self._slots[slot]
-        before, old = mine.end, len(mine.used)
-
-        def undo() -> None:
-            mine.end = before
-
-        change.on_revert(undo)
-        mine.end = end
-        new = len(mine.used)
+        old, new = len(mine.before(before)), len(self.used(slot))
         self._acquire(mine.blocks[old:new])
         self._release(mine.blocks[new:old])
 
@@ -171,7 +178,7 @@ class SharedBlocks:
         """Notes that all blocks of the slot but the first `count` leave it, which its request does not use."""
         mine = self._slots[slot]
         removed = mine.blocks[count:]
-        assert count >= len(mine.used), "removed a block that is in use"
+        assert count >= len(self.used(slot)), "removed a block that is in use"
         if not removed:
             return
         start = mine.start
@@ -192,7 +199,7 @@ class SharedBlocks:
         removed = mine.blocks[:count]
         if not removed:
             return
-        used = mine.used[:count]
+        used = self.used(slot)[:count]
         change.on_revert(lambda: self._bring_back(slot, removed))
         mine.blocks, mine.start = mine.blocks[count:], mine.start + len(removed)
         self._release(used)
@@ -201,13 +208,11 @@ class SharedBlocks:
             self._recount(block)
 
     def adopt(self, change: Change, slot: int, end: int) -> None:
-        """Makes blocks of the slot's private pages, up to that depth, and lets its request use them."""
+        """Makes blocks of the slot's private pages, up to that depth."""
         mine = self._slots[slot]
         start = mine.stop or self._spaces[0].first(slot) // self.columns[0]
         if start < end:
             self._add(change, slot, [self._private_block(slot, depth) for depth in range(start, end)])
-        if end > mine.end:
-            self.use(change, slot, end)
 
     def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
         """Raises TokenMismatch where a block of the slot, which others have as well, has another key than this one."""
@@ -233,7 +238,7 @@ class SharedBlocks:
                 block.key = None
 
         change.on_revert(undo)
-        for block, key in zip(mine.used, keys[mine.start :], strict=False):
+        for block, key in zip(self.used(slot), keys[mine.start :], strict=False):
             if block.published or block.retracted or block.depth < first:
                 continue
             if block.key is None:
@@ -284,7 +289,7 @@ class SharedBlocks:
         for number, slot in enumerate(self._slots):
             for block in slot.blocks:
                 block.slots.add(number)
-            for block in slot.used:
+            for block in self.used(number):
                 block.users += 1
         self._blocks = dict.fromkeys(State, 0)
         self._listed = len(blocks)
@@ -309,13 +314,15 @@ class SharedBlocks:
             for depth, block in enumerate(slot.blocks, slot.start):
                 assert number in block.slots, "a block does not know a slot that has it"
                 assert block.depth == depth, "a block is out of its place"
-            for block in slot.used:
+            for block in self.used(number):
                 users[block] += 1
             for space, columns in zip(self._spaces, self.columns, strict=True):
                 if space.columns(number) > space.first(number):
                     assert space.first(number) % columns == 0, "a slot begins within a block"
                     first = slot.stop or space.first(number) // columns
-                    assert first >= slot.end, "pages are mapped in place of blocks that the slot's request uses"
+                    assert first >= self._end(number), (
+                        "pages are mapped in place of blocks that the slot's request uses"
+                    )
                 if slot.blocks:
                     assert space.first(number) == slot.start * columns, "a slot does not begin with its first block"
                     assert space.columns(number) >= slot.stop * columns, "a block is not mapped"
@@ -331,6 +338,10 @@ class SharedBlocks:
         del counted[State.GONE]
         assert self._listed == sum(counted.values()), "blocks are miscounted"
         assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
+
+    def _end(self, slot: int) -> int:
+        """The depth up to which the slot's request uses blocks."""
+        return self._used_tokens.get(slot, 0) // self._block_tokens
 
     def _private_block(self, slot: int, depth: int) -> PageBlock:
         pages = tuple(
@@ -354,7 +365,7 @@ class SharedBlocks:
         return undo
 
     def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
-        """Takes `retire` back; whether the request still runs that used the blocks is for `end` to say."""
+        """Takes `retire` back; whether the request still runs that used the blocks, `used_tokens` says."""
         mine = self._slots[slot]
         if mine.blocks[:1] == blocks[:1]:
             return
@@ -378,7 +389,8 @@ class SharedBlocks:
         mine.blocks.extend(blocks)
         for block in blocks:
             block.slots.add(slot)
-        self._acquire(block for block in blocks if block.depth < mine.end)
+        end = self._end(slot)
+        self._acquire(block for block in blocks if block.depth < end)
         for block in blocks:
             self._recount(block)
 

@@ -1,0 +1,275 @@
+"""Backer: maps pages under slots, when a step needs them and ahead of it, and replaces blocks that are written to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vattn.config import KVConfig
+from vattn.errors import DriverError, OutOfPages
+from vattn.layout import Layout
+from vattn.memory.bands import Bands
+from vattn.memory.fences import Fences, refusal
+from vattn.memory.journal import Change
+from vattn.memory.ledger import Ledger
+from vattn.memory.pool import PagePool, Plan
+from vattn.memory.reclaimer import Reclaimer
+from vattn.memory.slots import SlotTable
+
+# How many of the idle slots that back most are looked at for one to prepare.
+_CANDIDATES = 4
+
+
+class Backer:
+    """Grows the slots of one cache; used under the pool's lock.
+
+    Attributes:
+        waits: times that a step waited for the driver, `wait_ns` nanoseconds in all.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        layout: Layout,
+        slots: SlotTable,
+        bands: Bands,
+        ledger: Ledger,
+        reclaimer: Reclaimer,
+        fences: Fences,
+        pool: PagePool,
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._bands = bands
+        self._ledger = ledger
+        self._reclaimer = reclaimer
+        self._fences = fences
+        self._pool = pool
+        self._low_water = int(config.watermark * ledger.budget)  # free pages below which parked ones are unmapped
+        # An idle slot that backs so many tokens has its eager pages; with windows more has to be looked at.
+        kinds = layout.kinds if config.eager_pages and not bands.windowed else ()
+        self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)
+        self.waits = 0
+        self.wait_ns = 0
+
+    # For a step
+
+    def back(
+        self,
+        targets: Mapping[int, int],
+        lengths: Mapping[int, int],
+        lowered: Sequence[int],
+        handle: int | None,
+        capturing: bool,
+    ) -> None:
+        """Takes on the lengths, with every target backed when it returns; or changes nothing.
+
+        Args:
+            targets: the lengths of the slots in which something may have to be mapped.
+            lengths: those of all slots that are named.
+            lowered: the slots whose length goes down into blocks.
+            handle: the stream of the caller's kernels; `capturing`: it captures a graph.
+        """
+        slots = self._slots
+        needs = {slot: slots.backed(length) for slot, length in targets.items()}
+        begin = time.perf_counter_ns()
+        waited = self._await_growth(needs)
+        leftover = [slot for slot, length in targets.items() if slots.leftover(slot, length)]
+        short = {slot: n for slot, n in needs.items() if n > self._bands.extent(slot) or slot in leftover}
+        if not short:
+            slots.set_lengths(self._pool.change(), lengths, lowered)
+        elif capturing:
+            raise refusal(f"step has to map memory for {len(short)} slots")
+        else:
+            waited = True
+            self._grow_now(short, leftover, lengths, lowered, handle)
+        if waited:
+            self.waits += 1
+            self.wait_ns += time.perf_counter_ns() - begin
+        for slot in targets:
+            slots.set_limit(slot)
+
+    def _grow_now(
+        self,
+        needs: Mapping[int, int],
+        leftover: Sequence[int],
+        lengths: Mapping[int, int],
+        lowered: Sequence[int],
+        handle: int | None,
+    ) -> None:
+        """Takes on the lengths and backs slots, of which some have blocks that are left over."""
+        slots, bands = self._slots, self._bands
+        blocks = {slot: slots.length[slot] // bands.block_tokens for slot in leftover}
+        # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
+        saved = {
+            slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
+            for slot, count in blocks.items()
+            if slots.length[slot] % bands.block_tokens
+        }
+        replaced: list[int] = []
+
+        def plan(change: Change) -> None:
+            change.on_revert(replaced.clear)
+            replaced[:] = saved
+            slots.set_lengths(change, lengths, lowered)
+            for slot, count in blocks.items():
+                self.replace(change, slot, count, handle)
+            self.grow(change, needs, now=True, handle=handle)
+            for slot in needs:
+                if slots.known[slot].rewound:
+                    slots.know(change, slot, replace(slots.known[slot], rewound=False))
+
+        def write_saved() -> None:
+            for slot in replaced:
+                bands.write(slot, saved[slot])
+            replaced.clear()
+
+        if saved:
+            self._pool.repair(write_saved)
+        self.execute(plan)
+        write_saved()
+        for slot in needs:
+            slots.ready[slot] = bands.extent(slot)
+
+    def release_windows(self, slots: Sequence[int], handle: int | None) -> None:
+        """Queues that what has left the windows of these slots is unmapped, once what was launched has ended."""
+        slots = [slot for slot in slots if self._bands.outlived(slot, self._slots.start[slot])]
+        if not slots:
+            return
+
+        def plan(change: Change) -> None:
+            self._fences.guard_running(change, handle)
+            for slot in slots:
+                self._reclaimer.retire(change, slot)
+
+        self._in_background(plan)
+        for slot in slots:
+            self._slots.set_limit(slot)
+
+    def look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
+        """Queues what the next step will need: for slots at the end of what is backed, and where it is announced."""
+        if not self._config.overlap:
+            return
+        slots, most = self._slots, self._config.max_context_len
+        expected = {slot: lengths[slot] + 1 for slot in crossing} | dict(announced)
+        needs = {
+            slot: tokens
+            for slot, length in expected.items()
+            if (tokens := slots.backed(min(length, most))) > self._bands.extent(slot) and not slots.leftover(slot)
+        }
+        if not needs:
+            return
+        # Without pages there is nothing to do ahead: the next step finds out, and says so.
+        with contextlib.suppress(OutOfPages):
+            ticket = self._pool.submit(lambda change: self.grow(change, needs))
+            slots.pending.update(dict.fromkeys(needs, ticket))
+
+    def maintain(self) -> None:
+        """Keeps pages free, and an idle slot backed, for what comes next."""
+        leaving = [slot for slot in self._slots.leaving if self._fences.passed(slot)]
+        if leaving:
+            self._in_background(lambda change: self._reclaimer.vacate(change, leaving))
+        low, ledger = self._low_water, self._ledger
+        if ledger.parked and ledger.free < low:
+            self._in_background(lambda change: self._reclaimer.unpark(change, low - ledger.free, wait=False))
+        self.prepare_idle_slot()
+
+    def prepare_idle_slot(self) -> None:
+        """Backs the start of the best idle slot, so that the next request's prefill finds its pages mapped."""
+        pages_per_run = self._config.eager_pages
+        if not pages_per_run:
+            return
+        idle = self._slots.idle
+        empty = idle.largest_empty(_CANDIDATES)
+        if empty and self._eager_tokens is not None and idle[empty[0]].extent >= self._eager_tokens:
+            return
+        slot = next(filter(self._bands.begins, empty), None)
+        if slot is None:
+            return
+        pages = self._bands.eager_growth(slot, pages_per_run)
+        if not pages or self._ledger.free - pages < self._low_water:
+            return
+
+        def plan(change: Change) -> None:
+            self._bands.grow_eagerly(change, slot, pages_per_run)
+            self._ledger.count(slot)
+
+        if ticket := self._in_background(plan):
+            self._slots.pending[slot] = ticket
+
+    # For any call
+
+    def grow(self, change: Change, targets: Mapping[int, int], *, now: bool = False, handle: int | None = None) -> None:
+        """Plans the growth of slots to their targets, in tokens. `now` and `handle` as in `Reclaimer.make_room`.
+
+        Raises:
+            OutOfPages: there are not so many pages.
+        """
+        starts = self._slots.start
+        need = sum([self._bands.growth(slot, tokens, starts.get(slot, 0)) for slot, tokens in targets.items()])
+        self._reclaimer.make_room(change, need, now=now, handle=handle)
+        for slot, tokens in targets.items():
+            self._bands.grow(change, slot, tokens, starts.get(slot, 0))
+            self._ledger.count(slot)
+
+    def replace(self, change: Change, slot: int, count: int, handle: int | None) -> None:
+        """Plans that the slot, which is to be written to, keeps only its first `count` blocks (copy-on-write).
+
+        Raises:
+            StreamCapturing: kernels that read the slot may not be launched yet.
+        """
+        if self._fences.is_open(slot):
+            raise refusal(f"slot {slot} needs other pages")
+        if self._slots.known[slot].rewound:
+            self._fences.guard_running(change, handle)
+        if self._bands.used(slot) > count:
+            self._bands.use(change, slot, count)
+        self._reclaimer.cut(change, slot, count)
+
+    def execute(self, plan: Plan) -> int:
+        """`PagePool.execute` of a plan for which memory has to be found."""
+        try:
+            return self._pool.execute(plan)
+        except OutOfPages as error:
+            # The budget has the pages, but the machine has no memory or no mapping for new ones: those that no request
+            # uses are both.
+            if not self._ledger.parked + self._ledger.cached or error.__cause__ is None:
+                raise
+            self._pool.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
+            self._pool.commit()
+            return self._pool.execute(plan)
+
+    def await_idle_growth(self, tokens: int) -> None:
+        """Waits for growth in the background of idle slots that may be counted on for so many tokens."""
+        slots = [slot for slot in self._slots.pending if slot in self._slots.idle]
+        self._await_growth(dict.fromkeys(slots, tokens))
+
+    def note_growth(self, slot: int) -> None:
+        """All that the slot has is in place, unless growth in the background is still under way."""
+        if self._pool.mapper.passed(self._slots.pending.get(slot, 0)):
+            self._slots.mapped(slot)
+
+    def _await_growth(self, needs: Mapping[int, int]) -> bool:
+        """Waits for growth in the background that these slots count on; whether it had to."""
+        mapper, pending, ready = self._pool.mapper, self._slots.pending, self._slots.ready
+        tickets = [pending[slot] for slot, tokens in needs.items() if slot in pending and tokens > ready[slot]]
+        waited = bool(tickets) and not mapper.passed(max(tickets))
+        if tickets:
+            mapper.wait(max(tickets))
+        if mapper.failed:
+            self._pool.settle()
+        for slot in needs:
+            if slot in pending:
+                self.note_growth(slot)
+        return waited
+
+    def _in_background(self, plan: Plan) -> int:
+        """Queues what nobody waits for (does it at once without `overlap`); its ticket, or 0 if there is none."""
+        if self._config.overlap:
+            return self._pool.submit(plan)
+        self._pool.commit()
+        with contextlib.suppress(OutOfPages, DriverError):  # it is taken back, and counted
+            return self._pool.execute(plan)
+        return 0

@@ -1,0 +1,180 @@
+"""Prefixes: which slot a request gets, and what it finds there; what requests publish, and how often it is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from vattn.config import KVConfig
+from vattn.errors import NoFreeSlot
+from vattn.memory.backer import Backer
+from vattn.memory.bands import Bands, Prefix
+from vattn.memory.fences import Fences, refusal
+from vattn.memory.journal import Change
+from vattn.memory.ledger import Ledger
+from vattn.memory.slots import Known, SlotTable
+from vattn.prefix import Key, block_keys, check_extension, root_key
+
+# How many idle slots that are equally good at first sight are compared.
+_CANDIDATES = 4
+
+
+class Prefixes:
+    """Gives slots to requests; used under the pool's lock.
+
+    Attributes:
+        query_tokens: tokens of all prompts that were admitted.
+        hit_tokens: those of them that were found.
+    """
+
+    def __init__(
+        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, backer: Backer, fences: Fences
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._bands = bands
+        self._ledger = ledger
+        self._backer = backer
+        self._fences = fences
+        self.query_tokens = 0
+        self.hit_tokens = 0
+
+    # Plans: each takes a slot, and returns it
+
+    def empty(self, change: Change, num_tokens: int | None, start: int) -> int:
+        """A slot for a request that is known to need so many tokens, and whose first `start` ones are copied in."""
+        slot = self._choose(self._bands.prefix(()), num_tokens)
+        self._slots.take(change, slot, 0, start=start, origin=start if self._bands.windowed else 0)
+        return slot
+
+    def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
+        """A slot with the longest cached prefix of a prompt, that leaves at least a token to compute."""
+        bands = self._bands
+        keys = self.find(token_ids, salt)
+        prefix = bands.prefix(keys)
+        slot = self._choose(prefix, len(token_ids))
+        if self._fences.is_open(slot):
+            del keys[bands.in_place(slot, prefix) :]
+            prefix = bands.prefix(keys)
+        cached = prefix.count * bands.block_tokens
+        self._slots.take(change, slot, cached)
+        self._put(change, slot, prefix)
+        bands.use(change, slot, prefix.count)
+        self._slots.know(change, slot, Known(token_ids[:cached], keys, admitted=prefix.count, salt=salt))
+        return slot
+
+    def fork(self, change: Change, source: int, handle: int | None) -> tuple[int, list[int]]:
+        """A slot with the blocks of another one's request, and pages for the rest of its tokens.
+
+        Returns:
+            The slot, and per band the first token that has to be copied.
+        """
+        slots, bands = self._slots, self._bands
+        length, start, known = slots.length[source], slots.start[source], slots.known[source]
+        count = length // bands.block_tokens
+        bands.adopt(change, source, count)
+        self._ledger.count(source)
+        prefix = bands.prefix_of(source, count, start)
+        slot = self._choose(prefix, length)
+        if self._fences.is_open(slot):
+            raise refusal("fork was called")
+        slots.take(change, slot, length, start=start, origin=slots.origin.get(source, 0))
+        self._put(change, slot, prefix)
+        self._backer.replace(change, slot, count, handle)
+        bands.use(change, slot, count)
+        slots.know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
+        self._backer.grow(change, {slot: slots.backed(length)}, now=True, handle=handle)
+        return slot, bands.first_copied(prefix, start)
+
+    # What is published
+
+    def find(self, token_ids: Sequence[int], salt: bytes) -> list[Key]:
+        """The keys of the longest cached prefix of a prompt, in whole blocks, that leaves at least a token to compute.
+
+        In a band with a window only those of its last blocks have to be cached that are seen behind it.
+        """
+        before_last = token_ids[: len(token_ids) - 1]
+        return self._bands.find(block_keys(root_key(salt), before_last, self._bands.block_tokens))
+
+    def publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
+        """Publishes the whole blocks of these tokens, which are those of the slot's request up to some point.
+
+        Raises:
+            TokenMismatch: they cannot be.
+        """
+        bands, known = self._bands, self._slots.known[slot]
+        check_extension(known.tokens, token_ids, self._slots.length[slot])
+        count = len(token_ids) // bands.block_tokens
+        if count == len(known.keys):
+            return
+        parent = known.keys[-1] if known.keys else root_key(known.salt)
+        keys = known.keys + list(block_keys(parent, token_ids[len(known.tokens) :], bands.block_tokens))
+        bands.check_keys(slot, keys)
+        bands.adopt(change, slot, count)
+        # In windows, tokens before the origin may never have been copied in.
+        origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
+        published = known.published + bands.publish(change, slot, keys, origin)
+        self._ledger.count(slot)
+        tokens = token_ids[: count * bands.block_tokens]
+        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
+
+    def retract(self, change: Change, slot: int) -> None:
+        """Takes out of the index what the slot's request was the first to commit; it can commit no more of it."""
+        known = self._slots.known[slot]
+        for shared, block in known.published:
+            if block.published:
+                shared.retract(change, block)
+        tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
+        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
+
+    def count(self, query_tokens: int, hit_tokens: int) -> None:
+        """A request was admitted."""
+        self.query_tokens += query_tokens
+        self.hit_tokens += hit_tokens
+
+    # Choosing a slot
+
+    def _choose(self, prefix: Prefix, num_tokens: int | None) -> int:
+        """The idle slot in which most of a prefix can be had, with the least to map and the least to lose."""
+        if not self._slots.idle:
+            raise NoFreeSlot(
+                f"all {self._slots.count} slots are taken; free one with free_reqid, or raise max_batch_size"
+            )
+        want = num_tokens if num_tokens is not None else self._config.max_context_len
+
+        def rank(slot: int) -> tuple[int, int, int, bool, bool, int]:
+            usable = self._bands.in_place(slot, prefix) if self._fences.is_open(slot) else prefix.count
+            missing, lost = self._bands.compare(slot, prefix, usable)
+            waits = bool(lost or missing) and not self._fences.passed(slot)
+            extent = self._bands.lasting_extent(slot)
+            # Blocks that another request could find in place here are worth as much as those to be mapped.
+            return (-usable, missing + lost, lost, waits, extent < want, extent if extent >= want else -extent)
+
+        candidates = dict.fromkeys(self._candidates(prefix, want))
+        return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
+
+    def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:
+        """A few idle slots, the best one for a prefix and so many tokens nearly always among them."""
+        idle, blocks = self._slots.idle, self._bands.lasting_blocks(prefix)
+        for block in reversed(blocks):
+            if slots := idle.ending_with(block.key, _CANDIDATES):
+                yield from slots
+                if block is blocks[-1] and not all(map(self._fences.is_open, slots)):
+                    return
+                break
+        if blocks:
+            holders = itertools.islice(blocks[-1].slots, 4 * _CANDIDATES)
+            yield from itertools.islice(filter(idle.__contains__, holders), _CANDIDATES)
+        for slot in idle.fitting(tokens, _CANDIDATES):
+            yield slot
+            if self._fences.passed(slot):
+                break
+        # A slot that is open can only be had as it is.
+        yield from itertools.islice(filter(idle.__contains__, self._fences.open_slots), _CANDIDATES)
+
+    def _put(self, change: Change, slot: int, prefix: Prefix) -> None:
+        """Plans that the slot starts with a cached prefix."""
+        if self._bands.put(change, slot, prefix, lambda: self._fences.guard(change, slot)):
+            self._ledger.count(slot)
+            self._slots.shrunk(slot)

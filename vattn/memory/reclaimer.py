@@ -1,0 +1,232 @@
+"""Reclaimer: which pages are taken back, and in which order, when a slot needs pages.
+
+`make_room` reads from cheap to dear:
+
+1. free pages;
+2. parked pages, of the longest idle slot first, then cached blocks, the least recently used first;
+3. where a step cannot go on otherwise: what running requests have beyond their lengths or behind their windows, and
+   cached blocks that are left over in their slots;
+4. parked and cached pages of other caches on the pool.
+
+Pages that kernels may still read are taken only where a step cannot go on otherwise: the worker then waits for those
+kernels. It holds no state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vattn.config import KVConfig
+from vattn.errors import OutOfPages
+from vattn.memory.bands import Bands
+from vattn.memory.fences import Fences
+from vattn.memory.journal import Change
+from vattn.memory.ledger import Ledger
+from vattn.memory.pool import PagePool
+from vattn.memory.slots import SlotTable
+from vattn.units import format_bytes
+
+
+class Reclaimer:
+    """Takes pages back, for a cache and for the others on its pool; used under the pool's lock."""
+
+    def __init__(
+        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, fences: Fences, pool: PagePool
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._bands = bands
+        self._ledger = ledger
+        self._fences = fences
+        self._pool = pool
+
+    # For the pool
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that `reclaim` can give."""
+        return self._ledger.parked + self._ledger.cached - self.stuck_pages()
+
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+        """Plans to free parked pages, of the longest idle slot first, then cached ones; returns how many."""
+        freed = self.unpark(change, pages, wait=wait)
+        if freed < pages:
+            freed += self.evict(change, pages - freed, wait=wait)
+        return freed
+
+    def refresh(self) -> None:
+        """Derives anew what follows from the books, after decisions were taken back."""
+        if self._bands.cleared:
+            return
+        self._bands.refresh()
+        self._slots.refresh(self._pool.mapper.passed)
+        self._ledger.refresh()
+
+    # For a slot that needs pages
+
+    def make_room(self, change: Change, need: int, *, now: bool, handle: int | None) -> None:
+        """Plans that so many pages are free.
+
+        Args:
+            now: a step cannot go on without them.
+            handle: the stream of the kernels that running requests' pages are read by.
+
+        Raises:
+            OutOfPages: they cannot be found.
+        """
+        missing = need - self._ledger.free
+        if missing <= 0:
+            return
+        hopeless = not now and missing > self._pool.spare_pages
+        if not hopeless:
+            missing -= self.reclaim(change, missing, wait=now)
+        if missing > 0 and now:
+            missing -= self._reclaim_surplus(change, missing, handle)
+            if missing > 0:
+                missing -= self.evict(change, missing, wait=True, running=True, handle=handle)
+            if missing > 0:  # what running requests gave up may be mapped in idle slots, too
+                missing -= self.reclaim(change, missing, wait=True)
+        if missing > 0 and not hopeless and need <= self._ledger.budget - self._ledger.held:
+            missing -= self._pool.reclaim(change, missing, wait=now)
+        if missing > 0:
+            page_size, budget = self._pool.page_size, self._ledger.budget
+            raise OutOfPages(
+                f"{need} pages of {format_bytes(page_size)} are needed and {need - missing} are left of a budget of "
+                f"{budget}: {missing} ({format_bytes(missing * page_size)}) are missing; free or preempt a request, or "
+                "raise memory_budget",
+                missing_pages=missing,
+                missing_bytes=missing * page_size,
+            )
+
+    def unpark(self, change: Change, pages: int, *, wait: bool) -> int:
+        """Plans to unmap parked pages, of the longest idle slot first; returns how many become free."""
+        freed = 0
+        for slot in self._slots.idle.mapped:
+            if freed >= pages:
+                break
+            if wait or self._fences.passed(slot):
+                freed += self._unmap(change, slot, pages - freed)
+        return freed
+
+    def evict(self, change: Change, pages: int, *, wait: bool, running: bool = False, handle: int | None = None) -> int:
+        """Plans to forget cached blocks until `pages` pages became free; returns how many did.
+
+        Args:
+            wait: also such as kernels of earlier requests may still read: the worker waits for them.
+            running: also such as are left over in slots of running requests, of which kernels on stream `handle` may
+                still read: the worker waits for all of those.
+        """
+        before = self._pool.free_pages
+
+        def stuck(slot: int) -> bool:
+            if slot in self._slots.length:
+                return not running or self._fences.is_open(slot)
+            return not self._fences.passed(slot) if not wait else self._fences.is_open(slot)
+
+        with self._bands.victims() as victims:
+            for band, block in victims:
+                if self._pool.free_pages - before >= pages:
+                    break
+                if any(map(stuck, block.slots)):
+                    continue
+                for slot in tuple(block.slots):
+                    if self._slots.known[slot].rewound:
+                        self._fences.guard_running(change, handle)
+                    self._fences.guard(change, slot)
+                    band.cut(change, slot, block.depth)
+                    self._shrunk(slot)
+                band.shared.evict(change, block)
+        return self._pool.free_pages - before
+
+    def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
+        """Plans to unmap pages that active slots have beyond their lengths and behind their windows; returns how many.
+
+        A length went down after kernels were launched that read up to the old one, and the last step's kernels read
+        what has left a window since, so the worker waits for those.
+        """
+        before = self._pool.free_pages
+        guarded = False
+        for slot, length in self._slots.length.items():
+            if self._pool.free_pages - before >= pages:
+                break
+            # By kind: a slot may have too many pages of one and too few of another.
+            outlived = self._bands.outlived(slot, self._slots.start[slot])
+            if not outlived and not self._bands.has_surplus(slot, self._slots.backed(length)):
+                continue
+            if not guarded:
+                self._fences.guard_running(change, handle)
+                guarded = True
+            if outlived and not self._fences.is_open(slot):
+                self.retire(change, slot)
+            self._unmap(change, slot, pages - (self._pool.free_pages - before))
+        return self._pool.free_pages - before
+
+    # For one slot
+
+    def cut(self, change: Change, slot: int, count: int) -> None:
+        """Plans that the slot, which is to be written to, keeps only its first `count` blocks, in bands that have more
+        or whose pages lie where its queries do not see them; where pages must not stay unzeroed, in all bands.
+        """
+        unzeroed = slot in self._slots.unzeroed
+        start = None if unzeroed else self._slots.start[slot]
+        if self._bands.cut(change, slot, count, self._guard(change, slot), unseen_from=start):
+            self._shrunk(slot)
+        if unzeroed:
+            change.on_revert(lambda: self._slots.unzeroed.update({slot: None}))
+            del self._slots.unzeroed[slot]
+
+    def retire(self, change: Change, slot: int) -> None:
+        """Plans to unmap what has left the slot's windows."""
+        self._bands.retire(change, slot, self._slots.start[slot])
+        self._shrunk(slot)
+
+    def vacate(self, change: Change, slots: Sequence[int]) -> None:
+        """Plans to unmap what idle slots have no use for: all of it, or what no request can begin with."""
+        leaving = self._slots.leaving
+        change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
+        for slot in slots:
+            del leaving[slot]
+            if not self._config.deferred_reclamation or self._config.zero_on_free:
+                self._unmap(change, slot, self._ledger.budget, cached=not self._config.deferred_reclamation)
+            if self._bands.cut_behind_windows(change, slot, self._guard(change, slot)):
+                self._shrunk(slot)
+
+    def stuck_pages(self) -> int:
+        """Parked and cached pages that only a step of this cache can take: kernels that use them may not be launched
+        yet, or they are left over in a slot of a running request.
+        """
+        open_slots = [slot for slot in self._fences.open_slots if slot in self._slots.idle]
+        private = sum(map(self._bands.private_pages, open_slots))
+        return private + self._bands.left_over_pages([*open_slots, *self._slots.length])
+
+    def _unmap(self, change: Change, slot: int, pages: int, *, cached: bool = False) -> int:
+        """Plans to unmap what the slot has beyond its length until `pages` pages are free; returns how many are.
+
+        The worker waits for the slot's fences. A slot without one yet keeps its pages.
+
+        Args:
+            cached: whether cached blocks at the start of an idle slot go as well (and are cached without being mapped).
+        """
+        if self._fences.is_open(slot):
+            return 0
+        before = self._pool.free_pages
+        unmapped = self._bands.unmap(
+            change,
+            slot,
+            lambda: pages - (self._pool.free_pages - before),
+            self._slots.backed(self._slots.length.get(slot, 0)),
+            self._guard(change, slot),
+            idle=slot in self._slots.idle,
+            cached=cached,
+        )
+        if unmapped:
+            self._shrunk(slot)
+        return self._pool.free_pages - before
+
+    def _guard(self, change: Change, slot: int) -> Callable[[], None]:
+        """Makes the worker wait for the slot's fences."""
+        return lambda: self._fences.guard(change, slot)
+
+    def _shrunk(self, slot: int) -> None:
+        self._ledger.count(slot)
+        self._slots.shrunk(slot)
