@@ -314,8 +314,7 @@ class KVCache:
         began = time.perf_counter_ns()
         if type(lengths) is not dict and not isinstance(lengths, Mapping):
             lengths = self._by_slot(lengths)
-        slots = self._slots
-        limit = slots.limit
+        limit = self._slots.limit
         try:
             crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
             # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
@@ -334,40 +333,7 @@ class KVCache:
                     f"slot {slot}: a length of {lengths[slot]} tokens is over max_context_len={most}; stop the "
                     "request, or make the cache with a longer context"
                 )
-        back: Sequence[int] = ()
-        if self._bands.windowed:
-            before, start = slots.length, slots.start
-            back = [slot for slot, n in lengths.items() if n < before[slot] or n < start[slot]]
-            for slot in back:
-                slots.check_seen(slot, lengths[slot])
-                if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
-                    crossing.append(slot)  # a request shorter than announced, for which the window had left already
-        used = self._bands.used_tokens
-        lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
-        closed = self._fences.launched()
-        if crossing or announced or closed or slots.leaving:
-            handle = self._fences.handle(stream)
-            capturing = self._fences.capturing(handle)
-            if crossing:
-                targets = {slot: lengths[slot] for slot in crossing}
-                self._backer.back(targets, lengths, lowered, handle, capturing)
-            elif lowered or back:
-                slots.set_lengths(self._pool.change(), lengths, lowered)
-            else:
-                slots.length.update(lengths)
-            for slot in back:
-                slots.set_limit(slot)
-            if not capturing:
-                if self._bands.windowed:
-                    self._backer.release_windows(crossing, handle)
-                self._backer.look_ahead(crossing, lengths, announced)
-                self._backer.maintain()
-        elif lowered or back:
-            slots.set_lengths(self._pool.change(), lengths, lowered)
-            for slot in back:
-                slots.set_limit(slot)
-        else:
-            slots.length.update(lengths)
+        self._backer.step(lengths, crossing, announced, stream)
         self._steps += 1
         self._step_ns += time.perf_counter_ns() - began
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vattn.config import KVConfig
+from vattn.drivers import Stream
 from vattn.errors import DriverError, OutOfPages
 from vattn.layout import Layout
 from vattn.memory.bands import Bands
@@ -56,7 +57,54 @@ class Backer:
 
     # For a step
 
-    def back(
+    def step(
+        self,
+        lengths: Mapping[int, int],
+        crossing: list[int],
+        announced: Mapping[int, int],
+        stream: Stream | None,
+    ) -> None:
+        """Takes on the lengths of slots, with everything backed that they need when it returns; or changes nothing.
+
+        Args:
+            crossing: the slots of them whose length goes past their limit.
+            announced: lengths of the next step.
+            stream: of the kernels that are launched next.
+
+        Raises:
+            InvalidLength: a window that would be seen again was given back.
+            OutOfPages, StreamCapturing, DriverError: as `KVCache.step`.
+        """
+        slots = self._slots
+        receding: Sequence[int] = ()  # where queries come from earlier tokens than they could so far
+        if self._bands.windowed:
+            before, start = slots.length, slots.start
+            receding = [slot for slot, n in lengths.items() if n < before[slot] or n < start[slot]]
+            for slot in receding:
+                slots.check_seen(slot, lengths[slot])
+                if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
+                    crossing.append(slot)  # a request shorter than announced, for which the window had left already
+        used = self._bands.used_tokens
+        lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
+        closed = self._fences.launched()
+        act = bool(crossing or announced or closed or slots.leaving)
+        handle = self._fences.handle(stream) if act else None
+        capturing = self._fences.capturing(handle)
+        if crossing:
+            self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)
+        elif lowered or receding:
+            slots.set_lengths(self._pool.change(), lengths, lowered)
+        else:
+            slots.length.update(lengths)
+        for slot in receding:
+            slots.set_limit(slot)
+        if act and not capturing:
+            if self._bands.windowed:
+                self._release_windows(crossing, handle)
+            self._look_ahead(crossing, lengths, announced)
+            self.maintain()
+
+    def _back(
         self,
         targets: Mapping[int, int],
         lengths: Mapping[int, int],
@@ -133,7 +181,7 @@ class Backer:
         for slot in needs:
             slots.ready[slot] = bands.extent(slot)
 
-    def release_windows(self, slots: Sequence[int], handle: int | None) -> None:
+    def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues that what has left the windows of these slots is unmapped, once what was launched has ended."""
         slots = [slot for slot in slots if self._bands.outlived(slot, self._slots.start[slot])]
         if not slots:
@@ -148,7 +196,7 @@ class Backer:
         for slot in slots:
             self._slots.set_limit(slot)
 
-    def look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
+    def _look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
         """Queues what the next step will need: for slots at the end of what is backed, and where it is announced."""
         if not self._config.overlap:
             return
