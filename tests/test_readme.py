@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/kernels.md", "docs/transformers.md", "docs/your-own-engine.md")
+DOCUMENTS = ("README.md", "docs/how-to/kernels.md", "docs/how-to/transformers.md", "docs/how-to/your-own-engine.md")
 BLOCKS = [
     block for name in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 ]
