@@ -1,4 +1,4 @@
-"""README.md and the documents: their Python runs, README's figures are the records', the command line is complete."""
+"""README.md and the documents: their Python runs, README's figures are the records', the reference is complete."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import vattn
+from vattn import engine, errors
 from vattn.engine import cli
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +49,13 @@ def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[
     documented = set(re.findall(r"`(--[a-z][a-z-]+)`", (ROOT / "docs/reference/command-line.md").read_text()))
     assert len(options) > 10
     assert options <= documented
+
+
+@pytest.mark.parametrize("module", [vattn, engine])
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: vattn\.(?:\w+\.)?(\w+)$", pages, re.MULTILINE)) | vars(errors).keys()
+    assert set(module.__all__) - {"attention"} <= documented  # a module, which has a page of its own
 
 
 # README's first table: a benchmark, what selects the row of its record, and figures by column as README prints them.
