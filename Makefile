@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A CPU build of torch where nothing else is wanted; TORCH="torch==2.9.*", say, takes another.
+# A CPU build of torch where nothing else is wanted; TORCH="torch==2.9.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test campaign soak check format lint types sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -24,7 +25,7 @@ campaign: $(VENV)/.installed
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
 
-check: format lint types test
+check: format lint types docs test
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -35,6 +36,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+
+# The site, into build/site. NO_MKDOCS_2_WARNING silences an advertisement of mkdocs-material's, no warning of ours.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 sanitize: sanitize-native sanitize-python
 
@@ -71,7 +76,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --editable ".[dev]"
+	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
 	touch $@
 

@@ -298,7 +298,7 @@ class KVCache:
         Args:
             lengths: tokens per slot: a mapping from reqid, or a sequence of `max_batch_size` lengths, 0 = not named.
             next_lengths: lengths of the next call where they are more than one token longer, a prefill's next chunk
-            say.
+                say.
             stream: on CUDA, the stream that the kernels are launched on; by default torch's current one. Pages that a
                 running request has beyond its length are taken from it only after the kernels launched there so far.
 

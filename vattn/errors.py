@@ -1,5 +1,6 @@
 """What can go wrong, as types.
 
+```text
 VattnError
 |-- ConfigError (ValueError)         a configuration that is unknown, contradictory or cannot fit
 |   `-- UnsupportedModel             a model whose attention this library cannot serve
@@ -15,6 +16,7 @@ VattnError
 |-- StreamCapturing                  memory would be mapped or unmapped inside the capture of a CUDA graph
 `-- DriverError                      a driver call failed; the cache is as it was before the call
     `-- ProcessLimit                 a limit of this process stopped it (open files, address space), not memory
+```
 """
 
 from __future__ import annotations

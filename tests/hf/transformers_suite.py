@@ -26,7 +26,7 @@ from typing import Any
 # Which of a family's tests: those of the generation mixin, and others that go through a cache.
 SELECTION = "generate or generation or cache or beam or sample or greedy or assisted or past_key or padding"
 
-# What a VirtualCache does not do, by what its failures say. Documented in docs/transformers.md.
+# What a VirtualCache does not do, by what its failures say. Documented in docs/how-to/transformers.md.
 KNOWN = {
     "keeps no gradients of tokens": "gradients through earlier forward passes",
     "is for layers of full or sliding-window attention": "a model that is refused",

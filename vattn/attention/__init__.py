@@ -2,7 +2,7 @@
 
 `get(name)` returns an adapter; `register()` makes the packed attention function known to transformers as `"vattn"`.
 A new kernel is one file with a class that fulfils `Attention`; an instance of it is accepted wherever a name is, and
-one line in `_ADAPTERS` gives it a name. docs/kernels.md shows one.
+one line in `_ADAPTERS` gives it a name. docs/how-to/kernels.md shows one.
 """
 
 from __future__ import annotations
