@@ -10,6 +10,7 @@ import select
 import signal
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
     """Runs `work` in a forked process, and yields what it sends.
 
     Args:
-        quiet_seconds: without a word for so long, it hangs.
+        quiet_seconds: without a word for so long on an idle machine, it hangs.
 
     Raises:
         Ended: it crashed, or hangs.
@@ -91,9 +92,12 @@ def _messages(read: int, quiet_seconds: float) -> Iterator[Any]:
         while len(buffer) >= 8 and len(buffer) >= 8 + (size := struct.unpack("<Q", buffer[:8])[0]):
             message, buffer = buffer[8 : 8 + size], buffer[8 + size :]
             yield pickle.loads(message)
-        ready, _, _ = select.select([read], [], [], quiet_seconds)
-        if not ready:
-            raise TimeoutError
+        began = time.monotonic()
+        while not select.select([read], [], [], 1)[0]:
+            # Beside others, a child gets its share of the cores only.
+            share = min(1, (os.cpu_count() or 1) / max(1, os.getloadavg()[0]))
+            if time.monotonic() - began > quiet_seconds / share:
+                raise TimeoutError
         data = os.read(read, 1 << 20)
         if not data:
             return
