@@ -1,7 +1,7 @@
 """Benchmarks: each reproduces a published result, or shows one of vattn's own, as ratios within one run.
 
     python -m bench NAME [--quick] [--json FILE]
-    python -m bench.plot [--check]
+    python -m bench.harness.plot [--check]
 
 A benchmark is a module with `run(quick) -> Report`. What `--json` writes is committed as
 `bench/results/<machine>/<name>.json`; plots and tables in the documents are made from those files only.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import BENCHMARKS
-from bench.common import LoadMeter, Report
+from bench.harness.report import LoadMeter, Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name:15}{what}")
         return 0
 
-    module = importlib.import_module(f"bench.{args.name}")
+    module = importlib.import_module(f"bench.cases.{args.name}")
     load = LoadMeter()
     report: Report = module.run(args.quick)
     foreign = load.foreign_cores()

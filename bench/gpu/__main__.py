@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from bench.common import LoadMeter, Report, text_table
 from bench.gpu import PARTS, device
+from bench.harness.report import LoadMeter, Report, text_table
 from vattn import VattnError, drivers
 
 _ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def _run_apart(name: str, quick: bool, file: Path, limit: float, environment: Ma
 
 
 def _run_here(name: str, quick: bool, file: Path) -> int:
-    module = importlib.import_module(f"bench.gpu.{name}")
+    module = importlib.import_module(f"bench.gpu.cases.{name}")
     load = LoadMeter()
     if device.over_stub() and getattr(module, "COMPUTES", False):
         record: dict[str, Any] = {"name": name, "skipped": "it computes, and there is no GPU"}

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import vattn
-from bench import BENCHMARKS, common, plot
+from bench import BENCHMARKS
 from bench.__main__ import main
-from bench.common import Goal, Report
-from bench.fragmentation import TRACES
+from bench.cases.fragmentation import TRACES
+from bench.harness import plot
+from bench.harness import report as common
+from bench.harness.report import Goal, Report
 from vattn.config import build_layout
 
 

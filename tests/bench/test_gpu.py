@@ -32,7 +32,7 @@ def test_parts_run_over_the_stub(tmp_path: Path) -> None:
 
 def test_every_part_is_there() -> None:
     for name in PARTS:
-        assert (ROOT / "bench" / "gpu" / f"{name}.py").exists()
+        assert (ROOT / "bench" / "gpu" / "cases" / f"{name}.py").exists()
 
 
 @pytest.mark.parametrize(("limit", "failure"), [(0, "no time was left"), (30, "the process ended with 2")])
