@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
+from typing import Any
 
 import torch
 
 import vattn
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
+
+ABOUT = "time to admit, step and free a short request, by the number of slots"
 
 _PROMPT = list(range(8))
 _BATCH = 20  # requests per measured call
@@ -76,3 +81,10 @@ def _requests(cache: vattn.KVCache) -> Callable[[], None]:
             cache.free_reqid(reqid)
 
     return serve
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for column in list(rows[0])[1:]:
+        axes.plot([row["slots"] for row in rows], [row[column] for row in rows], marker="o", label=column[:-3])
+    axes.set(xscale="log", xlabel="max_batch_size", ylabel="us per request", ylim=(0, None))

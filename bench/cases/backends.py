@@ -10,34 +10,32 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from statistics import median
+from typing import Any
 
 import torch
 
-from bench.harness.decoding import DecodeLoop, qwen2
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from vattn import packed
 from vattn.engine.kv.base import BACKENDS
 from vattn.engine.kv.make import make_backend
 
+ABOUT = "decode steps of all four backends, by batch size"
+
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (256, 2048)
 _WARMUP = 3
-_MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
+_MODEL = QWEN2 | {"num_hidden_layers": 4, "max_position_embeddings": 4096}
 
 
 def run(quick: bool) -> Report:
-    sizes = _MODEL | ({"num_hidden_layers": 2, "vocab_size": 1000} if quick else {})
+    sizes = _MODEL | (TINY if quick else {})
     model = qwen2(**sizes)
     shape = packed.kv_shape(model)
-    batches, contexts, rounds = ((1, 4), (64,), 5) if quick else (_BATCHES, _CONTEXTS, 40)
+    batches, contexts, rounds = ((1, 4), (64,), 3) if quick else (_BATCHES, _CONTEXTS, 40)
 
     figures: list[Row] = []
     for context in contexts:
@@ -100,3 +98,14 @@ def run(quick: bool) -> Report:
             ),
         ],
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    styles = ("-", "--", ":")
+    for context, style in zip(dict.fromkeys(row["context"] for row in record["figures"]), styles, strict=False):
+        rows = [row for row in record["figures"] if row["context"] == context]
+        for color, kv in enumerate(("static", "dynamic", "paged", "virtual")):
+            speeds = [row[f"{kv} tokens/s"] for row in rows]
+            label = f"{kv}, {context} tokens"
+            axes.plot([row["batch"] for row in rows], speeds, f"C{color}{style}", marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="tokens/s")

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
+from typing import Any
 
 from bench.harness.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
+
+ABOUT = "static against continuous batching: waste per request, latency of short ones behind long ones"
 
 _SLOTS = 4
 _SCHEDULING = ("static", "continuous")
@@ -98,3 +103,11 @@ def _latency(run: Pass, index: int) -> float:
 
 def _slot_use(run: Pass) -> float:
     return sum(run.output_tokens) / (_SLOTS * len(run.records))
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["output tokens"])
+    for scheduling in ("static", "continuous"):
+        axes.plot([row[f"{scheduling} ms"] for row in rows], marker="o", linestyle="", label=scheduling)
+    axes.set_xticks(range(len(rows)), [row["output tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their output tokens", ylabel="ms from arrival to end", ylim=(0, None))

@@ -10,15 +10,21 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack, closing
 from statistics import mean, median
+from typing import Any
 
 import torch
 
-from bench.harness.decoding import DecodeLoop, qwen2
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from vattn import packed
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "what a larger block wastes, and what a smaller one costs"
 
 _BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 _PAGE_SIZES = (4096, 16_384, 65_536)
@@ -116,3 +122,14 @@ def run(quick: bool) -> Report:
             Goal("attention, virtual, slowest over fastest page size", max(virtual_ms) / min(virtual_ms), "<=", 1.05),
         ],
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    for marker, backend in (("o", "paged"), ("s", "virtual")):
+        rows = [row for row in record["figures"] if row["backend"] == backend]
+        waste, times = ([row[column] for row in rows] for column in ("mean unused rows", "over static"))
+        axes.plot(waste, times, marker=marker, label=backend)
+        for row, x, y in zip(rows, waste, times, strict=True):
+            axes.annotate(row["block tokens"], (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="unused rows per request, mean (labels: tokens per block)", ylabel="attention over static's, time")
+    axes.set(xscale="symlog", ylim=(0, None))

@@ -10,10 +10,13 @@ from contextlib import closing
 from typing import Any
 
 from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import packed
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "blocks that each request uses, of those that a reservation would take"
 
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 2048
@@ -85,3 +88,11 @@ def run(quick: bool) -> Report:
         ],
         timed=False,
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["tokens"])
+    axes.bar(range(len(rows)), [row["blocks"] for row in rows], label="blocks used")
+    axes.axhline(record["parameters"]["static reservation in blocks"], color="black", label="reserved by static")
+    axes.set_xticks(range(len(rows)), [row["tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their tokens", ylabel="blocks", yscale="log")

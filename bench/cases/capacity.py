@@ -12,14 +12,18 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import repeat
+from typing import Any
 
 import torch
 
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
+
+ABOUT = "sequences that fit a memory budget, by backend"
 
 _SHAPE = KVShape.uniform(num_layers=22, num_kv_heads=4, head_dim=64, v_head_dim=64)
 _MAX_MODEL_LEN = 2048
@@ -36,18 +40,19 @@ _CASES = {
 
 
 def run(quick: bool) -> Report:
-    budget = "128MiB" if quick else "1GiB"
+    # A quick run has one static sequence too, of fewer tokens.
+    budget, max_model_len = ("32MiB", 512) if quick else ("1GiB", _MAX_MODEL_LEN)
     figures: list[Row] = []
     for name, (kv, options) in _CASES.items():
         row: Row = {"backend": name}
-        for case, lengths in (("equal", repeat(_TOKENS)), ("mixed", _mixed())):
+        for case, lengths in (("equal", repeat(_TOKENS)), ("mixed", _mixed(max_model_len))):
             backend = make_backend(
                 kv,
                 _SHAPE,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 max_num_seqs=512,
-                max_model_len=_MAX_MODEL_LEN,
+                max_model_len=max_model_len,
                 memory_budget=budget,
                 kv_options=options,
             )
@@ -66,7 +71,7 @@ def run(quick: bool) -> Report:
         parameters={
             "shape": "22 layers, 4 KV heads of 64, float32: 44 KiB per token",
             "budget": budget,
-            "max_model_len": _MAX_MODEL_LEN,
+            "max_model_len": max_model_len,
             "equal": f"{_TOKENS} tokens each",
             "mixed": f"log-normal, mean {_TOKENS}, sigma {_SIGMA}, seed {_SEED}",
             "block_size": 16,
@@ -83,11 +88,11 @@ def run(quick: bool) -> Report:
     )
 
 
-def _mixed() -> Iterator[int]:
+def _mixed(most: int) -> Iterator[int]:
     draw = random.Random(_SEED)
     while True:
         length = draw.lognormvariate(math.log(_TOKENS) - _SIGMA**2 / 2, _SIGMA)
-        yield min(_MAX_MODEL_LEN, math.ceil(length))
+        yield min(most, math.ceil(length))
 
 
 def _fill(backend: KVBackend, lengths: Iterable[int]) -> int:
@@ -100,3 +105,12 @@ def _fill(backend: KVBackend, lengths: Iterable[int]) -> int:
             break
         count += 1
     return count
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for shift, case in ((-0.2, "equal"), (0.2, "mixed")):
+        places = [place + shift for place in range(len(rows))]
+        axes.bar(places, [row[f"sequences, {case}"] for row in rows], width=0.4, label=f"{case} lengths")
+    axes.set_xticks(range(len(rows)), [row["backend"] for row in rows])
+    axes.set(ylabel=f"sequences in {record['parameters']['budget']}")

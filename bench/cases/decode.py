@@ -10,39 +10,38 @@ from __future__ import annotations
 
 from contextlib import closing
 from statistics import median
+from typing import Any
 
 import torch
 
-from bench.harness.decoding import DecodeLoop, qwen2
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from vattn import KVConfig, packed
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "attention and whole decode steps, virtual against paged"
 
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (256, 1024, 2048, 4096, 8192)
 _MAX_LENGTH = 16_384
 _LONG_CONTEXT = 2048
 _WARMUP = 3
-_MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": _MAX_LENGTH,
-}
+_MODEL = QWEN2 | {"num_hidden_layers": 4, "max_position_embeddings": _MAX_LENGTH}
 
 
 def run(quick: bool) -> Report:
-    sizes = _MODEL | ({"num_hidden_layers": 2, "vocab_size": 1000} if quick else {})
+    sizes = _MODEL | (TINY if quick else {})
     model = qwen2(**sizes)
     shape = packed.kv_shape(model)
     layer = shape.layers[0]
-    batches, contexts = ((1, 8), (256, _LONG_CONTEXT)) if quick else (_BATCHES, _CONTEXTS)
-    rounds = 5 if quick else 40
+    batches, contexts = ((1, 4), (64, 256)) if quick else (_BATCHES, _CONTEXTS)
+    long_context = contexts[-1] if quick else _LONG_CONTEXT
+    rounds = 3 if quick else 40
     calls = rounds + _WARMUP
 
     figures: list[Row] = []
@@ -82,7 +81,7 @@ def run(quick: bool) -> Report:
                 steps = interleave({name: loop.step for name, loop in loops.items()}, rounds, warmup=_WARMUP)
             figures.append(_row(batch, context, attention, steps))
 
-    long = [row for row in figures if int(row["context"]) >= _LONG_CONTEXT]
+    long = [row for row in figures if int(row["context"]) >= long_context]
     return Report(
         parameters={
             "model": sizes,
@@ -97,7 +96,7 @@ def run(quick: bool) -> Report:
         goals=[
             _least("attention, paged over virtual", "attention ratio", figures, 1.0),
             _least("whole step, paged over virtual", "step ratio", figures, 1.0),
-            _least(f"attention, paged over virtual, from {_LONG_CONTEXT} tokens", "attention ratio", long, 1.5),
+            _least(f"attention, paged over virtual, from {long_context} tokens", "attention ratio", long, 1.5),
         ],
     )
 
@@ -122,3 +121,14 @@ def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
     """Judges the worst case, and names it."""
     worst = min(rows, key=lambda row: row[column])
     return Goal(f"{what} (least, at {worst['batch']} x {worst['context']})", float(worst[column]), ">=", bound)
+
+
+def draw(axes: Any, record: Record) -> None:
+    for batch in dict.fromkeys(row["batch"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["batch"] == batch]
+        contexts = [row["context"] for row in rows]
+        (line,) = axes.plot(contexts, [row["attention ratio"] for row in rows], marker="o", label=f"attention, {batch}")
+        ratios = [row["step ratio"] for row in rows]
+        axes.plot(contexts, ratios, marker="o", linestyle="--", color=line.get_color(), label=f"whole step, {batch}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens per request", ylabel="paged over virtual, time", ylim=(0, None))

@@ -11,9 +11,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import TensorGroup, layout
+
+ABOUT = "physical over live bytes: static, paged, and virtual by layout and page size"
 
 _LAYERS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _GROUP = TensorGroup(layers=range(_LAYERS), num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, dtype="bfloat16")
@@ -134,4 +138,20 @@ def run(quick: bool) -> Report:
             *table_8("sliced", 2 * _MIB, 32, 4),
         ],
         timed=False,
+    )
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    static, paged = rows[0], rows[1]
+    trace = list(static)[-1]
+    for backend, order in dict.fromkeys((row["backend"], row["kv order"]) for row in rows[2:]):
+        points = [row for row in rows if (row["backend"], row["kv order"]) == (backend, order)]
+        sizes, ratios = [row["page KiB"] for row in points], [row[trace] for row in points]
+        axes.plot(sizes, ratios, marker="o", label=f"{backend}, {order}")
+    axes.axhline(paged[trace], color="black", linestyle="--", label="paged, 16 tokens")
+    axes.set(
+        xscale="log",
+        xlabel="page size in KiB",
+        ylabel=f"physical over live bytes, trace '{trace}' (static: {static[trace]:.2f})",
     )

@@ -8,11 +8,14 @@ nothing.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.base import BACKENDS
+
+ABOUT = "memory of each kind of cache for the same requests, by how many run at a time"
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2048
@@ -71,3 +74,10 @@ def run(quick: bool) -> Report:
         ],
         timed=False,
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for kv in ("static", "dynamic", "paged", "virtual"):
+        axes.plot([row["requests"] for row in rows], [row[f"{kv} MiB"] for row in rows], marker="o", label=kv)
+    axes.set(xscale="log", yscale="log", xlabel="requests at a time", ylabel="MiB at the peak")

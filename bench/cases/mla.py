@@ -17,11 +17,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from vattn import attention
 from vattn.attention import AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.static import StaticKV
 from vattn.packed import LatentAttention, find_latents, kv_shape, register
+
+ABOUT = "latents in place of keys and values: bytes per token, and the time of attention over them"
 
 _DECODES = (512, 2048, 8192)
 _CHUNKS = ((64, 2048), (128, 2048), (512, 512), (512, 2048))  # new tokens, tokens with them
@@ -156,3 +160,12 @@ def _actions(latent: LatentAttention, shape: Shape, new: int, tokens: int) -> di
             return kernel(query, keys_and_values, 0, batch, params)
 
     return {"absorbed": lambda: over_latents(False), "expanded": lambda: over_latents(True), "stored": over_keys}
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for shift, way in ((-0.25, "absorbed"), (0, "expanded"), (0.25, "stored")):
+        places = [place + shift for place in range(len(rows))]
+        axes.bar(places, [row[f"{way} ms"] for row in rows], width=0.25, label=way)
+    axes.set_xticks(range(len(rows)), [f"{row['new tokens']} of {row['context']}" for row in rows])
+    axes.set(yscale="log", xlabel="new tokens of a context", ylabel="ms, attention of a layer")

@@ -13,13 +13,18 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, closing
 from statistics import mean, median
+from typing import Any
 
 import torch
 
-from bench.harness.decoding import DecodeLoop, qwen2
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import qwen2
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import KVConfig, packed
 from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "latency of decode iterations that need new memory, mapped ahead and mapped on the spot"
 
 _BATCH = 8
 _PAGE_SIZE = 2 * 2**20
@@ -32,12 +37,14 @@ _MODEL = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
+_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 _MODES = {"overlapped": True, "synchronous": False}
 _PLOTTED_BLOCKS = 4
 
 
 def run(quick: bool) -> Report:
-    sizes = _MODEL | ({"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64} if quick else {})
+    sizes = _MODEL | (_TINY if quick else {})
+    page_size = _PAGE_SIZE // 32 if quick else _PAGE_SIZE
     model = qwen2(**sizes)
     shape = packed.kv_shape(model)
     layer = shape.layers[0]
@@ -57,8 +64,8 @@ def run(quick: bool) -> Report:
                     dtype=model.dtype,
                     max_batch_size=batch,
                     max_context_len=16_384,
-                    memory_budget=batch * (blocks + 3) * _PAGE_SIZE,
-                    page_size=_PAGE_SIZE,
+                    memory_budget=batch * (blocks + 3) * page_size,
+                    page_size=page_size,
                     layout="fused",
                     kv_order="NHD",
                     overlap=overlap,
@@ -110,11 +117,11 @@ def run(quick: bool) -> Report:
             "model": sizes,
             "dtype": "bfloat16",
             "batch": batch,
-            "page_size": _PAGE_SIZE,
+            "page_size": page_size,
             "layout": "fused NHD",
             "block_tokens": block_tokens,
             "crossings": blocks,
-            "mapped MiB per crossing": batch * _PAGE_SIZE // 2**20,
+            "mapped MiB per crossing": batch * page_size // 2**20,
         },
         figures=figures,
         goals=[
@@ -135,3 +142,9 @@ def run(quick: bool) -> Report:
             for (threads, mode), measured in latencies.items()
         },
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    for label, latencies in record["series"].items():
+        axes.plot(latencies, label=label, linewidth=1)
+    axes.set(xlabel="iteration", ylabel="ms", ylim=(0, None))

@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench.harness.decoding import qwen2
+from bench.harness.models import qwen2
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.llm import StepRecord
+
+ABOUT = "what a prefix cache saves: shared prompts, chats, trees; paged and virtual"
 
 _MODEL = {
     "vocab_size": 4096,
@@ -259,3 +262,9 @@ def _counting_admissions(llm: LLM) -> Iterator[list[int]]:
         yield calls
     finally:
         kv.admit = admit
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = [row for row in record["figures"] if row["case"] == "shared prompt"]
+    axes.bar([row["cache"] for row in rows], [row["TTFT s"] for row in rows], label="shared prompt")
+    axes.set(ylabel="median time to first token, s")

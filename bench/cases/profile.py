@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from bench.cases.throughput import MODEL, make_requests
-from bench.harness.decoding import qwen2
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.workload import make_requests
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.llm import StepRecord
 from vattn.engine.model.linears import Packed
+
+ABOUT = "where the time of an engine's step goes"
 
 _BATCH = 32
 _BOOKKEEPING = ("scheduler", "step()", "sampler")
@@ -71,7 +74,7 @@ class _Clock:
 
 
 def run(quick: bool) -> Report:
-    sizes = MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
+    sizes = QWEN2 | (TINY if quick else {})
     model = qwen2(**sizes)
     requests = make_requests(3 if quick else _BATCH, (32, 512), sizes["vocab_size"])
     figures: list[Row] = []
@@ -150,3 +153,14 @@ def _profile(
                 llm.generate(prompts, params, use_tqdm=False)
                 clock.seconds = {}
     return steps
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    labels = [f"{row['kv']}, {row['steps'].split()[1]}" for row in rows]
+    left = [0.0] * len(rows)
+    for column in (name for name in rows[0] if name.endswith(" %")):
+        widths = [row[column] * row["ms per step"] / 100 for row in rows]
+        axes.barh(labels, widths, left=left, label=column.removesuffix(" %"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="ms per step")

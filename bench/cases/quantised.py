@@ -17,12 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.harness.decoding import DecodeLoop, qwen2
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from demo.prompts import prompts
 from vattn import packed
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.make import KVCacheDtype, make_backend
+
+ABOUT = "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step"
 
 _DEMO = str(Path(__file__).parents[2] / "demo" / "model")
 _RANDOM = {
@@ -165,3 +170,11 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
     }
     times = interleave({kind: loop.step for kind, loop in loops.items()}, rounds)
     return {kind: median(values) for kind, values in times.items()}
+
+
+def draw(axes: Any, record: Record) -> None:
+    for model in dict.fromkeys(row["model"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["model"] == model]
+        axes.plot([row["context"] for row in rows], [row["step ratio"] for row in rows], marker="o", label=model)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens per request", ylabel="decode step, int8 over float", ylim=(0, None))

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
-from bench.cases.throughput import MODEL
-from bench.harness.decoding import qwen2
-from bench.harness.report import Goal, Report, Row, interleave
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
 from demo.corpus import prompt
 from vattn.engine import LLM, RequestOutput, SamplingParams
 from vattn.engine.scheduling.drafts import NgramProposer
+
+ABOUT = "decoding with prompt-lookup drafts: tokens per step and speed-up, by how often drafts are right"
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _STORIES = [
@@ -89,7 +92,7 @@ class _Case:
 
 
 def run(quick: bool) -> Report:
-    rounds, tokens = (1, 12) if quick else (3, _TOKENS)
+    rounds, tokens = (1, 8) if quick else (3, _TOKENS)
     figures: list[Row] = []
     same: list[float] = []
     options: dict[str, Any] = {"speculative_config": _DRAFTS, "enable_prefix_caching": False, "memory_budget": "256MiB"}
@@ -106,7 +109,7 @@ def run(quick: bool) -> Report:
                     row, share = _Case(llm, proposer, prompts, params, _names("demo", name, kv, batch)).measure(rounds)
                     figures.append(row)
                     same.append(share)
-    sizes = MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
+    sizes = QWEN2 | (TINY if quick else {})
     model = qwen2(**sizes)
     for kv in ("virtual", "paged"):
         with LLM(model, kv=kv, max_num_seqs=8, max_model_len=1024, skip_tokenizer_init=True, **options) as llm:
@@ -163,3 +166,17 @@ def _speed_up(figures: Sequence[Row], text: str, batch: int) -> float:
         for row in figures
         if (row["text"], row["requests at a time"], row["kv"]) == (text, batch, "virtual")
     )
+
+
+def draw(axes: Any, record: Record) -> None:
+    for model, kv in dict.fromkeys((row["model"], row["kv"]) for row in record["figures"]):
+        rows = [row for row in record["figures"] if (row["model"], row["kv"]) == (model, kv)]
+        axes.plot(
+            [row["tokens per step"] for row in rows],
+            [row["speed-up"] for row in rows],
+            marker="o",
+            linestyle="",
+            label=f"{model}, {kv}",
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens per step of a request", ylabel="speed-up over plain decoding", ylim=(0, None))

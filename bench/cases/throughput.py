@@ -11,7 +11,6 @@ missing, and the parameters say so.
 from __future__ import annotations
 
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,19 +21,14 @@ from typing import Any
 
 import torch
 
-from bench.harness.decoding import qwen2
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.workload import make_requests
 from bench.peers import Peer, Workload
 
-MODEL = {
-    "vocab_size": 32_000,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-}
+ABOUT = "offline throughput of every backend, of transformers and of vLLM"
+
 # Prompt lengths; outputs have 16 to 128 tokens.
 _SETS = {"short": (32, 512), "long": (1024, 3072)}
 # Rounds that are not counted, and that are.
@@ -47,7 +41,7 @@ _ONCE = ("generate_batch", "generate")
 
 
 def run(quick: bool) -> Report:
-    sizes = MODEL | ({"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 64} if quick else {})
+    sizes = QWEN2 | (TINY if quick else {})
     count = 2 if quick else _REQUESTS
     figures: list[Row] = []
     goals: list[Goal] = []
@@ -56,8 +50,8 @@ def run(quick: bool) -> Report:
         model = qwen2(**sizes)
         model.save_pretrained(directory)
         del model
-        for name, lengths in _SETS.items():
-            requests = make_requests(count, lengths, sizes["vocab_size"])
+        for name in ["short"] if quick else _SETS:
+            requests = make_requests(count, _SETS[name], sizes["vocab_size"])
             seconds: dict[str, list[float]] = {}
             with ExitStack() as stack:
                 peers = {}
@@ -123,18 +117,6 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
         yield "generate", (sys.executable, "transformers_generate", {"batch": False}, {})
 
 
-def make_requests(count: int, lengths: tuple[int, int], vocabulary: int) -> Workload:
-    """Random prompts, the shortest and longest as `lengths` say, with outputs of 16 to 128 tokens; always the same."""
-    rng = random.Random(0)
-    return [
-        {
-            "prompt_token_ids": [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))],
-            "max_tokens": rng.randint(16, 128),
-        }
-        for _ in range(count)
-    ]
-
-
 def _ratio(seconds: dict[str, list[float]], key: str) -> float:
     """Seconds of `key` over those of virtual, in the same round."""
     virtual = seconds["virtual"][-len(seconds[key]) :]
@@ -163,3 +145,14 @@ def _goals(name: str, seconds: dict[str, list[float]]) -> list[Goal]:
         for key, bound in bounds.items()
         if key in seconds
     ]
+
+
+def draw(axes: Any, record: Record) -> None:
+    sets = list(dict.fromkeys(row["set"] for row in record["figures"]))
+    for offset, name in enumerate(sets):
+        rows = [row for row in record["figures"] if row["set"] == name]
+        places = [place + 0.4 * offset for place in range(len(rows))]
+        axes.bar(places, [row["output tokens/s"] for row in rows], width=0.4, label=name)
+        if offset == 0:
+            axes.set_xticks(places, [row["engine"] for row in rows])
+    axes.set(ylabel="output tokens per second")

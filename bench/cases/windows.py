@@ -7,12 +7,16 @@ layout; a request that is really grown, token by token, has to match it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
 from vattn.config import build_layout
 from vattn.groups import TensorGroup
 from vattn.units import format_bytes
+
+ABOUT = "bytes per request against context where layers have sliding windows"
 
 _CONTEXTS = (1_000, 5_000, 20_000, 65_000, 131_000)
 _PAGE_SIZE = 64 << 10
@@ -142,3 +146,13 @@ def _grow(model: Model, tokens: int) -> tuple[int, int, float]:
                 most = max(most, cache.stats().owned_pages - full.pages(length))
         held = layout.pages(tokens, tokens - 1) * layout.page_size
         return cache.stats().owned_bytes, held, most / bound
+
+
+def draw(axes: Any, record: Record) -> None:
+    for model in dict.fromkeys(row["model"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["model"] == model]
+        tokens = [row["tokens"] for row in rows]
+        (line,) = axes.plot(tokens, [row["groups MiB"] for row in rows], marker="o", label=f"{model}, groups")
+        uniform = [row["uniform MiB"] for row in rows]
+        axes.plot(tokens, uniform, linestyle="--", color=line.get_color(), label=f"{model}, every token")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a request", ylabel="MiB that it holds")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.report import Key
+from bench.harness.timing import Key
 from vattn.attention import Attention, Case, adapters, get
 
 _STUB = Path(__file__).parents[2] / "tests" / "support"

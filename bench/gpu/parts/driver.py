@@ -13,6 +13,11 @@ from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, over_stub
 from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
 
+ABOUT = "latency of driver calls, allocation bandwidth by layout"
+RANK = 4
+SECONDS = 60
+COMPUTES = False
+
 _LAYERS = 32
 
 

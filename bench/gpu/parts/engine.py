@@ -15,9 +15,12 @@ import torch
 from bench.gpu.caches import BLOCK_SIZE, paged, static, virtual
 from bench.gpu.device import best, usable_kernels
 from bench.gpu.models import llama
-from bench.harness.decoding import DecodeLoop
+from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 
+ABOUT = "whole decode steps of a model: virtual, pre-allocated and paged, with and without graphs"
+RANK = 8
+SECONDS = 90
 COMPUTES = True
 
 

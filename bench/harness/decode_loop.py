@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from vattn import packed
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
@@ -17,17 +16,6 @@ from vattn.engine.model.runner import ModelRunner
 from vattn.engine.requests.request import Request
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.engine.scheduling.scheduler import Entry
-
-
-def qwen2(**config: Any) -> PreTrainedModel:
-    """A Qwen2 model with random weights in bfloat16, ready for packed steps."""
-    torch.manual_seed(0)
-    model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**config))
-    model.bfloat16()
-    model.train(False)
-    packed.register()
-    model.set_attn_implementation(packed.NAME)
-    return model
 
 
 class DecodeLoop:

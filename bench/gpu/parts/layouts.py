@@ -15,6 +15,9 @@ from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, random, tim
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span
 
+ABOUT = "decode attention by layout, against pre-allocated tensors"
+RANK = 6
+SECONDS = 60
 COMPUTES = True
 
 

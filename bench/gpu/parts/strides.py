@@ -11,6 +11,11 @@ from vattn import KVConfig
 from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.engine.kv.virtual import VirtualKV
 
+ABOUT = "slots more than 100 GB apart"
+RANK = 3
+SECONDS = 40
+COMPUTES = False
+
 _LENGTH = 500
 
 

@@ -12,6 +12,11 @@ from xml.etree import ElementTree
 
 from bench.harness.report import Goal, Report, Row
 
+ABOUT = "tests/gpu: the contract on the real driver, kernels, fences, graphs"
+RANK = 1
+SECONDS = 150
+COMPUTES = False
+
 _ROOT = Path(__file__).parents[3]
 
 

@@ -15,9 +15,12 @@ from bench.gpu import PAGE
 from bench.gpu.caches import virtual
 from bench.gpu.device import best
 from bench.gpu.models import llama
-from bench.harness.decoding import DecodeLoop
+from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 
+ABOUT = "decode iterations that need memory, mapped ahead and on the spot"
+RANK = 7
+SECONDS = 60
 COMPUTES = True
 
 

@@ -1,6 +1,6 @@
 """What kernels do with what lies past a length: an unmapped page right there, or NaN.
 
-    python -m bench.gpu.cases.tails KERNEL unmapped|nan    the largest error against float64, or the process dies
+    python -m bench.gpu.parts.tails KERNEL unmapped|nan    the largest error against float64, or the process dies
 
 Each case is a process: a stray read ends the CUDA context of the process that made it.
 """
@@ -22,7 +22,11 @@ from vattn import KVConfig
 from vattn.attention import AttentionParams, KVSource, PackedBatch, Slots, Span, get
 from vattn.engine.kv.virtual import VirtualKV
 
+ABOUT = "each kernel with an unmapped page, and with NaN, right after the length"
+RANK = 2
+SECONDS = 80
 COMPUTES = True
+
 KINDS = ("unmapped", "nan")
 TOLERANCE = 0.02  # bfloat16, values of variance 1 averaged over many keys
 _SECONDS = 40
@@ -45,7 +49,7 @@ def run(quick: bool) -> Report:
 
 def in_a_process(kernel: str, kind: str) -> float:
     """The largest error of a case; infinite if the process died."""
-    command = [sys.executable, "-m", "bench.gpu.cases.tails", kernel, kind]
+    command = [sys.executable, "-m", "bench.gpu.parts.tails", kernel, kind]
     root = Path(__file__).parents[3]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)

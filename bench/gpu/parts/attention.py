@@ -17,7 +17,11 @@ from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, random, tim
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span
 
+ABOUT = "decode and prefill attention: virtual, pre-allocated and paged"
+RANK = 5
+SECONDS = 90
 COMPUTES = True
+
 _TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 # (requests, new tokens of each, context)
 _DECODE = [(64, 1, 1024), (64, 1, 4096), (64, 1, 16_384), (32, 1, 32_768), (8, 1, 131_072), (1, 1, 131_072)]
