@@ -1,7 +1,7 @@
 """The cost of a short request by the number of slots: admit, one step, free.
 
-Own result: choosing a slot looks at a few of them, however many there are. Caches of all sizes are there at once and
-take turns; each is measured when no slot was ever used, and when all hold parked pages of earlier requests.
+Own result: choosing an idle slot looks at only a few of them, however many there are. Caches of all sizes exist at once
+and take turns; each is measured before any slot was used, and again when all slots hold parked pages of old requests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decode steps of all four backends, by batch size.
 
-Reproduces the classic "naive batching sweep" (16 sequences give 16 times the tokens of one, at the same time per
-token), and "paged against dynamic throughput" (paged 0.84 to 0.97 of dynamic, since it gathered in Python; 8 to 32
-sequences): the same unmodified kernel behind each, over a model of Qwen2's shape with few layers. All advance by one
-token per call, in turns.
+Reproduces the classic "naive batching sweep" (16 sequences produce 16 times the tokens of one, in the same time per
+token) and "paged against dynamic throughput" (paged reached 0.84 to 0.97 of dynamic at 8 to 32 sequences, because it
+gathered in Python). Every backend runs the same unmodified kernel under a model of Qwen2's shape with few layers; all
+advance by one token per call, in turn.
 """
 
 from __future__ import annotations

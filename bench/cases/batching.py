@@ -1,9 +1,9 @@
-"""What a batch wastes that waits for its slowest request, and what that costs the short ones.
+"""The cost of a batch that waits for its slowest request: wasted slots, and latency of the short requests.
 
-Reproduces the classic "waste demo" (steps needed and wasted per prompt: 95 and 87 % of the steps of short answers) and
-"static against continuous latency" (short prompts answered 15 to 36 times sooner, long ones 0.4 to 1.2 times) on one
-engine, over the demo's queue. Our static batching computes no padding, so its long requests are not slowed by it; what
-it wastes are slots: the steps for which one is kept after its request has ended.
+Reproduces the classic "waste demo" (steps needed and wasted per prompt: 95 and 87 % of the steps of short answers)
+and "static against continuous latency" (short prompts answered 15 to 36 times sooner, long ones 0.4 to 1.2 times) on
+one engine, over the demo's queue. Our static batching computes no padding, so it does not slow long requests down; it
+wastes slots: the steps for which a slot is kept after its request has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a larger block wastes, and what a smaller one costs.
+"""The waste of a larger block, and the cost of a smaller one.
 
 Reproduces the classic "block-size trade-off" (1, 16 and 128 tokens: about 0, 8 and 64 wasted at a request's tail; 8192,
-512 and 64 table entries for 8K tokens), with the attention's time in place of a feeling for it: paged by block size,
-virtual by page size, over static's tensors. A request's blocks are neighbours here, the best that they can be.
+512 and 64 table entries for 8K tokens), with the attention's time measured: paged by block size and virtual by page
+size, relative to static's tensors. The blocks of a request are contiguous here, which is paged's best case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.virtual import VirtualKV
 
-ABOUT = "what a larger block wastes, and what a smaller one costs"
+ABOUT = "waste of larger blocks, cost of smaller ones"
 
 _BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 _PAGE_SIZES = (4096, 16_384, 65_536)

@@ -1,7 +1,7 @@
-"""Blocks that each request uses, of those that a reservation would take.
+"""Blocks used by each request, out of those that a static reservation would take.
 
 Reproduces the classic "blocks used per request" (2 blocks for a short answer, 81 for a long one, 128 reserved for
-either) over the demo's queue: the tokens are those that the engine gave; what they take is what the backends ask for.
+either) over the demo's queue: the engine produces the tokens, and the backends say how much memory they need.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The caches of `generate()`: what a decode step takes with each, and what memory.
+"""The caches of `generate()`: time of a decode step, and memory.
 
-Reproduces the classic "DynamicCache against StaticCache" and puts `VirtualCache` beside both. One model, one row;
-caches are filled with random rows, so that no prefill is computed, and decode steps of all are interleaved. StaticCache
-has the exact length that it will have at the end, which nobody knows in advance, and twice that. Memory is what the
-kernel counts as resident, at its peak, from an empty cache to the last step. At last every cache grows in chunks to the
-longest context, without a model: what a chunk costs, and what is resident then.
+Reproduces the classic "DynamicCache against StaticCache" and adds `VirtualCache`. One model, batch size 1; the caches
+are filled with random rows, so that no prefill is computed, and their decode steps are interleaved. StaticCache is
+measured at its exact final length, which nobody knows in advance, and at twice that. Memory is the peak of the
+process's resident set, from an empty cache to the last step. Finally every cache grows in chunks to the longest
+context, without a model, to show the time of a chunk and the resident memory after it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(quick: bool) -> Report:
 
 
 def _case(model: PreTrainedModel, context: int, rounds: int) -> tuple[Row, float, str]:
-    """One row, what the virtual cache's pages take of what they may, and its geometry."""
+    """A row, the virtual cache's memory relative to its bound, and its geometry."""
     dtype = model.dtype
     steps = rounds + _WARMUP
     makers = _makers(model, context + steps)
@@ -139,7 +139,7 @@ def _model(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _makers(model: PreTrainedModel, length: int) -> dict[str, Callable[[], Cache]]:
-    """The caches, for one row that ends with `length` tokens."""
+    """How to make each cache, for one sequence that ends with `length` tokens."""
     config = model.config
     return {
         "dynamic": lambda: DynamicCache(config=config),
@@ -154,14 +154,14 @@ def _token_bytes(dtype: torch.dtype) -> int:
 
 
 def _block_bytes(cache: vattn.VirtualCache, dtype: torch.dtype) -> int:
-    """One token block in each of the tensors."""
+    """Bytes of one token block in each of the tensors."""
     stats = cache.stats()
     rows = stats.page_size // (_HEAD_DIM * dtype.itemsize)
     return rows * _token_bytes(dtype)
 
 
 def _fill(cache: Cache, length: int, dtype: torch.dtype) -> Cache:
-    """Random K and V, as a chunked prefill would store them."""
+    """Stores random K and V as a chunked prefill would."""
     for start in range(0, length, _FILL):
         rows = torch.randn(1, _KV_HEADS, min(_FILL, length - start), _HEAD_DIM).to(dtype)
         for layer in range(_LAYERS):
@@ -215,14 +215,14 @@ def _grow(make: Callable[[], Cache], length: int, chunk: int, dtype: torch.dtype
 
 
 def _ratio(ones: list[float], others: list[float]) -> float:
-    """Of calls that followed each other: what slows a round down then slows both."""
+    """The median quotient of calls in the same round, since whatever slows a round down affects both."""
     return median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def _peak(action: Callable[[], Cache]) -> tuple[int, int, Cache]:
-    """Bytes beyond those before an action: the most that were resident during it, and pages of memfds after it.
+    """Growth of the resident set during an action, at its peak, and growth of its shared memory; and what it returned.
 
-    The pages of a virtual cache are the latter; the former also has books and activations.
+    A virtual cache's pages are shared memory; the resident set also has bookkeeping and activations.
     """
     _settle()
     before, shared = _status("VmRSS"), _status("RssShmem")
@@ -232,7 +232,7 @@ def _peak(action: Callable[[], Cache]) -> tuple[int, int, Cache]:
 
 
 def _settle() -> None:
-    """Gives freed memory back, or the next cache would be served from it unseen."""
+    """Returns freed memory to the kernel; otherwise the next cache would reuse it and not show in the resident set."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,8 +1,9 @@
-"""Sequences that fit a memory budget, each backend asked until it refuses.
+"""Sequences that fit a memory budget: each backend admits sequences until it refuses.
 
 Reproduces the classic "contiguous against paged capacity in a memory budget" (TinyLlama's shape in float32, 2048 tokens
 at most, 200 used: 45 sequences against 440 in 4 GB; 50 to 90 % wasted against less than 4 %) in a smaller budget.
-Virtual twice: in the layout that it chooses for so many requests, and in the coarsest, which attention reads fastest.
+Virtual is measured twice: in the layout that it chooses for so many requests, and in the coarsest layout, which
+attention reads fastest.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _mixed(most: int) -> Iterator[int]:
 
 
 def _fill(backend: KVBackend, lengths: Iterable[int]) -> int:
-    """Sequences that were prepared for their lengths, in order, before the first refusal."""
+    """The number of sequences prepared for their lengths, in order, before the first refusal."""
     count = 0
     for length in lengths:
         try:

@@ -1,9 +1,9 @@
 """Decode throughput of the two backends of the engine: virtual, read in place, and paged, gathered first.
 
-Reproduces "decode throughput at 16K" (Fig. 9) in shape: the same unmodified kernel behind both, over a model of Qwen2's
-shape with few layers. Attention is the engine's own path in every layer: store the new rows, read, attend. A step is
-`prepare` and the runner's forward. Both advance by one token per call, alternately. The paged blocks of a request are
-neighbours here, which is the best that they can be.
+Reproduces the shape of "decode throughput at 16K" (Fig. 9): both backends run the same unmodified kernel under a model
+of Qwen2's shape with few layers. Attention is the engine's own path in every layer: store the new rows, read, attend. A
+step is `prepare` and the runner's forward pass. Both advance by one token per call, alternately. The paged blocks of a
+request are contiguous here, which is paged's best case.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _row(batch: int, context: int, attention: dict[str, list[float]], steps: dic
 
 
 def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
-    """Judges the worst case, and names it."""
+    """A goal on the worst case, which it names."""
     worst = min(rows, key=lambda row: row[column])
     return Goal(f"{what} (least, at {worst['batch']} x {worst['context']})", float(worst[column]), ">=", bound)
 

@@ -1,9 +1,9 @@
-"""How much memory each way of keeping a KV cache needs for the same tokens, and what it can waste per request.
+"""Memory that each kind of KV cache needs for the same tokens, and the most that it can waste per request.
 
-Reproduces "block size and worst-case waste" (Table 8) and carries it on to the paper's traces: the log-normal request
-lengths of "Traces", each request caught at a random moment of its decode. Pure arithmetic, of `vattn.layout` and of
-the paged backend's rule, over the shapes of Llama-3-8B; tests/bench shows on a small cache that the pages really
-mapped are those that the arithmetic says.
+Reproduces "block size and worst-case waste" (Table 8) and extends it to the paper's traces: the log-normal request
+lengths of "Traces", each request at a random moment of its decode. This is arithmetic only, by `vattn.layout` and the
+paged backend's rule, over the shapes of Llama-3-8B; tests/bench checks on a small cache that as many pages are really
+mapped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Trace:
-    """Log-normal numbers of prompt and output tokens, each by mean and deviation of the logarithm."""
+    """Log-normal numbers of prompt and output tokens, each given by the mean and deviation of the logarithm."""
 
     name: str
     requests: int
@@ -38,8 +38,7 @@ class Trace:
     output: tuple[float, float]
 
     def lengths(self, requests: int) -> tuple[list[int], int]:
-        """Tokens in the cache of each request, somewhere between its first output token and its last; and the most
-        tokens that any request comes to."""
+        """Tokens in the cache of each request at a random moment of its decode; and the final length of the longest."""
         draw = random.Random(_SEED)
         lengths, longest = [], 0
         for _ in range(requests):

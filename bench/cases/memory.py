@@ -1,9 +1,8 @@
-"""Memory that each kind of cache takes for the same requests, by how many run at a time.
+"""Memory that each kind of cache takes for the same requests, by the number that run at a time.
 
 Reproduces the classic "StaticCache against DynamicCache memory" (2048 reserved tokens of which 69 to 79 % are wasted)
 and the memory half of "paged against dynamic" (paged takes 0.87 of dynamic): the demo's queue, all at once, through the
-engine with each backend, and what running requests hold at their peak. Bytes, so other load on the machine changes
-nothing.
+engine with each backend, and the most that running requests hold. Other load on the machine does not affect bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Latents in place of keys and values (MLA): bytes per token in published shapes, and what attention over them takes.
+"""Latents in place of keys and values (MLA): bytes per token in published shapes, and the time of attention over them.
 
-Attention of one layer in the shape of DeepSeek-V2-Lite, bf16: over latents, the projection folded into query and output
-(*absorbed*) or the latents made keys and values of all heads first (*expanded*); and over a cache of keys and values,
-as transformers hands them to the attention function (*stored*). All through the engine's backend `static`, whose
-memory is there from the start, and the kernel that it takes.
+Attention of one layer in the shape of DeepSeek-V2-Lite, bf16: over latents, with the projection folded into query and
+output (*absorbed*) or with the latents first expanded to keys and values of all heads (*expanded*); and over a cache of
+keys and values, as transformers passes them to the attention function (*stored*). All use the engine's `static`
+backend, whose memory is allocated from the start, and the kernel that the engine chooses for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNKS = ((64, 2048), (128, 2048), (512, 512), (512, 2048))  # new tokens, toke
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer stores per token depends on; all of these models have the same latents."""
+    """The dimensions that decide what a layer stores per token; all of these models have the same latents."""
 
     name: str
     num_layers: int
@@ -132,7 +132,7 @@ def _latent_attention(shape: Shape) -> LatentAttention:
 
 
 def _actions(latent: LatentAttention, shape: Shape, new: int, tokens: int) -> dict[str, Callable[[], Tensor]]:
-    """The attention of `new` tokens at the end of `tokens`, by what is stored and how it is read."""
+    """Attention of the last `new` of `tokens` tokens, by what is stored and how it is read."""
     dtype = torch.bfloat16
     batch = PackedBatch((Span(0, tokens - new, tokens),))
     heads, head_dim = shape.num_heads, shape.nope + shape.rope

@@ -1,10 +1,10 @@
 """Latency of decode iterations that need new memory: mapped ahead by the worker, and mapped on the spot.
 
-Reproduces "decode latency with and without overlap" (Fig. 10/12). All requests reach the end of a block in the same
-iteration, which is the worst case, and each then needs a page that did not exist before. Three kinds of iteration:
+Reproduces "decode latency with and without overlap" (Fig. 10/12). In the worst case, all requests reach the end of a
+block in the same iteration, and each then needs a new page. There are three kinds of iteration:
 
-    crossing  the new token is the first of a block: its page was needed by this step and by none before
-    ahead     the one before: with overlap, the worker maps while this one computes, so a cost moved is seen here
+    crossing  the new token is the first of a block, so this step is the first to need its page
+    ahead     the one before: with overlap, the worker maps while it computes, so a cost that only moved shows here
     other     all others
 """
 

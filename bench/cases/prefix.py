@@ -1,8 +1,8 @@
-"""What a prefix cache saves, without one, over block tables, and over aliased pages.
+"""The savings of a prefix cache: without one, over block tables, and over aliased pages.
 
     shared prompt   requests with one system prompt and a few tokens of their own: prefill tokens, time to first token
-    chat            users in turn, each turn with all that was said before: hit rate, driver calls per admission
-    tree            n completions of one prompt, forked: physical bytes that are held, over the least possible
+    chat            users in turn, with the whole conversation in every turn: hit rate, driver calls per admission
+    tree            n completions of one prompt, forked: physical bytes held, over the least possible
 
 Tokens, bytes and calls are counts; only the shared prompt's times are times.
 """
@@ -24,7 +24,7 @@ from bench.harness.report import Goal, Report, Row
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.llm import StepRecord
 
-ABOUT = "what a prefix cache saves: shared prompts, chats, trees; paged and virtual"
+ABOUT = "savings of a prefix cache: shared prompts, chats, trees; paged and virtual"
 
 _MODEL = {
     "vocab_size": 4096,
@@ -246,7 +246,7 @@ def _map_calls(llm: LLM) -> int:
 
 @contextmanager
 def _counting_admissions(llm: LLM) -> Iterator[list[int]]:
-    """The mapping calls that each admission makes."""
+    """Collects the number of mapping calls of each admission."""
     calls: list[int] = []
     admit = llm.kv.admit
 

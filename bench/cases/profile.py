@@ -1,7 +1,7 @@
-"""Where the time of a step goes: 32 requests through the engine, each part's own seconds, decode steps and mixed ones.
+"""Where the time of a step goes: 32 requests through the engine, seconds by part, for decode and for mixed steps.
 
-The parts are timed from outside, by wrapping the calls that lead into them; a part's time is without that of the parts
-inside it. The wrapping itself costs about a microsecond per call, and is charged to the caller.
+The parts are timed from outside, by wrapping the calls into them; a part's time excludes that of the parts it calls.
+The wrapper costs about a microsecond per call, which is charged to the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PARTS = ("matrix products", "attention", "KV writes", "KV reads", "rest of the 
 
 
 class _Clock:
-    """Seconds per part, exclusive of the parts inside."""
+    """Seconds per part, excluding the parts that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -108,7 +108,7 @@ def run(quick: bool) -> Report:
 def _profile(
     model: Any, kv: str, requests: list[dict[str, Any]], *, rounds: int
 ) -> list[tuple[bool, dict[str, float]]]:
-    """Per step whether it was decodes only, and the seconds of each part."""
+    """For every step, whether it had decodes only, and the seconds of each part."""
     clock = _Clock()
     steps: list[tuple[bool, dict[str, float]]] = []
 

@@ -1,9 +1,10 @@
 """Keys and values in 8 bits (`kv_cache_dtype="int8"`) beside the model's type: bytes, error, and the time of a step.
 
-The error on the model that ships, in float32, over the demo's prompts and its answers to them, and on a random model in
-bfloat16, over random tokens. Every token is predicted from the same text before it, in chunks that are small beside it:
-so what is compared is what was read from the cache, not what a first difference leads to. That is the last column:
-answers as both give them, token by token, up to the end of the shorter one.
+The error is measured on the demo's model in float32, over the demo's prompts and the model's answers, and on a random
+model in bfloat16, over random tokens. Every token is predicted from the same preceding text, in chunks much shorter
+than the text: this compares what was read from the cache, not the consequences of a first difference. The share of
+greedy tokens does include those: answers generated both ways are compared token by token, up to the end of the
+shorter one.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def run(quick: bool) -> Report:
 
 
 def _error(case: _Case) -> dict[str, float]:
-    """Bytes per token by kind of cache, and how far int8 is from the model's type."""
+    """Bytes per token by kind of cache, and the error of int8 against the model's type."""
     answers: dict[str, list[list[int]]] = {}
     logits: dict[str, Tensor] = {}
     found: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Prompt-lookup drafts: tokens per step, and what they are worth, with and without on one engine.
+"""Prompt-lookup drafts: tokens per step, and the speed-up over plain decoding on the same engine.
 
-Two models. The demo's says what real text gives: stories, where nothing is to be found, and conversations in which a
-question comes again, whose first answer is then in the prompt. A model of Qwen2's shape with random weights says what a
-given share of right drafts is worth where a step costs what steps cost: its tokens are drawn evenly from the first 1, 2
-or 8 of the vocabulary, so that a drafted token is right that seldom. Rounds with and without drafts alternate; the
-speed-up is the median of quotients within a round.
+There are two models. The demo's shows real text: stories, in which there is nothing to look up, and conversations that
+repeat a question, whose first answer is then in the prompt. A model of Qwen2's shape with random weights shows what a
+given acceptance rate is worth at a realistic cost of a step: its tokens are drawn uniformly from the first 1, 2 or 8 of
+the vocabulary, so that one in 1, 2 or 8 drafted tokens is right. Rounds with and without drafts alternate; the speed-up
+is the median of quotients within a round.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Case:
         self._proposer = proposer
 
     def run(self, name: str) -> None:
-        """All requests to their ends, `"plain"` or `"drafted"`."""
+        """Runs all requests to the end, `"plain"` or `"drafted"`."""
         self._llm.scheduler.proposer = self._proposer if name == "drafted" else None
         stats = self._llm.speculation
         before = stats.num_drafted_tokens, stats.num_accepted_tokens
@@ -148,7 +148,7 @@ def run(quick: bool) -> Report:
 
 
 def _again(llm: LLM, count: int, params: Sequence[SamplingParams]) -> list[str]:
-    """Conversations whose last question is their first."""
+    """Conversations whose last question repeats the first."""
     first = llm.generate([prompt(question) for question in _AGAIN[:count]], params, use_tqdm=False)
     return [
         prompt(question, history=[(question, output.outputs[0].text.strip())])

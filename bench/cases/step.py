@@ -1,9 +1,9 @@
-"""The cost of virtual memory where nothing needs to be mapped: `step()` against filling a padded block table.
+"""The cost of virtual memory when nothing needs to be mapped: `step()` against filling a padded block table.
 
-Own result, beside "lines changed to swap a kernel" (Fig. 12): what a paged engine does before every iteration, and
-vattn does not, is to bring the block tables of all requests into one padded tensor. All requests have the same length,
-which grows by one token per call and never reaches the end of a block; every length has caches of its own, really
-mapped, and the calls for all lengths are interleaved.
+Own result, beside "lines changed to swap a kernel" (Fig. 12): before every iteration, a paged engine copies the block
+tables of all requests into one padded tensor; vattn does not. All requests have the same length, which grows by one
+token per call and never reaches the end of a block. Every length has its own, really mapped cache, and the calls for
+all lengths are interleaved.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _mapped(length: int) -> vattn.KVCache:
 
 
 def _advance(cache: vattn.KVCache, start: int, calls: int) -> Callable[[], None]:
-    """Each call gives every slot one token more, from `start` on."""
+    """Each call gives every slot one more token, from `start` on."""
     steps = iter([dict.fromkeys(range(_SLOTS), start + call) for call in range(calls)])
     return lambda: cache.step(next(steps))
 
 
 def _fill_seconds(length: int, rounds: int) -> float:
-    """Seconds to a padded block table for requests of `length` tokens, at the thread count that is best for it."""
+    """Seconds to fill a padded block table for requests of `length` tokens, at the best thread count for it."""
     kv = PagedKV(
         **_SHAPE,
         num_blocks=_SLOTS * -(-length // _BLOCK_SIZE),

@@ -1,11 +1,11 @@
-"""Offline throughput: 32 requests that are all there at once, through every backend, and through other engines.
+"""Offline throughput: 32 requests that arrive at once, through every backend and through other engines.
 
-Each engine runs in a process of its own, in turn, one round after another, so that what else the machine does hits all
-of them; ratios are medians over rounds of quotients within a round. Engines are tuned: of the settings that were tried
-(written beside each) these were their best.
+Each engine runs in its own process; the engines take turns, round after round, so that other load on the machine
+affects all of them. Ratios are medians over rounds of quotients within a round. Engines are tuned: each has the best
+of the settings tried, which stand beside the chosen one.
 
-vLLM's CPU build needs an environment of its own; `VATTN_VLLM_PYTHON` names its interpreter. Without it its row is
-missing, and the parameters say so.
+vLLM's CPU build needs its own environment; `VATTN_VLLM_PYTHON` names its interpreter. Without it vLLM has no row, and
+the parameters say so.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(quick: bool) -> Report:
 
 
 def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, dict[str, Any], dict[str, str]]]]:
-    """Key, and the arguments of `Peer` but the model."""
+    """Keys, and the arguments of `Peer` except the model."""
     ours = {
         "max_num_seqs": _REQUESTS,
         "max_num_batched_tokens": 512,  # of 256, 512, 1024, 2048
@@ -118,7 +118,7 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
 
 
 def _ratio(seconds: dict[str, list[float]], key: str) -> float:
-    """Seconds of `key` over those of virtual, in the same round."""
+    """Seconds of `key` over those of virtual in the same round."""
     virtual = seconds["virtual"][-len(seconds[key]) :]
     return median(a / b for a, b in zip(seconds[key], virtual, strict=True))
 

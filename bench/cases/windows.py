@@ -1,7 +1,7 @@
-"""Bytes that a request holds in models with sliding windows, against its context, and beside a cache of every token.
+"""Bytes that a request holds in models with sliding windows, by context, beside a cache that keeps every token.
 
-Shapes of published models whose layers differ, in bf16. What is compared is what pages take, by the arithmetic of the
-layout; a request that is really grown, token by token, has to match it.
+The shapes are those of published models whose layers differ, in bf16. The bytes are those of pages, by the arithmetic
+of the layout; a request that is really grown token by token has to match it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEASURED = 10_000  # tokens of the request that is really grown
 
 @dataclass(frozen=True)
 class Model:
-    """Layers by their windows: `full` of every `period`-th layer sees everything, the others `window` tokens."""
+    """Layers by their windows: every `period`-th layer attends to everything, the others to `window` tokens."""
 
     name: str
     num_layers: int
@@ -125,13 +125,13 @@ def _config(model: Model, context: int) -> KVConfig:
 
 
 def _uniform(config: KVConfig) -> KVConfig:
-    """The same without windows."""
+    """The same cache without windows."""
     return replace(config, groups=[replace(group, sliding_window=None) for group in config.tensor_groups])
 
 
 def _grow(model: Model, tokens: int) -> tuple[int, int, float]:
-    """Bytes that a request of that many tokens holds, what the arithmetic says; and the most that its windowed layers
-    ever held, over what the blocks of the window and one more take.
+    """Bytes that a request grown to `tokens` holds, and the bytes expected by the arithmetic; and the most that its
+    windowed layers ever held, relative to the blocks of the window and one more.
     """
     with KVCache(_config(model, tokens)) as cache:
         layout = cache.layout

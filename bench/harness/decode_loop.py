@@ -1,4 +1,4 @@
-"""A batch in decode, driven through the engine's own runner and backend, at any context without a prefill."""
+"""A decoding batch at any context without a prefill, through the engine's own runner and backend."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vattn.engine.scheduling.scheduler import Entry
 
 
 class DecodeLoop:
-    """`batch` requests with `length` tokens in the cache each, filled with random rows; every `step` adds one token.
+    """`batch` requests with `length` tokens each in the cache, filled with random rows; every `step` adds one token.
 
-    All requests have the same length, so that all of them reach the end of a block in the same step.
+    All requests have the same length, so they all reach the end of a block in the same step.
 
     Args:
         attention: the kernel; the CPU's by default.
-        logits: compute the logits of every step, as if it were sampled from.
-        graphs: run decode steps as CUDA graphs, where that is possible; only steps with logits are.
+        logits: compute the logits of every step, as sampling would need them.
+        graphs: run decode steps as CUDA graphs where possible; only steps with logits can be.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class DecodeLoop:
 
     @property
     def captured(self) -> bool:
-        """Whether its steps are replayed."""
+        """Whether steps are replayed from a CUDA graph."""
         return self._runner.graphs is not None and self._runner.graphs.captured
 
     def step(self) -> Tensor:
-        """One decode step, memory and model; its logits. Without sampling, which does not depend on the backend."""
+        """Runs one decode step, memory and model, and returns its logits. Sampling does not depend on the backend."""
         self.length += 1
         for request in self._requests:  # logits are those of a request's newest token
             request.prompt_token_ids += [1] * (self.length - request.num_tokens)
@@ -77,10 +77,10 @@ class DecodeLoop:
         return self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests]).logits
 
     def attention_steps(self, count: int) -> Callable[[], None]:
-        """What attention does in each of the next `count` steps: in every layer, store the new rows, read, attend.
+        """The attention of the next `count` steps: in every layer, store the new rows, read, attend.
 
-        Each call is one step, one token further. Memory and the index tensors that the model's positions come from
-        are ready before; what a backend derives from them is not.
+        Each call is one step, one token further. Memory and the index tensors of slots and positions are prepared in
+        advance; what a backend derives from them is not.
         """
         batches = []
         for length in range(self.length + 1, self.length + count + 1):

@@ -1,4 +1,4 @@
-"""The demo's queue through the engine: short and long requests in no order, real answers that end where they end."""
+"""The demo's queue through the engine: short and long requests, mixed, with real answers of their natural length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Queue:
         return Queue(self.model, self.texts[:count], self.token_ids[:count])
 
     def title(self, index: int) -> str:
-        """A prompt in a table's cell."""
+        """A prompt shortened to a table's cell."""
         text = " ".join(self.texts[index].replace("Question:", "").replace("Answer:", "").split())
         return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -52,8 +52,8 @@ class Pass:
     Attributes:
         seconds: from the arrival of all requests to the end of the last.
         outputs: in the order of the prompts.
-        records: what each step did.
-        idle_steps: steps for which each request's slot was kept after its end.
+        records: one per step.
+        idle_steps: per request, the steps for which its slot was kept after its end.
     """
 
     seconds: float
@@ -67,14 +67,14 @@ class Pass:
 
     @property
     def cached_tokens(self) -> list[int]:
-        """What each request had in the cache at its end; its last token never gets there."""
+        """Tokens of each request in the cache at its end; the last token is never stored."""
         return [
             len(output.prompt_token_ids) + n - 1 for output, n in zip(self.outputs, self.output_tokens, strict=True)
         ]
 
 
 def run_queue(queue: Queue, *, max_tokens: int = MAX_TOKENS, **options: Any) -> Pass:
-    """All prompts at once through an engine with `options`, greedily."""
+    """Runs all prompts at once through an engine with `options`, greedily."""
     records: list[StepRecord] = []
     outputs: dict[str, RequestOutput] = {}
     ended: dict[str, int] = {}
@@ -102,7 +102,7 @@ def run_queue(queue: Queue, *, max_tokens: int = MAX_TOKENS, **options: Any) -> 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A model this small gains nothing from a second thread, and threads that wait for each other make times jump."""
+    """Limits torch to one thread: a second gains nothing with a model this small, and their waiting adds noise."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

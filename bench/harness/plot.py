@@ -40,7 +40,7 @@ def update(root: Path, cases: Mapping[str, Case], records: Records, *, check: bo
         check: draw nothing.
     """
     stale = []
-    for plot in _plots(cases, records):
+    for plot in plots(cases, records):
         path = root / "docs" / "img" / plot.file
         if path.exists() and plot.digest in path.read_text():
             continue
@@ -69,7 +69,8 @@ def draw_overview(records: Mapping[str, Record], path: Path, digest: str) -> Non
     figure.savefig(path, transparent=True, metadata={"Date": None, "Source": digest})
 
 
-def _plots(cases: Mapping[str, Case], records: Records) -> Iterator[Plot]:
+def plots(cases: Mapping[str, Case], records: Records) -> Iterator[Plot]:
+    """All plots of the records; the overview for every machine that has the records it needs."""
     for name, by_machine in records.items():
         for machine, record in by_machine.items():
             if (code := cases[name].draw_source) is not None:

@@ -1,7 +1,7 @@
 """Attention of one layer in Llama-3-8B's shapes: virtual and pre-allocated by the same kernel, and the best paged one.
 
 Reproduces "decode throughput at 16K" (Fig. 9) and "paged against contiguous prefill kernels" (Fig. 2/4). The bytes of
-keys and values that a decode reads, over its time, say how near it is to the memory's bandwidth.
+keys and values read per second of a decode show how close it comes to the bandwidth of the memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latency of the driver's calls, and the bandwidth at which steps allocate memory, with pages of 2 MiB by layout.
 
 Reproduces "driver call latencies" (Table 3) and "allocation bandwidth" (Table 7/9). A step that maps everything at once
-is timed from call to return, so what it counts is create, map and set access, with the worker in between.
+is timed from call to return, so it includes create, map and set access, and the handover to the worker.
 """
 
 from __future__ import annotations

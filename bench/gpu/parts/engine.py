@@ -1,6 +1,6 @@
 """Whole decode steps of a model with random weights: virtual, pre-allocated and paged, with and without CUDA graphs.
 
-What is timed is the engine's runner: memory, index tensors, model, logits; sampling does not depend on the cache.
+The time is that of the engine's runner: memory, index tensors, model, logits. Sampling does not depend on the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode attention through all layers by layout: what wider strides, and the pages behind them, cost the device's TLB.
+"""Decode attention through all layers by layout: the cost of wider strides, and of their pages in the device's TLB.
 
 A pass reads every layer's keys and values once, as a step of a model does. Pre-allocated tensors are the floor.
 """

@@ -1,7 +1,7 @@
 """Latency of decode iterations that need new pages: mapped ahead by the worker, and mapped on the spot.
 
 Reproduces "decode latency with and without overlap" (Fig. 10/12). All requests reach the end of a block in the same
-iteration, and each then needs a page that did not exist before. Steps are CUDA graphs, so that they are short.
+iteration, and each then needs a new page. Steps are CUDA graphs, so that they are short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots more than 100 GB apart: every kernel reads the last one as it reads the first."""
+"""Slots more than 100 GB apart: every kernel must read the last slot as it reads the first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What kernels do with what lies past a length: an unmapped page right there, or NaN.
+"""Kernels with an unmapped page, or with NaN, right after the end of a request's tokens.
 
-    python -m bench.gpu.parts.tails KERNEL unmapped|nan    the largest error against float64, or the process dies
+    python -m bench.gpu.parts.tails KERNEL unmapped|nan    prints the largest error against float64, or dies
 
-Each case is a process: a stray read ends the CUDA context of the process that made it.
+Each case is a process of its own, since a stray read ends the CUDA context of its process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def in_a_process(kernel: str, kind: str) -> float:
 
 
 class _Doubles:
-    """A cache as float64, for the reference."""
+    """A cache read as float64, for the reference."""
 
     def __init__(self, kv: KVSource) -> None:
         self._kv = kv
@@ -77,12 +77,12 @@ class _Doubles:
 def reference(
     query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams | None = None
 ) -> Tensor:
-    """What a kernel should return, by torch's SDPA in float64."""
+    """The expected output of a kernel: torch's SDPA in float64."""
     return get("torch_sdpa")(query.double(), _Doubles(kv), layer, batch, params or AttentionParams())
 
 
 def check(kernel: str, kind: str) -> float:
-    """The largest error over decodes and chunks whose lengths end at the end of a page, and anywhere."""
+    """The largest error over decodes and chunks, of lengths that end with a page and of others."""
     block = PAGE // (KV_HEADS * HEAD_DIM * DTYPE.itemsize)
     config = KVConfig.from_options(
         num_layers=1,

@@ -1,4 +1,4 @@
-"""tests/gpu as a part: what passed, failed and was skipped."""
+"""tests/gpu as a part: the numbers of tests that passed, failed and were skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(quick: bool) -> Report:
             "-rs",
             "-p",
             "no:cacheprovider",
-            "-W",  # what other versions of torch warn of is no reason to measure nothing
+            "-W",  # a warning of another version of torch must not fail a test here
             "default",
             f"--junitxml={file}",
         ]
