@@ -1,46 +1,105 @@
-"""python -m bench NAME [--quick] [--json FILE]: run a benchmark, print its table and goals, and record it as JSON."""
+"""python -m bench: run benchmarks, list them, publish their records."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import BENCHMARKS
-from bench.common import LoadMeter, Report
+from bench import cases
+from bench.harness import documents, plot, records
+from bench.harness.discovery import Case, find
+from bench.harness.report import Report
+from bench.harness.timing import LoadMeter
+
+_ROOT = Path(__file__).parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what the command line asks for; returns the exit status, 0 whether or not the goals are met."""
+    """Runs the command line; returns the exit status, which does not depend on whether goals are met."""
+    found = find(cases)
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of vattn.")
-    chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("name", nargs="?", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
-    chosen.add_argument("--list", action="store_true", help="say what each benchmark measures")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(found))
+    parser.add_argument("--all", action="store_true", help="run every benchmark")
+    parser.add_argument("--list", action="store_true", help="say what each benchmark measures")
+    parser.add_argument("--publish", action="store_true", help="update tables and plots from the committed records")
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there instead of printing it")
+    parser.add_argument("--check", action="store_true", help="with --publish: write nothing, fail if anything is stale")
     args = parser.parse_args(argv)
 
-    if args.list:
-        for name, what in BENCHMARKS.items():
-            print(f"{name:15}{what}")
-        return 0
+    if sum((bool(args.names), args.all, args.list, args.publish)) != 1:
+        parser.error("give either NAMEs or one of --all, --list and --publish")
+    if unknown := [name for name in args.names if name not in found]:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(found)}")
+    if args.json and len(args.names) != 1:
+        parser.error("--json takes the record of one benchmark: give one NAME")
+    if args.check and not args.publish:
+        parser.error("--check belongs to --publish")
 
-    module = importlib.import_module(f"bench.{args.name}")
-    load = LoadMeter()
-    report: Report = module.run(args.quick)
-    foreign = load.foreign_cores()
+    if args.list:
+        for name, case in found.items():
+            print(f"{name:15}{case.about}")
+        return 0
+    if args.publish:
+        return publish(_ROOT, check=args.check)
+    if len(args.names) == 1:
+        return run(found[args.names[0]], quick=args.quick, file=args.json)
+    return run_apart(args.names or list(found), quick=args.quick)
+
+
+def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
+    """Runs a benchmark here; prints its table and goals, and writes its record, or prints that too."""
+    module = case.load()
+    gc.freeze()  # collections between measurements then skip what was imported, half a second each
+    try:
+        load = LoadMeter()
+        report: Report = module.run(quick)
+        foreign = load.foreign_cores()
+    finally:
+        gc.unfreeze()
     print(report.text())
     if report.contended(foreign):
-        print(f"CONTENDED: others kept {foreign:.2f} cores busy; these times are no figures. Run it on an idle machine")
-    record = report.record(args.name, quick=args.quick, foreign_cores=foreign)
-    if args.json is None:
+        print(f"CONTENDED: others kept {foreign:.2f} cores busy; these times are void. Run it on an idle machine")
+    record = report.record(case.name, quick=quick, foreign_cores=foreign)
+    if file is None:
         print(json.dumps(record))
     else:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def run_apart(names: Sequence[str], *, quick: bool) -> int:
+    """Runs benchmarks one after another, each in a process of its own, so that none finds the memory of another."""
+    failed = []
+    for name in names:
+        print(f"\n== {name}", flush=True)
+        command = [sys.executable, "-m", "bench", name, *(["--quick"] if quick else [])]
+        if subprocess.run(command, cwd=_ROOT, check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def publish(root: Path, *, check: bool) -> int:
+    """Brings tables and plots under `root` up to date, or says which are stale."""
+    found = find(cases)
+    try:
+        committed = records.load(root / "bench" / "results", found)
+        stale = documents.update(root, committed, check=check)
+        stale += plot.update(root, found, committed, check=check)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    for path in stale:
+        print(f"{'stale' if check else 'wrote'}: {path.relative_to(root)}")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The main job, to look at: `python -m demo.run`.
 
 A queue of short and long prompts goes through the engine twice, with the KV cache in virtual tensors and in paged
-blocks. Printed are every request's text, tokens and time, and a table of both runs side by side; written is a picture
-of the physical memory over time and of the page map. Every answer is compared with transformers' own `generate` for
-its prompt alone.
+blocks. It prints every request's text, tokens and time, and a table of both runs side by side, and draws the memory
+that each held beside what a static reservation would hold, the memory over time, and the page map. Every answer is
+compared with transformers' own `generate` for its prompt alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 SLOTS = 8
 MAX_TOKENS = 600
 MIB = 2**20
-LIVE, MAPPED, PARKED = "#2b62b3", "#8fb4e3", "#e0b36a"
+LIVE, MAPPED, PARKED, STATIC = "#2b62b3", "#8fb4e3", "#e0b36a", "#9a9a9a"
 BUDGET = "4MiB"  # less than the queue would leave mapped, so that pages are parked, reused and taken back
 
 
@@ -43,6 +43,8 @@ class Run:
         steps: what each step did.
         pages: what every slot held after each step; empty for `paged`, which has no pages.
         total_pages: the budget, in the backend's unit.
+        static_tokens: the tokens of a slot if all of its memory were reserved: `max_model_len`.
+        static_bytes: what all slots would take then: `max_num_seqs` times `max_model_len` tokens.
     """
 
     kv: str
@@ -51,6 +53,18 @@ class Run:
     steps: list[StepRecord]
     pages: list[list[SlotPages]]
     total_pages: int
+    static_tokens: int
+    static_bytes: int
+
+    @property
+    def held(self) -> int:
+        """The most bytes that running requests held."""
+        return max(step.kv.used_bytes for step in self.steps)
+
+    @property
+    def live(self) -> int:
+        """The most bytes that live tokens took."""
+        return max(step.kv.live_bytes for step in self.steps)
 
 
 def main() -> None:
@@ -116,8 +130,10 @@ def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: lis
                     pages.append(llm.kv.cache.page_map())
         seconds = time.monotonic() - start
         llm.check()
-        total = llm.kv.total()
-    return Run(kv, seconds, [outputs[str(index)] for index in range(len(prompts))], steps, pages, total)
+        total, longest = llm.kv.total(), llm.max_model_len
+        static = SLOTS * longest * llm.token_bytes
+    answers = [outputs[str(index)] for index in range(len(prompts))]
+    return Run(kv, seconds, answers, steps, pages, total, longest, static)
 
 
 def print_request(index: int, output: RequestOutput) -> None:
@@ -145,8 +161,11 @@ def print_table(runs: list[Run], expected: list[list[int]]) -> None:
     row("output tokens per second", *(f"{n / r.seconds:.0f}" for n, r in zip(tokens, runs, strict=True)))
     row("reserved virtual memory", *(format_bytes(kv.reserved_bytes) for kv in last))
     row("peak physical KV memory", *(format_bytes(kv.peak_physical_bytes) for kv in last))
-    held = [max(s.kv.used_bytes for s in r.steps) for r in runs]
-    row("  of it held by running requests, at most", *map(format_bytes, held))
+    row("  of it held by running requests, at most", *(format_bytes(r.held) for r in runs))
+    row(
+        f"  a static reservation, {SLOTS} x {runs[0].static_tokens} tokens",
+        *(format_bytes(r.static_bytes) for r in runs),
+    )
     row("waste: held by requests without a live token", *(f"{waste(r):.1%}" for r in runs))
     row("map calls", *(str(kv.map_calls) for kv in last))
     row("steps", *(str(len(r.steps)) for r in runs))
@@ -165,16 +184,18 @@ def waste(r: Run) -> float:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Physical memory of both runs over their steps, and the virtual run's page map at a moment."""
+    """Memory beside a static reservation, memory of both runs over their steps, and the virtual run's page map."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure, grid = pyplot.subplots(2, 2, figsize=(12, 7.4), layout="constrained")
+    axes = grid.flat
+    draw_reservation(runs, axes[0])
     top = max(s.kv.physical_bytes for r in runs for s in r.steps) / MIB
-    for axis, r in zip(axes, runs, strict=False):
+    for axis, r in zip(axes[1:3], runs, strict=True):
         for color, label, values in (
             (PARKED, "physical, not in use", [s.kv.physical_bytes for s in r.steps]),
             (MAPPED, "held by running requests", [s.kv.used_bytes for s in r.steps]),
@@ -184,7 +205,7 @@ def draw(runs: list[Run], path: Path) -> None:
         axis.set(title=f"{r.kv}: KV memory", xlabel="step", ylabel="MiB", xlim=(0, len(r.steps) - 1), ylim=(0, top))
         axis.legend(loc="upper right", framealpha=0.9, fontsize=8)
 
-    axis = axes[2]
+    axis = axes[3]
     pages = runs[0].pages
     # The fullest moment at which a good part of the slots still runs.
     busy = [step for step, slots in enumerate(pages) if sum(slot.active for slot in slots) >= SLOTS / 2]
@@ -196,7 +217,7 @@ def draw(runs: list[Run], path: Path) -> None:
     parked = sum(s.pages for s in pages[moment] if not s.active)
     free = runs[0].total_pages - held - parked
     axis.set(
-        title=f"virtual, step {moment}: {held} pages held, {parked} parked, {free} free",
+        title=f"page map at step {moment}: {held} held, {parked} parked, {free} free",
         xlabel="token",
         ylabel="slot (reqid)",
     )
@@ -206,6 +227,23 @@ def draw(runs: list[Run], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def draw_reservation(runs: list[Run], axis: Any) -> None:
+    """The most that running requests held in each run, beside what a static reservation holds for as many."""
+    bars = [
+        (f"static: {SLOTS} x {runs[0].static_tokens} tokens", runs[0].static_bytes, STATIC),
+        *((f"{r.kv}: held by running requests", r.held, MAPPED) for r in runs),
+        ("live tokens", max(r.live for r in runs), LIVE),
+    ]
+    names, sizes, colors = zip(*bars, strict=True)
+    drawn = axis.barh(range(len(bars)), [size / MIB for size in sizes], color=colors)
+    axis.bar_label(drawn, [format_bytes(size) for size in sizes], padding=3, fontsize=8)
+    axis.set_yticks(range(len(bars)), names, fontsize=8)
+    axis.set(
+        title=f"KV memory of {SLOTS} requests at a time, at its peak", xlabel="MiB", xlim=(0, 1.2 * max(sizes) / MIB)
+    )
+    axis.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The caches that are compared, filled with random tokens: virtual, pre-allocated, and paged with scattered blocks."""
+"""The caches to compare, filled with random tokens: virtual, pre-allocated, and paged with scattered blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_SIZE = 256  # the smallest that FlashAttention 2 takes
 def virtual(
     slots: int, tokens: int, *, layers: int = 1, layout: str = "auto", kv_order: str = "NHD", overlap: bool = True
 ) -> VirtualKV:
-    """Address space for `tokens` tokens in each slot, and a budget that backs them all."""
+    """A cache with address space for `tokens` tokens in each slot, and a budget that backs all of them."""
     row = 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
     config = KVConfig.from_options(
         num_layers=layers,
@@ -46,7 +46,7 @@ def static(slots: int, tokens: int, *, layers: int = 1) -> StaticKV:
 
 
 def paged(slots: int, tokens: int, *, layers: int = 1, block_size: int = BLOCK_SIZE) -> PagedKV:
-    """Its free blocks are in random order, as they are in a server after a while."""
+    """A paged cache whose free blocks are in random order, as in a server after a while."""
     kv = PagedKV(
         num_layers=layers,
         num_kv_heads=KV_HEADS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.common import Key
+from bench.harness.timing import Key
 from vattn.attention import Attention, Case, adapters, get
 
 _STUB = Path(__file__).parents[2] / "tests" / "support"
@@ -23,7 +23,7 @@ _HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms
 
 
 def over_stub() -> bool:
-    """Whether this process runs over the stub; makes torch pass for one that has CUDA, if so."""
+    """Whether this process runs over the stub driver; if so, makes torch pass for a build with CUDA."""
     if "VATTN_STUB_CUDA" not in os.environ:
         return False
     _stub().stand_in()
@@ -31,7 +31,7 @@ def over_stub() -> bool:
 
 
 def stub_environment() -> dict[str, str]:
-    """The environment of a process over the stub, which is built first."""
+    """Builds the stub driver; returns the environment of a process that loads it."""
     stub = _stub()
     environment: dict[str, str] = stub.environment()
     return environment
@@ -44,20 +44,20 @@ def _stub() -> Any:
 
 
 def usable_kernels(block_size: int | None = None) -> list[Attention]:
-    """The kernels that take Llama-3-8B's shapes here: over contiguous slots, or over blocks of `block_size`."""
+    """The kernels that accept Llama-3-8B's shapes here, over contiguous slots or over blocks of `block_size` tokens."""
     case = Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size)
     return [kernel for kernel in adapters() if kernel.refusal(case) is None]
 
 
 def best(block_size: int | None = None) -> Attention:
-    """The kernel that "auto" takes for Llama-3-8B's shapes."""
+    """The kernel that "auto" chooses for Llama-3-8B's shapes."""
     return get("auto", Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size))
 
 
 def times(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 3) -> dict[Key, float]:
-    """Median seconds of each action on the device, by events; interleaved, so that clocks and heat hit all alike.
+    """Median seconds of each action on the device, by events; interleaved, so that clocks and heat affect all alike.
 
-    The device begins each round with a pause in which the host launches all of it: what is timed is not Python.
+    Each round begins with a pause of the device during which the host launches everything, so Python is not timed.
     """
     events: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in actions}
     order = list(actions)

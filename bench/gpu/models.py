@@ -10,7 +10,7 @@ from vattn import packed
 
 
 def llama(*, layers: int, hidden: int = 4096, intermediate: int = 14_336, vocabulary: int = 128_256) -> PreTrainedModel:
-    """Llama-3-8B's shapes with 32 layers; its attention heads at any size. Ready for packed steps."""
+    """A model ready for packed steps: Llama-3-8B with 32 layers; its attention heads at any other size."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""The cache that is fully allocated at the start: what virtual memory has to be as fast as."""
+"""The cache that is fully allocated at the start, whose speed virtual memory has to match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vattn.engine.kv.base import KVStats
 
 
 class StaticKV:
-    """Plain tensors `[slots, tokens, heads, dim]` per layer, all of it memory; slots are given out once."""
+    """Plain tensors `[slots, tokens, heads, dim]` per layer, fully backed by memory; a slot is given out once."""
 
     name = "static"
 

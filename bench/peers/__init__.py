@@ -1,9 +1,9 @@
 """Engines that `bench throughput` compares, each in a process of its own that is driven over pipes.
 
-A peer is a script: `PYTHON SCRIPT MODEL_DIRECTORY OPTIONS`, the options as JSON. When it is ready it prints one line,
-`{"name", "version"}`. Then each line on stdin is one round, a JSON list of requests, `{"prompt_token_ids": [...],
-"max_tokens": n}`, and each answer one line, `{"seconds": s, "output_tokens": n}`. All requests are there from the
-start, greedy, and run to `max_tokens`.
+A peer is a script, run as `PYTHON SCRIPT MODEL_DIRECTORY OPTIONS` with the options as JSON. When ready, it prints one
+line, `{"name", "version"}`. Each line on its stdin is then one round, a JSON list of requests, `{"prompt_token_ids":
+[...], "max_tokens": n}`, which it answers with one line, `{"seconds": s, "output_tokens": n}`. All requests of a round
+arrive at once, are greedy, and run to `max_tokens`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Peer:
         environment: variables on top of ours.
 
     Raises:
-        RuntimeError: it ended before it was ready; what it wrote to stderr has been shown.
+        RuntimeError: the process ended before it was ready; its stderr is that of this process.
     """
 
     def __init__(

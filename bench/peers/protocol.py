@@ -1,4 +1,4 @@
-"""The peers' side of the protocol in `bench.peers`; imports nothing that a peer's environment may lack."""
+"""The peer's side of the protocol of `bench.peers`; imports nothing that a peer's environment may lack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def serve(load: Callable[[str, dict[str, Any]], tuple[str, str, Callable[[list[dict[str, Any]]], int]]]) -> None:
-    """Run a peer to the end of its stdin.
+    """Serves rounds until stdin ends.
 
     Args:
         load: takes the model's directory and the options; returns name, version, and what runs a round and returns the

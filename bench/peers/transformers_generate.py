@@ -1,4 +1,4 @@
-"""transformers' own: `generate`, one request after another, or `generate_batch`, its continuous batching.
+"""transformers itself: `generate`, one request after another, or `generate_batch`, its continuous batching.
 
 Options: `batch`, and with it those of `transformers.ContinuousBatchingConfig`. `generate_batch` takes one number of new
 tokens for all requests, so they are added one by one to the manager that it uses.

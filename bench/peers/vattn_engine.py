@@ -1,4 +1,4 @@
-"""Our own engine. Options: `engine.LLM`'s."""
+"""vattn's engine. Options: those of `vattn.LLM`."""
 
 from collections.abc import Callable
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, in process, prefix caching off. Runs under an interpreter that has it. Options: `vllm.LLM`'s."""
+"""vLLM's CPU build, in process, prefix caching off. Runs under an interpreter that has it. Options: of `vllm.LLM`."""
 
 import os
 from collections.abc import Callable

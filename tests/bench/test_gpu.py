@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import PARTS
 from bench.gpu import __main__ as gpu
+from bench.harness.discovery import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,18 +30,18 @@ def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     assert attention == {"name": "attention", "skipped": "it computes, and there is no GPU"}
 
 
-def test_every_part_is_there() -> None:
-    for name in PARTS:
-        assert (ROOT / "bench" / "gpu" / f"{name}.py").exists()
+def test_parts_are_found_in_the_order_of_their_ranks() -> None:
+    parts = gpu.find_parts()
+    assert parts.keys() == {path.stem for path in (ROOT / "bench" / "gpu" / "parts").glob("[!_]*.py")}
+    ranks = [part.constants["RANK"] for part in parts.values()]
+    assert ranks == sorted(set(ranks)), "two parts have one rank"
 
 
 @pytest.mark.parametrize(("limit", "failure"), [(0, "no time was left"), (30, "the process ended with 2")])
-def test_a_part_that_fails_leaves_a_record(
-    tmp_path: Path, limit: float, failure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(PARTS, "nothing", ("a part that does not exist", 60))
+def test_a_part_that_fails_leaves_a_record(tmp_path: Path, limit: float, failure: str) -> None:
+    part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
-    record = gpu._run_apart("nothing", True, file, limit, {"PATH": ""})
+    record = gpu._run_apart(part, True, file, limit, {"PATH": ""})
     assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": failure}
     row = gpu._summary("nothing", record, 1.0)[0]
     assert row["goal"] == f"failed: {failure}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_the_demo_agrees_with_generate_and_draws_its_picture(
     run.main()
     printed = capsys.readouterr().out
     assert printed.count("agrees with transformers' generate in every answer") == 2
+    assert re.search(r"a static reservation, 8 x 2048 tokens +40.0 MiB +40.0 MiB", printed)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

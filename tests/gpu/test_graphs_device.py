@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.decoding import DecodeLoop
 from bench.gpu.caches import paged, virtual
 from bench.gpu.device import HEAD_DIM, KV_HEADS, best
+from bench.harness.decode_loop import DecodeLoop
 from vattn import VattnError, drivers, packed
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model.runner import ModelRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import tails
+from bench.gpu.parts import tails
 from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend

@@ -1,0 +1,113 @@
+"""The cost of a batch that waits for its slowest request: wasted slots, and latency of the short requests.
+
+Reproduces the classic "waste demo" (steps needed and wasted per prompt: 95 and 87 % of the steps of short answers)
+and "static against continuous latency" (short prompts answered 15 to 36 times sooner, long ones 0.4 to 1.2 times) on
+one engine, over the demo's queue. Our static batching computes no padding, so it does not slow long requests down; it
+wastes slots: the steps for which a slot is kept after its request has ended.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+from typing import Any
+
+from bench.harness.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
+
+ABOUT = "static against continuous batching: waste per request, latency of short ones behind long ones"
+
+_SLOTS = 4
+_SCHEDULING = ("static", "continuous")
+
+
+def run(quick: bool) -> Report:
+    queue = Queue.load()
+    max_tokens = MAX_TOKENS
+    if quick:
+        queue, max_tokens = queue.first(6), 40
+    passes: dict[str, list[Pass]] = {name: [] for name in _SCHEDULING}
+
+    def once(name: str) -> None:
+        options = {"kv": "virtual", "scheduling": name, "max_num_seqs": _SLOTS, "max_num_batched_tokens": 256}
+        passes[name].append(run_queue(queue, max_tokens=max_tokens, **options))
+
+    interleave({name: partial(once, name) for name in _SCHEDULING}, 1 if quick else 5, warmup=0)
+
+    static, continuous = (passes[name][-1] for name in _SCHEDULING)
+    assert static.output_tokens == continuous.output_tokens, "the scheduling changed an answer"
+    latency = {
+        name: [median(_latency(each, index) for each in runs) for index in range(len(queue.texts))]
+        for name, runs in passes.items()
+    }
+    figures: list[Row] = []
+    for index, tokens in enumerate(static.output_tokens):
+        idle = static.idle_steps[index]
+        slow, fast = (1e3 * latency[name][index] for name in _SCHEDULING)
+        figures.append(
+            {
+                "prompt": queue.title(index),
+                "output tokens": tokens,
+                "idle steps": idle,
+                "waste %": 100 * idle / (idle + tokens),
+                "static ms": slow,
+                "continuous ms": fast,
+                "speedup": slow / fast,
+            }
+        )
+
+    by_length = sorted(figures, key=lambda row: row["output tokens"])
+    short = by_length[: len(by_length) // 2]
+    seconds = {name: median(p.seconds for p in runs) for name, runs in passes.items()}
+    return Report(
+        parameters={
+            "model": "demo/model, float32, one thread",
+            "slots": _SLOTS,
+            "runs of each": len(passes["static"]),
+            "steps": {name: len(passes[name][-1].records) for name in _SCHEDULING},
+            "slots that gave a token, share": {name: round(_slot_use(passes[name][-1]), 3) for name in _SCHEDULING},
+            "seconds for the queue": {name: round(value, 3) for name, value in seconds.items()},
+        },
+        figures=figures,
+        goals=[
+            Goal(
+                "static: waste % of the shorter half of the requests, median",
+                median(float(row["waste %"]) for row in short),
+                ">=",
+                75,
+            ),
+            Goal(
+                "static over continuous, latency of the shorter half, median",
+                median(float(row["speedup"]) for row in short),
+                ">=",
+                1.5,
+            ),
+            Goal("static over continuous, the whole queue", seconds["static"] / seconds["continuous"], ">=", 1.0),
+            Goal(
+                "continuous over static, share of slots that gave a token",
+                _slot_use(continuous) / _slot_use(static),
+                ">=",
+                1.5,
+            ),
+        ],
+    )
+
+
+def _latency(run: Pass, index: int) -> float:
+    latency = run.outputs[index].metrics.latency
+    assert latency is not None
+    return latency
+
+
+def _slot_use(run: Pass) -> float:
+    return sum(run.output_tokens) / (_SLOTS * len(run.records))
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["output tokens"])
+    for scheduling in ("static", "continuous"):
+        axes.plot([row[f"{scheduling} ms"] for row in rows], marker="o", linestyle="", label=scheduling)
+    axes.set_xticks(range(len(rows)), [row["output tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their output tokens", ylabel="ms from arrival to end", ylim=(0, None))

@@ -1,0 +1,135 @@
+"""The waste of a larger block, and the cost of a smaller one.
+
+Reproduces the classic "block-size trade-off" (1, 16 and 128 tokens: about 0, 8 and 64 wasted at a request's tail; 8192,
+512 and 64 table entries for 8K tokens), with the attention's time measured: paged by block size and virtual by page
+size, relative to static's tensors. The blocks of a request are contiguous here, which is paged's best case.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack, closing
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
+from vattn import packed
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "waste of larger blocks, cost of smaller ones"
+
+_BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
+_PAGE_SIZES = (4096, 16_384, 65_536)
+_TABLE_TOKENS = 8192
+_BATCH = 8
+_WARMUP = 3
+_SEED = 0
+_MODEL = {
+    "vocab_size": 1000,
+    "hidden_size": 896,
+    "intermediate_size": 896,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": _TABLE_TOKENS,
+}
+
+
+def run(quick: bool) -> Report:
+    model = qwen2(**_MODEL)
+    shape = packed.kv_shape(model)
+    block_sizes, page_sizes = ((1, 16, 128), (4096,)) if quick else (_BLOCK_SIZES, _PAGE_SIZES)
+    context, rounds = (256, 5) if quick else (2048, 60)
+    calls = rounds + _WARMUP
+    draw = random.Random(_SEED)
+    lengths = [draw.randint(1, _TABLE_TOKENS) for _ in range(10_000)]
+
+    with ExitStack() as stack:
+
+        def make(kv: str, block_size: int = 16, page_size: int | None = None) -> KVBackend:
+            backend = make_backend(
+                kv,
+                shape,
+                dtype=model.dtype,
+                device=model.device,
+                max_num_seqs=_BATCH,
+                max_model_len=context + calls,
+                memory_budget="1GiB",
+                block_size=block_size,
+                kv_options=None if page_size is None else {"page_size": page_size, "layout": "layer"},
+            )
+            stack.enter_context(closing(backend))
+            return backend
+
+        backends = {("static", 0): make("static")}
+        backends |= {("paged", size): make("paged", block_size=size) for size in block_sizes}
+        for size in page_sizes:
+            virtual = make("virtual", page_size=size)
+            assert isinstance(virtual, VirtualKV)
+            backends["virtual", virtual.cache.layout.block_tokens] = virtual
+        steps = {
+            key: DecodeLoop(model, kv, batch=_BATCH, length=context, max_length=context + calls).attention_steps(calls)
+            for key, kv in backends.items()
+        }
+        times = {key: 1e3 * median(t) for key, t in interleave(steps, rounds, warmup=_WARMUP).items()}
+
+    static = times.pop(("static", 0))
+    figures: list[Row] = [
+        {
+            "backend": name,
+            "block tokens": block,
+            "mean unused rows": mean(-length % block for length in lengths),
+            "blocks of 8192 tokens": _TABLE_TOKENS // block,
+            "attention ms": ms,
+            "over static": ms / static,
+        }
+        for (name, block), ms in times.items()
+    ]
+
+    def find(name: str, block: int) -> Row:
+        return next(row for row in figures if (row["backend"], row["block tokens"]) == (name, block))
+
+    virtual_ms = [float(row["attention ms"]) for row in figures if row["backend"] == "virtual"]
+    return Report(
+        parameters={
+            "model": _MODEL,
+            "dtype": "bfloat16",
+            "threads": torch.get_num_threads(),
+            "batch": _BATCH,
+            "context": context,
+            "calls": rounds,
+            "static, attention ms": round(static, 3),
+            "lengths for the unused rows": f"even, 1 to {_TABLE_TOKENS}, seed {_SEED}",
+        },
+        figures=figures,
+        goals=[
+            Goal("mean unused rows, 16 tokens", float(find("paged", 16)["mean unused rows"]), "<=", 8),
+            Goal("mean unused rows, 128 tokens", float(find("paged", 128)["mean unused rows"]), "<=", 64),
+            Goal(
+                "attention, blocks of 1 over blocks of 16",
+                float(find("paged", 1)["attention ms"]) / float(find("paged", 16)["attention ms"]),
+                ">=",
+                1.1,
+            ),
+            Goal("attention, virtual, slowest over fastest page size", max(virtual_ms) / min(virtual_ms), "<=", 1.05),
+        ],
+    )
+
+
+def draw(axes: Any, record: Record) -> None:
+    for marker, backend in (("o", "paged"), ("s", "virtual")):
+        rows = [row for row in record["figures"] if row["backend"] == backend]
+        waste, times = ([row[column] for row in rows] for column in ("mean unused rows", "over static"))
+        axes.plot(waste, times, marker=marker, label=backend)
+        for row, x, y in zip(rows, waste, times, strict=True):
+            axes.annotate(row["block tokens"], (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="unused rows per request, mean (labels: tokens per block)", ylabel="attention over static's, time")
+    axes.set(xscale="symlog", ylim=(0, None))

@@ -1,0 +1,98 @@
+"""Blocks used by each request, out of those that a static reservation would take.
+
+Reproduces the classic "blocks used per request" (2 blocks for a short answer, 81 for a long one, 128 reserved for
+either) over the demo's queue: the engine produces the tokens, and the backends say how much memory they need.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from vattn import packed
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "blocks that each request uses, of those that a reservation would take"
+
+_BLOCK_SIZE = 16
+_MAX_MODEL_LEN = 2048
+
+
+def run(quick: bool) -> Report:
+    queue = Queue.load()
+    if quick:
+        queue = queue.first(6)
+    done = run_queue(
+        queue, max_tokens=40 if quick else MAX_TOKENS, kv="paged", max_num_seqs=8, max_num_batched_tokens=256
+    )
+
+    packed.register()
+    queue.model.set_attn_implementation(packed.NAME)
+    options: dict[str, Any] = {
+        "dtype": queue.model.dtype,
+        "device": queue.model.device,
+        "max_num_seqs": 8,
+        "max_model_len": _MAX_MODEL_LEN,
+        "memory_budget": "64MiB",
+        "block_size": _BLOCK_SIZE,
+    }
+    shape = packed.kv_shape(queue.model)
+    reserved = _MAX_MODEL_LEN // _BLOCK_SIZE
+    figures: list[Row] = []
+    with (
+        closing(make_backend("paged", shape, **options)) as paged,
+        closing(make_backend("virtual", shape, **options)) as virtual,
+    ):
+        assert isinstance(virtual, VirtualKV)
+        layout = virtual.cache.layout
+        for index, tokens in enumerate(done.cached_tokens):
+            blocks, pages = paged.needed(tokens), virtual.needed(tokens)
+            mapped = pages * layout.page_size / layout.bytes_per_token
+            figures.append(
+                {
+                    "prompt": queue.title(index),
+                    "tokens": tokens,
+                    "blocks": blocks,
+                    "of reserved %": 100 * blocks / reserved,
+                    "unused rows": blocks * _BLOCK_SIZE - tokens,
+                    "virtual pages": pages,
+                    "virtual unused rows": round(mapped - tokens),
+                }
+            )
+        geometry = repr(virtual.cache)
+        virtual_block = layout.block_tokens
+
+    used = [int(row["blocks"]) for row in figures]
+    return Report(
+        parameters={
+            "model": "demo/model, float32",
+            "block_size": _BLOCK_SIZE,
+            "static reservation in blocks": reserved,
+            "virtual": geometry,
+        },
+        figures=figures,
+        goals=[
+            Goal("most unused rows, paged", max(int(row["unused rows"]) for row in figures), "<=", _BLOCK_SIZE - 1),
+            Goal(
+                "most unused rows, virtual",
+                max(int(row["virtual unused rows"]) for row in figures),
+                "<=",
+                virtual_block - 1,
+            ),
+            Goal("mean blocks over those that static reserves", sum(used) / len(used) / reserved, "<=", 0.25),
+            Goal("most blocks over fewest", max(used) / min(used), ">=", 4),
+        ],
+        timed=False,
+    )
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = sorted(record["figures"], key=lambda row: row["tokens"])
+    axes.bar(range(len(rows)), [row["blocks"] for row in rows], label="blocks used")
+    axes.axhline(record["parameters"]["static reservation in blocks"], color="black", label="reserved by static")
+    axes.set_xticks(range(len(rows)), [row["tokens"] for row in rows], fontsize=7)
+    axes.set(xlabel="requests, by their tokens", ylabel="blocks", yscale="log")

@@ -1,0 +1,82 @@
+"""Memory that each kind of cache takes for the same requests, by the number that run at a time.
+
+Reproduces the classic "StaticCache against DynamicCache memory" (2048 reserved tokens of which 69 to 79 % are wasted)
+and the memory half of "paged against dynamic" (paged takes 0.87 of dynamic): the demo's queue, all at once, through the
+engine with each backend, and the most that running requests hold. Other load on the machine does not affect bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from vattn.engine.kv.base import BACKENDS
+
+ABOUT = "memory of each kind of cache for the same requests, by how many run at a time"
+
+_MIB = 2**20
+_MAX_MODEL_LEN = 2048
+
+
+def run(quick: bool) -> Report:
+    queue = Queue.load()
+    counts, max_tokens = ((1, 4), 20) if quick else ((1, 2, 4, 8, 16, len(queue.texts)), MAX_TOKENS)
+    figures: list[Row] = []
+    for count in counts:
+        peaks, waste, tokens = {}, {}, []
+        for kv in BACKENDS:
+            done = run_queue(
+                queue.first(count),
+                max_tokens=max_tokens,
+                kv=kv,
+                max_num_seqs=count,
+                max_num_batched_tokens=512,
+                max_model_len=_MAX_MODEL_LEN,
+            )
+            stats = [record.kv for record in done.records]
+            # Static holds its slots and dynamic its copies whether or not a request has a use for them.
+            whole = kv in ("static", "dynamic")
+            peaks[kv] = max(s.peak_physical_bytes if whole else s.used_bytes for s in stats) / _MIB
+            waste[kv] = sum(s.waste_bytes for s in stats) / max(1, sum(s.used_bytes for s in stats))
+            tokens = done.cached_tokens
+        figures.append(
+            {
+                "requests": count,
+                "mean tokens": sum(tokens) / count,
+                **{f"{kv} MiB": peaks[kv] for kv in ("static", "dynamic", "paged", "virtual")},
+                **{f"{kv} waste %": 100 * waste[kv] for kv in ("static", "paged", "virtual")},
+            }
+        )
+
+    last = figures[-1]
+
+    def ratio(one: str, other: str, relation: Literal["<=", ">="], bound: float) -> Goal:
+        value = float(last[f"{one} MiB"]) / float(last[f"{other} MiB"])
+        return Goal(f"{one} over {other}, {last['requests']} requests", value, relation, bound)
+
+    return Report(
+        parameters={
+            "model": "demo/model, float32",
+            "max_model_len": _MAX_MODEL_LEN,
+            "MiB": "at the peak: what running requests hold; static: all slots; dynamic: with the copy to grow by",
+            "waste": "share of the memory of running requests that holds no token, mean over the steps",
+            "block_size": 16,
+        },
+        figures=figures,
+        goals=[
+            Goal("static: waste %, least", min(float(row["static waste %"]) for row in figures), ">=", 65),
+            ratio("paged", "dynamic", "<=", 1),
+            ratio("static", "paged", ">=", 4),
+            ratio("static", "virtual", ">=", 4),
+        ],
+        timed=False,
+    )
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    for kv in ("static", "dynamic", "paged", "virtual"):
+        axes.plot([row["requests"] for row in rows], [row[f"{kv} MiB"] for row in rows], marker="o", label=kv)
+    axes.set(xscale="log", yscale="log", xlabel="requests at a time", ylabel="MiB at the peak")

@@ -1,0 +1,150 @@
+"""Latency of decode iterations that need new memory: mapped ahead by the worker, and mapped on the spot.
+
+Reproduces "decode latency with and without overlap" (Fig. 10/12). In the worst case, all requests reach the end of a
+block in the same iteration, and each then needs a new page. There are three kinds of iteration:
+
+    crossing  the new token is the first of a block, so this step is the first to need its page
+    ahead     the one before: with overlap, the worker maps while it computes, so a cost that only moved shows here
+    other     all others
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from bench.harness.decode_loop import DecodeLoop
+from bench.harness.models import qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from vattn import KVConfig, packed
+from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "latency of decode iterations that need new memory, mapped ahead and mapped on the spot"
+
+_BATCH = 8
+_PAGE_SIZE = 2 * 2**20
+_MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+_MODES = {"overlapped": True, "synchronous": False}
+_PLOTTED_BLOCKS = 4
+
+
+def run(quick: bool) -> Report:
+    sizes = _MODEL | (_TINY if quick else {})
+    page_size = _PAGE_SIZE // 32 if quick else _PAGE_SIZE
+    model = qwen2(**sizes)
+    shape = packed.kv_shape(model)
+    layer = shape.layers[0]
+    batch, blocks = (2, 2) if quick else (_BATCH, 12)
+    cores = torch.get_num_threads()
+    thread_counts = sorted({cores, max(1, cores - 1)}, reverse=True)
+
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, cores)
+        backends: dict[tuple[int, str], VirtualKV] = {}
+        for threads in thread_counts:
+            for mode, overlap in _MODES.items():
+                config = KVConfig(
+                    num_layers=shape.num_layers,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    dtype=model.dtype,
+                    max_batch_size=batch,
+                    max_context_len=16_384,
+                    memory_budget=batch * (blocks + 3) * page_size,
+                    page_size=page_size,
+                    layout="fused",
+                    kv_order="NHD",
+                    overlap=overlap,
+                    deferred_reclamation=False,
+                    eager_pages=0,
+                )
+                backends[threads, mode] = stack.enter_context(closing(VirtualKV(config)))
+        block_tokens = next(iter(backends.values())).cache.layout.block_tokens
+        # Turns begin and end in the middle of a block, far from the iterations that are looked for.
+        start = block_tokens // 2
+        most = start + (blocks + 1) * block_tokens
+        loops = {key: DecodeLoop(model, kv, batch=batch, length=start, max_length=most) for key, kv in backends.items()}
+        latencies: dict[tuple[int, str], list[tuple[int, float]]] = {key: [] for key in loops}
+        for block in range(blocks + 1):
+            for (threads, mode), loop in loops.items():
+                torch.set_num_threads(threads)
+                for _ in range(block_tokens):
+                    begin = time.perf_counter()
+                    loop.step()
+                    elapsed = time.perf_counter() - begin
+                    if block:  # the first turn warms up
+                        latencies[threads, mode].append((loop.length, 1e3 * elapsed))
+        waits = {key: kv.stats().wait_seconds for key, kv in backends.items()}
+
+    figures: list[Row] = []
+    ratios: dict[tuple[int, str], float] = {}
+    for (threads, mode), measured in latencies.items():
+        kinds: dict[str, list[float]] = {"crossing": [], "ahead": [], "other": []}
+        for length, ms in measured:
+            position = (length - 1) % block_tokens
+            kinds["crossing" if position == 0 else "ahead" if position == block_tokens - 1 else "other"].append(ms)
+        other = median(kinds["other"])
+        ratios[threads, mode] = median(kinds["crossing"]) / other
+        figures.append(
+            {
+                "threads": threads,
+                "mapping": mode,
+                "other ms": other,
+                "crossing ms": median(kinds["crossing"]),
+                "crossing / other": ratios[threads, mode],
+                "ahead ms": median(kinds["ahead"]),
+                "ahead / other": median(kinds["ahead"]) / other,
+                "mean ms": mean(ms for _, ms in measured),
+                "waited ms": 1e3 * waits[threads, mode] / (blocks + 1),
+            }
+        )
+    return Report(
+        parameters={
+            "model": sizes,
+            "dtype": "bfloat16",
+            "batch": batch,
+            "page_size": page_size,
+            "layout": "fused NHD",
+            "block_tokens": block_tokens,
+            "crossings": blocks,
+            "mapped MiB per crossing": batch * page_size // 2**20,
+        },
+        figures=figures,
+        goals=[
+            *(
+                Goal(f"crossing over other, overlapped, {threads} threads", ratios[threads, "overlapped"], "<=", 1.05)
+                for threads in thread_counts
+            ),
+            Goal(f"the spike to hide: synchronous, {cores} threads", ratios[cores, "synchronous"], ">=", 1.05),
+            Goal(
+                f"shortest iteration in ms, {cores} threads",
+                min(float(row["other ms"]) for row in figures if row["threads"] == cores),
+                ">=",
+                10,
+            ),
+        ],
+        series={
+            f"{mode}, {threads} threads": [ms for _, ms in measured[-_PLOTTED_BLOCKS * block_tokens :]]
+            for (threads, mode), measured in latencies.items()
+        },
+    )
+
+
+def draw(axes: Any, record: Record) -> None:
+    for label, latencies in record["series"].items():
+        axes.plot(latencies, label=label, linewidth=1)
+    axes.set(xlabel="iteration", ylabel="ms", ylim=(0, None))

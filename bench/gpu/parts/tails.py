@@ -1,0 +1,126 @@
+"""Kernels with an unmapped page, or with NaN, right after the end of a request's tokens.
+
+    python -m bench.gpu.parts.tails KERNEL unmapped|nan    prints the largest error against float64, or dies
+
+Each case is a process of its own, since a stray read ends the CUDA context of its process.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.gpu import PAGE
+from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
+from bench.harness.report import Goal, Report, Row
+from vattn import KVConfig
+from vattn.attention import AttentionParams, KVSource, PackedBatch, Slots, Span, get
+from vattn.engine.kv.virtual import VirtualKV
+
+ABOUT = "each kernel with an unmapped page, and with NaN, right after the length"
+RANK = 2
+SECONDS = 80
+COMPUTES = True
+
+KINDS = ("unmapped", "nan")
+TOLERANCE = 0.02  # bfloat16, values of variance 1 averaged over many keys
+_SECONDS = 40
+
+
+def run(quick: bool) -> Report:
+    figures: list[Row] = []
+    for kernel in usable_kernels():
+        for kind in KINDS:
+            error = in_a_process(kernel.name, kind)
+            figures.append({"kernel": kernel.name, "past the length": kind, "largest error": error})
+    wrong = sum(not float(row["largest error"]) <= TOLERANCE for row in figures)
+    return Report(
+        parameters={"dtype": str(DTYPE), "heads": f"{HEADS} on {KV_HEADS} of {HEAD_DIM}"},
+        figures=figures,
+        goals=[Goal("cases that died or are wrong", wrong, "==", 0)],
+        timed=False,
+    )
+
+
+def in_a_process(kernel: str, kind: str) -> float:
+    """The largest error of a case; infinite if the process died."""
+    command = [sys.executable, "-m", "bench.gpu.parts.tails", kernel, kind]
+    root = Path(__file__).parents[3]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{kernel} {kind}: stopped after {_SECONDS} s")
+        return math.inf
+    if done.returncode != 0:
+        print(f"{kernel} {kind}: {done.stderr.strip().splitlines()[-1:]}")
+        return math.inf
+    return float(done.stdout.split()[-1])
+
+
+class _Doubles:
+    """A cache read as float64, for the reference."""
+
+    def __init__(self, kv: KVSource) -> None:
+        self._kv = kv
+        self.stored = kv.stored
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        key, value = self._kv.read(layer, slot, length, start)
+        return key.double(), value.double()
+
+
+def reference(
+    query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams | None = None
+) -> Tensor:
+    """The expected output of a kernel: torch's SDPA in float64."""
+    return get("torch_sdpa")(query.double(), _Doubles(kv), layer, batch, params or AttentionParams())
+
+
+def check(kernel: str, kind: str) -> float:
+    """The largest error over decodes and chunks, of lengths that end with a page and of others."""
+    block = PAGE // (KV_HEADS * HEAD_DIM * DTYPE.itemsize)
+    config = KVConfig.from_options(
+        num_layers=1,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=DTYPE,
+        max_batch_size=4,
+        max_context_len=8 * block,
+        device="cuda",
+        memory_budget=64 * PAGE,
+        layout="layer",
+        kv_order="NHD",
+        overlap=False,
+        eager_pages=0,
+    )
+    kv = VirtualKV(config)
+    lengths = [block, 3 * block, 2 * block, 4 * block] if kind == "unmapped" else [block + 1, 77, 2 * block - 3, 3]
+    slots = [kv.allocate(0) for _ in lengths]
+    kv.prepare(dict(zip(slots, lengths, strict=True)))
+    mapped = {slot.reqid: slot.mapped for slot in kv.cache.page_map()}
+    assert kind != "unmapped" or [mapped[slot] for slot in slots] == lengths, "something is mapped past a length"
+    stored = kv.stored(0)
+    assert isinstance(stored, Slots)
+    for slot, length in zip(slots, lengths, strict=True):
+        for side in (stored.key, stored.value):
+            side[slot, : mapped[slot]] = math.nan
+            side[slot, :length] = random(length, KV_HEADS, HEAD_DIM)
+    adapter = next(usable for usable in usable_kernels() if usable.name == kernel)
+    worst = 0.0
+    for span_length in (1, 40):
+        spans = [Span(s, max(0, n - span_length), n) for s, n in zip(slots, lengths, strict=True)]
+        batch = PackedBatch.pack(spans, "cuda")
+        query = random(batch.num_tokens, HEADS, HEAD_DIM)
+        got = adapter(query, kv, 0, batch, AttentionParams())
+        error = (got.double() - reference(query, kv, 0, batch)).abs().max()
+        worst = max(worst, math.inf if torch.isnan(error) else float(error))
+    return worst
+
+
+if __name__ == "__main__":
+    print(check(*sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Benchmarks are found by where their files are; no list names them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file that measures something: `ABOUT`, `run(quick) -> Report` and, if its record has a plot, `draw`.
+
+    Attributes:
+        name: the file's name without `.py`.
+        module: the module's full name.
+        constants: the literals assigned at the top level of the file. They are read without importing it: an import
+            takes seconds, and one that fails must not hide the other cases.
+        draw_source: the source of `draw(axes, record)`, or None if the case has no plot.
+    """
+
+    name: str
+    module: str
+    constants: Mapping[str, Any]
+    draw_source: str | None
+
+    @property
+    def about(self) -> str:
+        """One line on what is measured."""
+        return str(self.constants["ABOUT"])
+
+    def load(self) -> ModuleType:
+        """The module itself."""
+        return importlib.import_module(self.module)
+
+
+def find(package: ModuleType) -> dict[str, Case]:
+    """The cases in a package, by name, in alphabetical order.
+
+    Raises:
+        ValueError: a file lacks `ABOUT` or `run`.
+    """
+    paths = sorted(path for folder in package.__path__ for path in Path(folder).glob("[!_]*.py"))
+    return {path.stem: _read(path, package.__name__) for path in paths}
+
+
+def _read(path: Path, package: str) -> Case:
+    source = path.read_text()
+    constants: dict[str, Any] = {}
+    functions: dict[str, ast.FunctionDef] = {}
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
+                constants[name] = value
+            case ast.FunctionDef(name=name):
+                functions[name] = statement
+    missing = [name for name in ("ABOUT", "run") if name not in constants.keys() | functions.keys()]
+    if missing:
+        raise ValueError(
+            f"{path} has no {' and no '.join(missing)}: every case needs ABOUT, a one-line string, and run(quick)"
+        )
+    draw = functions.get("draw")
+    draw_source = None if draw is None else ast.get_source_segment(source, draw)
+    return Case(path.stem, f"{package}.{path.stem}", constants, draw_source)

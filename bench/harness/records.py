@@ -1,0 +1,44 @@
+"""The committed records: bench/results/<machine>/<name>.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Records = dict[str, dict[str, Record]]
+
+
+def load(results: Path, names: Iterable[str]) -> Records:
+    """Records by benchmark and machine.
+
+    Args:
+        results: the folder with one folder per machine.
+        names: the benchmarks that exist.
+
+    Raises:
+        ValueError: a record is of no benchmark, or of a run whose figures are void: a quick run, or one on a machine
+            that was busy with something else.
+    """
+    records: Records = {name: {} for name in names}
+    for path in sorted(results.glob("*/*.json")):
+        record: Record = json.loads(path.read_text())
+        for flaw in ("quick", "contended"):
+            if record[flaw]:
+                raise ValueError(f"{path} is from a {flaw} run and must not be published; run the benchmark again")
+        if record["name"] not in records:
+            raise ValueError(f"{path} is a record of {record['name']!r}, but bench/cases has no such benchmark")
+        records[record["name"]][path.parent.name] = record
+    return records
+
+
+def source(record: Record) -> str:
+    """Where a record comes from, on one line: hardware, versions, commit and day."""
+    hardware, torch = record["hardware"], record["versions"]["torch"]
+    commit = (record["commit"] or "none")[:10] + (" with changes" if record["dirty"] else "")
+    return (
+        f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{record['kernel']}, torch {torch}, commit {commit}, {record['date'][:10]}"
+    )

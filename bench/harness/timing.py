@@ -1,0 +1,72 @@
+"""Measuring time: alternating calls, and how busy others kept the machine meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class LoadMeter:
+    """Cores kept busy by others since the meter was made: by other processes, and by other guests of the host."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._foreign = _busy_seconds() - _own_seconds()
+
+    def foreign_seconds(self) -> float:
+        """CPU seconds of others since the start; below 0 by no more than the clock's tick of 10 ms."""
+        return _busy_seconds() - _own_seconds() - self._foreign
+
+    def foreign_cores(self) -> float:
+        """The mean since the start."""
+        return self.foreign_seconds() / (time.perf_counter() - self._start)
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of the whole machine since it booted."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended: a benchmark ends every process it starts."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system
+
+
+def interleave(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 2) -> dict[Key, list[float]]:
+    """Calls every action once per round and returns the seconds of each call.
+
+    Other load on the machine then affects all actions alike, so the ratios between them hold. The order rotates from
+    round to round, so that no action always finds the CPU caches as the same other action left them.
+
+    Args:
+        actions: what to time.
+        rounds: timed calls of each action.
+        warmup: calls of each action before them that are not timed.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in actions}
+    order = list(actions)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-warmup, rounds):
+            for key in order:
+                action = actions[key]
+                start = time.perf_counter()
+                action()
+                elapsed = time.perf_counter() - start
+                if number >= 0:
+                    seconds[key].append(elapsed)
+            order = order[1:] + order[:1]
+    finally:
+        gc.enable()
+    return seconds

@@ -1,0 +1,64 @@
+"""The command line: what it finds, runs and refuses."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import __main__ as command
+from bench import cases
+from bench.__main__ import main
+from bench.harness.discovery import find
+
+
+def test_list_names_every_file_of_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    files = {path.stem for path in Path(cases.__path__[0]).glob("*.py")} - {"__init__"}
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == sorted(files)
+
+
+def test_all_runs_every_case_in_a_process_and_says_which_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def fake(arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(arguments[arguments.index("bench") + 1 :])
+        return subprocess.CompletedProcess(arguments, returncode=int("memory" in arguments))
+
+    monkeypatch.setattr(command.subprocess, "run", fake)
+    assert main(["--all", "--quick"]) == 1
+    assert ran == [[name, "--quick"] for name in find(cases)]
+    assert capsys.readouterr().err == "failed: memory\n"
+    ran.clear()
+    assert main(["step", "decode"]) == 0
+    assert ran == [["step"], ["decode"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give either NAMEs or one of --all, --list and --publish"),
+        (["step", "--all"], "give either NAMEs"),
+        (["steps"], "no benchmark is called steps; there are admission, "),
+        (["--all", "--json", "x"], "--json takes the record of one benchmark"),
+        (["step", "--check"], "--check belongs to --publish"),
+    ],
+)
+def test_refuses_what_makes_no_sense(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_case_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = type(cases)("nowhere")
+    package.__path__ = [str(tmp_path)]
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "good.py").write_text('ABOUT = "something"\n\n\ndef run(quick): ...\n')
+    good = find(package)["good"]
+    assert (good.about, good.module, good.draw_source) == ("something", "nowhere.good", None)
+    (tmp_path / "bad.py").write_text("def draw(axes, record): ...\n")
+    with pytest.raises(ValueError, match=r"bad.py has no ABOUT and no run: every case needs"):
+        find(package)

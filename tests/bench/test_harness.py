@@ -1,0 +1,40 @@
+"""Goals are judged; other load on the machine is noticed, and voids times."""
+
+import subprocess
+import sys
+
+import pytest
+
+from bench.harness import timing
+from bench.harness.report import Goal, Report
+from bench.harness.timing import LoadMeter
+
+
+@pytest.mark.parametrize(
+    ("value", "relation", "bound", "met"),
+    [(1.0, "<=", 1.0, True), (1.1, "<=", 1.0, False), (0.9, ">=", 1.0, False), (2.0, "==", 2.0, True)],
+)
+def test_goals_are_judged(value: float, relation: str, bound: float, met: bool) -> None:
+    goal = Goal("x", value, relation, bound)  # type: ignore[arg-type]
+    assert goal.met is met
+    assert ("NOT met" in str(goal)) is not met
+
+
+def test_other_processes_are_foreign_until_they_turn_out_to_be_children() -> None:
+    """Only lower bounds on what is foreign, and upper ones by the process's own clock: the machine may be busy."""
+    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    load = LoadMeter()
+    own = timing._own_seconds()
+    with subprocess.Popen([sys.executable, "-c", spin], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert load.foreign_seconds() > 0.4
+        assert load.foreign_cores() > 0
+        assert timing._own_seconds() - own < 0.4
+        child.communicate(b"\n")
+    assert timing._own_seconds() - own > 0.4
+
+
+@pytest.mark.parametrize(("timed", "cores", "contended"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+def test_only_times_are_void_on_a_busy_machine(timed: bool, cores: float, contended: bool) -> None:
+    assert Report(parameters={}, figures=[], goals=[], timed=timed).contended(cores) is contended
