@@ -8,7 +8,7 @@ from importlib import metadata
 
 import torch
 
-from vattn import _native
+from vattn import _native, attention
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
@@ -32,7 +32,7 @@ def doctor() -> str:
         f"{format_bytes(host.available_memory())} available",
         *_cuda_devices(),
         "kernels",
-        *(f"  {line}" for line in _kernels()),
+        *(f"  {line}" for line in attention.describe()),
         "limits",
         f"  mappings per process  {host.max_mappings()} (vm.max_map_count), {mappings} in use; "
         "one per page that is not next to its neighbour",
@@ -71,12 +71,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _kernels() -> list[str]:
-    from vattn import attention
-
-    return attention.describe()
 
 
 def _largest_reservation() -> str:

@@ -109,6 +109,6 @@ def register() -> None:
 
     Needs transformers. Calling it again changes nothing.
     """
-    from vattn import packed
+    from vattn.attention import interface
 
-    packed.register()
+    interface.register()
