@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vattn.attention import PackedBatch, Slots
+from vattn.attention import Contiguous, PackedBatch
 from vattn.config import KVConfig
 from vattn.engine.kv.base import to_host
 from vattn.engine.kv.contiguous import ContiguousKV
@@ -58,7 +58,7 @@ class QuantisedKV(VirtualKV):
         key, value = (dequantise(codes[side], scales[side], self._buffer(side, codes[side].shape)) for side in (0, 1))
         return key, value
 
-    def stored(self, layer: int) -> Slots:
+    def stored(self, layer: int) -> Contiguous:
         raise ConfigError(
             "keys and values in 8 bits have to be dequantised, so kernels that take a whole layer cannot have "
             "them; use attention='torch_sdpa', or kv_cache_dtype='auto'"

@@ -7,16 +7,17 @@ one line in `_ADAPTERS` gives it a name. docs/kernels.md shows one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 
-from vattn.attention.base import Attention, AttentionParams, Case, KVSource
+from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
-from vattn.attention.storage import Blocks, Slots
+from vattn.attention.storage import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_matmul import TorchMatmul
 from vattn.attention.torch_sdpa import TorchSDPA
@@ -27,10 +28,11 @@ __all__ = [
     "AttentionParams",
     "Blocks",
     "Case",
+    "Contiguous",
     "Group",
     "KVSource",
     "PackedBatch",
-    "Slots",
+    "Reads",
     "Span",
     "TorchMatmul",
     "TorchSDPA",
@@ -64,24 +66,43 @@ def get(name: str | Attention = "auto", *cases: Case, device: torch.device | str
         cases: what it is wanted for, all of them; by default float32 on `device`.
 
     Raises:
-        ConfigError: no adapter has that name, or it cannot be used for a case: why not, and which can.
+        ConfigError: no adapter has that name, or it cannot be used for a case: why not, and which can; or an adapter
+            that does not declare what `Attention` asks for.
     """
     cases = cases or (Case(torch.device(device)),)
-
-    def refusal(adapter: Attention) -> str | None:
-        return next((why for case in cases if (why := adapter.refusal(case)) is not None), None)
-
     if name == "auto":
-        return next(adapter for adapter in adapters() if refusal(adapter) is None)
+        return next(adapter for adapter in adapters() if _refusal(adapter, cases) is None)
     if isinstance(name, str) and name not in _ADAPTERS:
         raise ConfigError(f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}")
-    adapter = _ADAPTERS[name]() if isinstance(name, str) else name
-    why = refusal(adapter)
+    adapter = _ADAPTERS[name]() if isinstance(name, str) else _declared(name)
+    why = _refusal(adapter, cases)
     if why is not None:
-        usable = [other.name for other in adapters() if refusal(other) is None]
+        usable = [other.name for other in adapters() if _refusal(other, cases) is None]
         raise ConfigError(
             f"the attention kernel {adapter.name!r} cannot be used here: {why}; possible: "
             f"{', '.join(('auto', *usable))}"
+        )
+    return adapter
+
+
+def _refusal(adapter: Attention, cases: Sequence[Case]) -> str | None:
+    """Why the adapter cannot be used for one of the cases; None if it can for all."""
+    if adapter.reads == "layer" and not all(case.whole_layers for case in cases):
+        return "it reads whole layers, and this cache can be read request by request only"
+    return next((why for case in cases if (why := adapter.refusal(case)) is not None), None)
+
+
+def _declared(adapter: Attention) -> Attention:
+    """An adapter of a user's, which has all that an adapter declares."""
+    missing = [name for name in ("name", "guard_rows", "reads", "capturable", "refusal") if not hasattr(adapter, name)]
+    if missing:
+        raise ConfigError(
+            f"the attention kernel {type(adapter).__name__} does not declare {', '.join(missing)}; an adapter has all "
+            "that vattn.attention.Attention describes"
+        )
+    if adapter.reads not in get_args(Reads):
+        raise ConfigError(
+            f"the attention kernel {adapter.name!r} has reads={adapter.reads!r}; give 'request' or 'layer'"
         )
     return adapter
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from vattn.attention.batch import Group, PackedBatch, Span
-from vattn.attention.storage import Blocks, Slots
+from vattn.attention.storage import Blocks, Contiguous
 from vattn.errors import ConfigError
 
 
@@ -56,11 +56,20 @@ class AttentionParams:
         return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
 
 
+# What a kernel asks a cache for: the keys and values of one request (`KVSource.read`), or a whole layer
+# (`KVSource.stored`).
+Reads = Literal["request", "layer"]
+
+
 class KVSource(Protocol):
     """A cache that kernels read from: request by request, or a whole layer at a time."""
 
-    def stored(self, layer: int) -> Slots | Blocks:
-        """The whole of a layer: contiguous slots, or a pool with block tables. The tensors never move."""
+    def stored(self, layer: int) -> Contiguous | Blocks:
+        """The whole of a layer: contiguous slots, or a pool with block tables. The tensors never move.
+
+        Raises:
+            ConfigError: the cache has no such tensors (`Case.whole_layers`).
+        """
         ...
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -80,6 +89,8 @@ class Case:
         head_dim, v_head_dim: of queries and keys, and of values where it differs.
         block_size: tokens per block, over a backend that stores blocks; None over contiguous slots.
         softcap, sinks: whether any layer has them.
+        whole_layers: whether the cache has tensors of a whole layer. Otherwise it gives keys and values of one request
+            at a time: it has a tensor per request, say, or dequantises what is read.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -89,23 +100,27 @@ class Case:
     block_size: int | None = None
     softcap: bool = False
     sinks: bool = False
+    whole_layers: bool = True
 
 
 class Attention(Protocol):
     """One unmodified kernel behind a common call.
 
+    It reads only: new keys and values are stored before it is launched. On CUDA, memory that is mapped twice (a shared
+    prefix) must not be written and read in one launch.
+
     Attributes:
         name: what `vattn.attention.get` knows it by.
         guard_rows: rows past a length that the kernel may read, and which must therefore be mapped and finite.
-        appends: the kernel could store the new keys and values itself. Adapters do not use it: on CUDA, memory that is
-            mapped twice (a shared prefix) must not be written and read in one launch.
-        capturable: steps of single tokens can be captured in a CUDA graph: what is launched depends on the number of
-            spans and on `Group.max_length` only.
+        reads: "request" for a kernel that reads request by request, which every cache allows; "layer" for one that
+            takes a whole layer, which a cache without such tensors refuses.
+        capturable: steps of single tokens can be captured in a CUDA graph: the kernel reads whole layers, and what is
+            launched depends on the number of spans and on `Group.max_length` only.
     """
 
     name: str
     guard_rows: int
-    appends: bool
+    reads: Reads
     capturable: bool
 
     def refusal(self, case: Case) -> str | None:

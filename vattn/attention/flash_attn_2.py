@@ -9,7 +9,7 @@ What its source says (`flash_api.cpp`, `mha_fwd_kvcache`), and what follows:
 - a paged cache needs blocks of a multiple of 256 tokens;
 - no sinks; float16 and bfloat16; heads up to 256, equal for keys and values.
 
-It could append (`k=`, `v=`), and is not asked to. Ampere or newer.
+It is not asked to append (`k=`, `v=`). Ampere or newer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Slots
+from vattn.attention.storage import Contiguous
 
 
 class FlashAttn2:
@@ -29,7 +29,7 @@ class FlashAttn2:
 
     name = "flash_attn_2"
     guard_rows = 0
-    appends = True
+    reads: Reads = "layer"
     capturable = True
 
     def refusal(self, case: Case) -> str | None:
@@ -44,7 +44,7 @@ class FlashAttn2:
         stored = kv.stored(layer)
         outputs = []
         for group in batch.uniform_groups:
-            if isinstance(stored, Slots):
+            if isinstance(stored, Contiguous):
                 key, value = stored.key[:, : group.max_length], stored.value[:, : group.max_length]
                 where = {"cache_batch_idx": group.slots}
             else:

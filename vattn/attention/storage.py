@@ -46,7 +46,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Slots:
+class Contiguous:
     """A layer's keys and values, contiguous per request.
 
     Attributes:

@@ -11,7 +11,7 @@ its source says (`flash_api.cpp`, `mha_varlen_fwd`), and what follows:
 - a paged cache needs blocks of a multiple of 256 tokens, and a torch whose operator has `block_table`;
 - no softcap, no sinks; float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
 
-It appends nothing. Ampere or newer.
+Ampere or newer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import Group, PackedBatch
-from vattn.attention.storage import Slots
+from vattn.attention.storage import Contiguous
 
 
 class TorchFlash:
@@ -31,7 +31,7 @@ class TorchFlash:
 
     name = "torch_flash"
     guard_rows = 0
-    appends = False
+    reads: Reads = "layer"
     capturable = True
 
     def refusal(self, case: Case) -> str | None:
@@ -52,7 +52,7 @@ class TorchFlash:
         stored = kv.stored(layer)
         left, right = params.window_size(group)
         options: dict[str, Any] = {"scale": params.scale, "window_size_left": left, "window_size_right": right}
-        if isinstance(stored, Slots):
+        if isinstance(stored, Contiguous):
             key, value = stored.rows
             # One entry more than spans, which is not read: `seqused_k` says where keys end.
             starts = batch.once(

@@ -18,7 +18,7 @@ But not where many long heads share their keys, as over latents; nor do short ch
     fused                 38      282     1134     4824
     this one              45      111      315     1160
 
-It needs no guard rows, and appends nothing.
+It needs no guard rows.
 """
 
 from __future__ import annotations

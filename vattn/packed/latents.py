@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vattn.attention import Attention, AttentionParams, Blocks, KVSource, PackedBatch, Slots, Span, TorchSDPA
+from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
 from vattn.packed.shape import KVShape, LayerShape
 
 
@@ -104,8 +104,8 @@ class LatentAttention:
         """Attention over the stored latents, with the arguments and the result of attention over keys and values."""
         if params.scale is None:
             params = replace(params, scale=query.shape[-1] ** -0.5)
-        # Kernels that take a layer as it lies have nothing to take once it is expanded.
-        expand_from = self.expand_from if isinstance(attention, TorchSDPA) else math.inf
+        # Expanded latents are no layer that a kernel could take as it is stored.
+        expand_from = self.expand_from if attention.reads == "request" else math.inf
         outputs = [
             self.attend_as(attention, query[rows], kv, part, params, expanded=expanded)
             for rows, part, expanded in batch.once(("latents", expand_from), lambda: _parts(batch, expand_from))
@@ -190,7 +190,7 @@ class _Latents:
 
     kv: KVSource
 
-    def stored(self, layer: int) -> Slots | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks:
         stored = self.kv.stored(layer)
         return replace(stored, value=stored.key)
 
@@ -206,7 +206,7 @@ class _Expanded:
     kv: KVSource
     latent: LatentAttention
 
-    def stored(self, layer: int) -> Slots | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks:
         raise NotImplementedError
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
