@@ -22,7 +22,8 @@ from bench.decoding import DecodeLoop, qwen2
 from demo.prompts import prompts
 from vattn import packed
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.make import make_backend
+from vattn.quantised import KVCacheDtype
 
 _DEMO = str(Path(__file__).parents[1] / "demo" / "model")
 _RANDOM = {

@@ -34,7 +34,7 @@ from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_be
 from vattn.engine.checks import LARGEST, checked_whole, number, whole
 from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
 from vattn.engine.kv.base import KVStats
-from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.model import optimize
 from vattn.engine.model.runner import Forward, ModelRunner
@@ -51,6 +51,7 @@ from vattn.engine.scheduling.static import StaticScheduler
 from vattn.engine.scheduling.swap import PreemptionMode, SwapSpace
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.integers import shown
+from vattn.quantised import KVCacheDtype
 from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -11,22 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vattn.groups import TensorGroup
 
+# What a cache stores: what the model computes, or codes and scales.
+KVCacheDtype = Literal["auto", "int8"]
+
 _LARGEST = 127
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Where the scales of a layer are: columns of the only head of layer `layer`, a key's first, then a value's."""
+    """Where the scales of a layer are: columns of the only head of layer `layer`, a key's first, then a value's.
+
+    Values without elements have no columns.
+    """
 
     layer: int
     keys: slice
     values: slice
+
+    def views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of keys and of values, shaped like heads of one element, as codes are like heads of many.
+
+        Args:
+            stored: layer `layer`, `[slots, max_context_len, 1, columns]`.
+
+        Returns:
+            Views `[slots, max_context_len, num_kv_heads, 1]`; `[..., 0]` for values without elements.
+        """
+        columns = stored[:, :, 0, :, None]
+        keys = columns[:, :, self.keys]
+        return keys, columns[:, :, self.values] if self.values.start < self.values.stop else keys[..., :0]
 
 
 def quantised_groups(groups: Sequence[TensorGroup], dtype: torch.dtype) -> tuple[list[TensorGroup], dict[int, Scales]]:

@@ -546,12 +546,8 @@ class Storage:
         )
         scales = None
         if place.scales is not None:
-            # One row for all layers: as heads of one element, like the codes' heads.
-            row = place.cache.lend(place.scales.layer, lease)[0].narrow(0, 0, self.count)
-            row = row[:, :, 0].transpose(1, 2)[..., None]
-            # V of no elements has no scales either, and takes K's place without a use.
-            per_value = place.scales.values if shape.v_head_dim else place.scales.keys
-            scales = row[:, place.scales.keys], row[:, per_value][..., : 1 if shape.v_head_dim else 0]
+            per_key, per_value = place.scales.views(place.cache.lend(place.scales.layer, lease)[0])
+            scales = per_key.transpose(1, 2)[: self.count], per_value.transpose(1, 2)[: self.count]
         return View(
             keys,
             values,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from vattn.errors import ConfigError, UnsupportedModel, VattnError
 from vattn.hf.folding import FoldingKeys
 from vattn.hf.storage import Saved, Storage, View
 from vattn.memory.pool import PagePool
+from vattn.quantised import KVCacheDtype
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
 
@@ -33,8 +34,6 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
     class DummyLayer:  # type: ignore[no-redef]
         pass
 
-
-KVCacheDtype = Literal["auto", "int8"]
 
 # What the first update decides, and what a batch in lockstep has no use for.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
