@@ -18,8 +18,6 @@ PICTURE = ROOT / "docs" / "img" / "imports.svg"
 
 Graph = dict[str, set[str]]
 
-# Of all nodes in vattn.__getattr__, which loads a public name on first use, none counts as an import.
-_LAZY = ("vattn", "__getattr__")
 _PACKAGES = {"vattn": "vattn", "engine": "vattn.engine"}  # folder -> how it is imported
 
 
@@ -36,6 +34,8 @@ def modules() -> dict[str, Path]:
 
 def import_graph() -> Graph:
     """For every module those that it imports, inside functions or outside; not what only type checkers see.
+
+    Nor what the two `__getattr__` import by name on first use: public names of vattn and vattn.engine.
 
     As Python does, an import of `a.b.c` runs the `__init__` of `a` and of `a.b` first, unless the importing module lies
     in them.
@@ -94,8 +94,6 @@ def _imported(module: str, tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
                 yield from visit(other)
-            return
-        if isinstance(node, ast.FunctionDef) and (module, node.name) == _LAZY:
             return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

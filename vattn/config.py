@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -135,14 +135,19 @@ class KVConfig:
     @classmethod
     def from_options(cls, **options: Any) -> KVConfig:
         """A config from keywords, with a ConfigError instead of a TypeError for unknown or missing ones."""
-        known = {field.name: field for field in fields(cls)}
-        unknown = [name for name in options if name not in known]
+        cls.check_names(options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, names: Collection[str]) -> None:
+        """Raises ConfigError for names that are not options, or if a required one is missing."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in names if name not in known]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
-        missing = [name for name in ("max_batch_size", "max_context_len") if name not in options]
+        missing = [name for name in ("max_batch_size", "max_context_len") if name not in names]
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be given")
-        return cls(**options)
 
     @property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:

@@ -56,6 +56,12 @@ def test_the_library_does_not_import_the_engine(graph):
     assert back == set()
 
 
+def test_only_public_names_are_imported_by_name():
+    """The graph does not show such imports."""
+    by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}
+    assert by_name == {"vattn", "vattn.engine"}
+
+
 def test_the_picture_is_that_of_the_source(graph):
     drawn = draw_imports.draw(draw_imports.rooms(graph))
     assert draw_imports.PICTURE.read_text() == drawn, "run: python docs/draw_imports.py"
