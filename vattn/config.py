@@ -124,7 +124,7 @@ class KVConfig:
         if self.page_size != "auto":
             self._check_int("page_size", at_least=1, at_most=2**40)
             if drivers.parse(self.device).type == "cpu":
-                drivers.check_page_size(self.page_size)
+                drivers.find(self.device).check_page_size(self.page_size)
         drivers.parse(self.device)
         if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
             raise ConfigError(

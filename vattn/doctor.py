@@ -16,6 +16,7 @@ from vattn.units import format_bytes
 
 def doctor() -> str:
     """What drivers, devices, kernels and limits this machine has, as text for people."""
+    machine = host.HostDevice()
     usage = _native.host_usage()
     with open("/proc/self/maps") as maps:
         mappings = sum(1 for _ in maps)
@@ -29,12 +30,12 @@ def doctor() -> str:
         *_cuda_driver(),
         "devices",
         f"  cpu    {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
-        f"{format_bytes(host.available_memory())} available",
+        f"{format_bytes(machine.available_memory())} available",
         *_cuda_devices(),
         "kernels",
         *(f"  {line}" for line in attention.describe()),
         "limits",
-        f"  mappings per process  {host.max_mappings()} (vm.max_map_count), {mappings} in use; "
+        f"  mappings per process  {machine.mapping_limit()} (vm.max_map_count), {mappings} in use; "
         "one per page that is not next to its neighbour",
         f"  largest reservation   {_largest_reservation()}",
     ]

@@ -38,7 +38,11 @@ class Device(ABC):
 
     @abstractmethod
     def available_memory(self) -> int:
-        """Bytes of memory that the device still has to give."""
+        """Bytes of memory that the device still has to give; on the host, within the control groups of this process.
+
+        Raises:
+            ProcessLimit: there is no file descriptor left to look.
+        """
 
     def describe_memory(self) -> str:
         """The same for people."""
@@ -46,15 +50,21 @@ class Device(ABC):
 
     @abstractmethod
     def mapping_limit(self) -> int | None:
-        """Mappings that the process may have, where pages that are not neighbours count towards such a limit."""
+        """Mappings that this process may have, where pages that are not neighbours count towards a limit: on the host,
+        `vm.max_map_count`.
+        """
 
     @abstractmethod
     def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
         """The driver for pages of `page_size` bytes.
 
         Args:
-            guard: what a stray read past the mapped pages sees, where there is a choice.
+            guard: what a stray read past the mapped pages sees on the host: "zero", zeros; "strict", a fault. On CUDA
+                it is an error of the kernel.
             table: addresses of calls by CUDA's names, where they are not the driver's own (a recorder, say).
+
+        Raises:
+            ConfigError: the device has no such pages.
         """
 
     @abstractmethod
