@@ -710,7 +710,7 @@ class KVCache(Slots):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._length)} of {self.layout.slots} slots active"
         return (
-            f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.block_tokens} tokens per page "
+            f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.page_tokens} tokens per page "
             f"of {format_bytes(self.layout.page_size)}, budget {format_bytes(self._budget * self.layout.page_size)}, "
             f"{format_bytes(self.layout.reserved_bytes)} reserved)"
         )

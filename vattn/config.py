@@ -266,15 +266,15 @@ def resolve(
     candidates: Iterable[Layout] = (build_layout(config, name, size) for name in names for size in sizes)
     if config.block_tokens is not None:
         candidates = list(candidates)
-        fine = [c for c in candidates if c.block_tokens <= config.block_tokens]
+        fine = [c for c in candidates if c.page_tokens <= config.block_tokens]
         if not fine:
-            best = min(candidates, key=lambda c: c.block_tokens)
+            best = min(candidates, key=lambda c: c.page_tokens)
             raise ConfigError(
-                f"block_tokens={config.block_tokens} is not possible: the finest here is {best.block_tokens} tokens "
+                f"block_tokens={config.block_tokens} is not possible: the finest here is {best.page_tokens} tokens "
                 f"(layout={best.name!r}, page_size={best.page_size})"
             )
-        coarsest = max(c.block_tokens for c in fine)
-        candidates = [c for c in fine if c.block_tokens == coarsest]
+        coarsest = max(c.page_tokens for c in fine)
+        candidates = [c for c in fine if c.page_tokens == coarsest]
 
     def pages(candidate: Layout) -> int:
         slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
@@ -288,7 +288,7 @@ def resolve(
         return (
             (mapping_limit is None or mappings <= mapping_limit // 2)
             and pages(candidate) >= candidate.pages(1) * candidate.slots
-            and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
+            and (len(sizes) == 1 or config.block_tokens is not None or candidate.page_tokens >= _MIN_AUTO_BLOCK_TOKENS)
         )
 
     tried = []

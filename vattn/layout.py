@@ -60,7 +60,7 @@ class TensorKind:
         return self.tensors * self.runs
 
     @property
-    def block_tokens(self) -> int:
+    def page_tokens(self) -> int:
         """Whole tokens that one page covers; 0 where a token is larger than a page."""
         return self.page_size // self.row_bytes
 
@@ -81,7 +81,8 @@ class Band:
         window: tokens that stay backed before the one that is computed next, that one included; None for all.
         kinds: one per group, or two where the rows of its K and of its V differ in size.
         token_bytes: bytes of a token in all of its layers.
-        block_tokens: tokens that slots share, or that leave a window, at a time: they fill whole pages of every kind.
+        block_tokens: tokens of a block, the unit in which slots share memory and windows give it back: the fewest that
+            fill whole pages of every kind.
     """
 
     window: int | None
@@ -149,9 +150,9 @@ class Layout:
         return tuple(kind for band in self.bands for kind in band.kinds)
 
     @property
-    def block_tokens(self) -> int:
+    def page_tokens(self) -> int:
         """Whole tokens that a page covers in the virtual tensor with the longest rows."""
-        return min(kind.block_tokens for kind in self.kinds)
+        return min(kind.page_tokens for kind in self.kinds)
 
     @property
     def bytes_per_token(self) -> int:

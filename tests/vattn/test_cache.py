@@ -104,7 +104,7 @@ def test_sizes_that_do_not_divide_a_page(head_dim: int, context: int, layout: st
 
 def test_a_token_larger_than_a_page() -> None:
     with make(layout="fused", kv_order="NHD", num_layers=40, head_dim=128, max_context_len=8) as cache:
-        assert cache.layout.kinds[0].block_tokens == 0
+        assert cache.layout.kinds[0].page_tokens == 0
         reqid = cache.alloc_reqid()
         for n in range(1, 9):
             cache.step({reqid: n})

@@ -141,7 +141,7 @@ def test_block_tokens_chooses_what_is_open(block_tokens: int, page_size: Any, la
         else BASE | {"block_tokens": block_tokens, "page_size": page_size}
     )
     made, _ = resolve(config)
-    assert made.block_tokens <= block_tokens < 2 * made.block_tokens * (1 if page_size == "auto" else 2)
+    assert made.page_tokens <= block_tokens < 2 * made.page_tokens * (1 if page_size == "auto" else 2)
     assert made.name == layout
 
 

@@ -115,7 +115,7 @@ class BatchRows:
                     if start < first:
                         self._first[cache] = first
                 whole = [cache for cache in self._caches if _window(cache) is None]
-                if length - start < max((cache.layout.block_tokens for cache in whole), default=0):
+                if length - start < max((cache.layout.page_tokens for cache in whole), default=0):
                     self._copy(whole, moves, start)
                 elif whole:
                     self._fork(whole, dict(moves))
