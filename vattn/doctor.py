@@ -1,4 +1,4 @@
-"""`vattn doctor`: what drivers, devices, kernels and limits this machine has."""
+"""`vattn doctor`: a report on the drivers, devices, kernels and limits of this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vattn.units import format_bytes
 
 
 def doctor() -> str:
-    """What drivers, devices, kernels and limits this machine has, as text for people."""
+    """A report on the drivers, devices, kernels and limits of this machine, as text."""
     machine = host.HostDevice()
     usage = _native.host_usage()
     with open("/proc/self/maps") as maps:
@@ -75,7 +75,7 @@ def _version(package: str) -> str:
 
 
 def _largest_reservation() -> str:
-    """Tries reservations, from large to small, and gives each back at once."""
+    """The largest power of two that can be reserved, found by trial."""
     driver = host.HostDevice().open(host.MAX_PAGE_SIZE)
     pool = _native.PagePool(host.MAX_PAGE_SIZE, 1)
     for power in range(47, 30, -1):

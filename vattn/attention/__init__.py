@@ -1,8 +1,8 @@
-"""Attention kernels, unmodified, behind one call; and their place in transformers.
+"""Adapters for unmodified attention kernels, and the attention function that transformers calls.
 
-`get(name)` returns an adapter; `register()` makes the packed attention function known to transformers as `"vattn"`.
-A new kernel is one file with a class that fulfils `Attention`; an instance of it is accepted wherever a name is, and
-one line in `_ADAPTERS` gives it a name. docs/kernels.md shows one.
+`get(name)` returns an adapter; `register()` registers the packed attention function with transformers as `"vattn"`.
+A new kernel is one file with a class that implements `Attention`. An instance is accepted wherever a name is; an entry
+in `_ADAPTERS` gives it a name. docs/kernels.md has an example.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = [
     "register",
 ]
 
-# In the order in which "auto" tries them: what needs no installation first, what takes everything last.
+# In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
     adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, TorchMatmul, TorchSDPA)
 }
 
 
 def adapters() -> list[Attention]:
-    """All adapters, whether they can be used here or not, in the order in which "auto" tries them."""
+    """All adapters in the order in which "auto" tries them, including those that cannot be used here."""
     return [make() for make in _ADAPTERS.values()]
 
 
@@ -60,14 +60,14 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str | Attention = "auto", *cases: Case, device: torch.device | str = "cpu") -> Attention:
-    """The adapter called `name`, or an adapter itself; `"auto"` takes the first that can be used.
+    """The adapter called `name`; `"auto"` is the first that can be used. An adapter is checked and returned.
 
     Args:
-        cases: what it is wanted for, all of them; by default float32 on `device`.
+        cases: requirements, all of which the kernel must meet; by default float32 on `device`.
 
     Raises:
-        ConfigError: no adapter has that name, or it cannot be used for a case: why not, and which can; or an adapter
-            that does not declare what `Attention` asks for.
+        ConfigError: no adapter has that name; or it does not meet the requirements (the message says why, and which
+            adapters do); or it lacks an attribute of `Attention`.
     """
     cases = cases or (Case(torch.device(device)),)
     if name == "auto":
@@ -93,7 +93,7 @@ def _refusal(adapter: Attention, cases: Sequence[Case]) -> str | None:
 
 
 def _declared(adapter: Attention) -> Attention:
-    """An adapter of a user's, which has all that an adapter declares."""
+    """A user's adapter, checked for the attributes of `Attention`."""
     missing = [name for name in ("name", "guard_rows", "reads", "capturable", "refusal") if not hasattr(adapter, name)]
     if missing:
         raise ConfigError(
@@ -108,10 +108,10 @@ def _declared(adapter: Attention) -> Attention:
 
 
 def describe(case: Case | None = None) -> list[str]:
-    """One line per kernel: its name, the rows that it may read past a length, what it is, and why it cannot be used.
+    """One line per kernel: name, guard rows, description, and the reason if it cannot be used.
 
     Args:
-        case: what it is wanted for; by default bfloat16 on the GPU, or float32 where there is none.
+        case: the requirements; by default bfloat16 on the GPU, or float32 without one.
     """
     if case is None:
         case = Case(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else Case()
@@ -128,7 +128,7 @@ def describe(case: Case | None = None) -> list[str]:
 def register() -> None:
     """Register the packed attention function and its mask function as `"vattn"` in transformers.
 
-    Needs transformers. Calling it again changes nothing.
+    Requires transformers. Idempotent.
     """
     from vattn.attention import interface
 

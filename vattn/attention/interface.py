@@ -29,10 +29,10 @@ NAME = "vattn"
 
 
 class PackedStep(Protocol):
-    """What the attention function needs of a step."""
+    """A step as the attention function sees it."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Store the new keys and values of a layer, then attend to all that are stored.
+        """Stores the new keys and values of a layer, then attends to all that are stored.
 
         Args:
             query: `[T, num_query_heads, head_dim]`, rotary embedding applied, rows in the order of the step.
@@ -60,14 +60,14 @@ def register() -> None:
 
 
 def current_step() -> PackedStep | None:
-    """The packed step that runs in this context, for whoever computes a layer in the model's place; None outside."""
+    """The packed step that runs in this context, for code that computes a layer in place of the model; None outside."""
     running = _running.get()
     return None if running is None else running.step
 
 
 @contextmanager
 def running(step: PackedStep) -> Iterator[None]:
-    """Within it, models of this context whose attention is `"vattn"` attend through `step`."""
+    """Makes `step` the packed step of this context, through which models with attention `"vattn"` attend."""
     token = _running.set(_Running(step))
     try:
         yield
@@ -119,7 +119,7 @@ def attention_forward(
 
 
 def packed_mask(**kwargs: Any) -> Tensor | None:
-    """The mask function: none in a packed step, which knows its own spans; transformers' sdpa mask otherwise."""
+    """The mask function: None in a packed step, whose kernels mask by spans; transformers' sdpa mask otherwise."""
     running = _running.get()
     if running is None:
         return sdpa_mask(**kwargs)
@@ -133,7 +133,7 @@ def packed_mask(**kwargs: Any) -> Tensor | None:
 
 
 def _window(module: torch.nn.Module, kwargs: dict[str, Any], masks: set[int | None]) -> int | None:
-    """The sliding window of this layer: what it passes, or, where it passes nothing, what its mask would say."""
+    """The sliding window of this layer: the one that it passes, or else the one of its mask."""
     if "sliding_window" in kwargs:
         window: int | None = kwargs["sliding_window"]
         return window
@@ -164,7 +164,7 @@ def _outside_a_step(
     s_aux: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """For `generate()` and plain forward passes: transformers' sdpa, or plain attention for what sdpa cannot do."""
+    """transformers' sdpa for `generate()` and plain forward passes, or plain attention for softcap and sinks."""
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -1,13 +1,14 @@
 """The FlashAttention that is built into torch: `aten::_flash_attention_forward`, with `seqused_k`. The default on CUDA.
 
-The layer is flattened to one long sequence, of which each request's keys begin at its slot; `seqused_k` ends them. What
-its source says (`flash_api.cpp`, `mha_varlen_fwd`), and what follows:
+The layer is flattened to one sequence, in which a request's keys begin at its slot and `seqused_k` says how many there
+are. What
+its source says (`flash_api.cpp`, `mha_varlen_fwd`):
 
-- reads: predicated by the length, so no guard rows, and what lies past the length may be NaN;
+- reads are predicated by the length: no guard rows, and memory past the length may hold NaN;
 - starts are 32-bit rows, offsets 64-bit: up to 2^31 rows of address space, of any size;
-- keys are split over the device only for single queries of grouped heads without a window, or over block tables:
-  hence `Group`, and a window that hides nothing is not passed. `max_k` is the longest length of the batch, not the
-  virtual one, which would choose the splits;
+- keys are split over the device only for single queries of grouped heads without a window, or with block tables:
+  hence `Group`, and a window that hides no key is not passed. `max_k` determines the splits, so it is the longest
+  length of the batch, not that of the virtual tensor;
 - a paged cache needs blocks of a multiple of 256 tokens, and a torch whose operator has `block_table`;
 - no softcap, no sinks; float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
 

@@ -1,4 +1,4 @@
-"""Memory drivers: where virtual and physical memory come from, and what this machine has of it."""
+"""Memory drivers: the sources of virtual and physical memory on the CPU and on CUDA devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find(device: str | torch.device) -> Device:
     """The device called `"cpu"`, `"cuda"` (torch's current one) or `"cuda:1"`.
 
     Raises:
-        ConfigError: it has no memory driver here, saying what is missing.
+        ConfigError: it has no memory driver here; the message says what is missing.
         DriverError: CUDA cannot use it.
     """
     kind = parse(device)
@@ -26,10 +26,10 @@ def find(device: str | torch.device) -> Device:
 
 
 def parse(device: str | torch.device) -> torch.device:
-    """A device as torch names it; it need not exist.
+    """A torch.device of a type that has a driver; the device need not exist.
 
     Raises:
-        ConfigError: there is no driver for such devices.
+        ConfigError: there is no driver for this type.
     """
     try:
         parsed = torch.device(device)

@@ -1,4 +1,4 @@
-"""Packed batches through unmodified transformers models: what an engine needs of a model."""
+"""Packed steps for engines: running an unmodified transformers model on them, and the shape of its keys and values."""
 
 from vattn.attention.interface import NAME, PackedStep, current_step, register
 from vattn.packed.latents import LatentAttention, find_latents, handing_on, store_latents

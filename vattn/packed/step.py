@@ -29,7 +29,7 @@ _REFUSED_MODEL_TYPES = {
     "recurrent_gemma": "its recurrent layers",
     "minimax": "its linear attention layers",
 }
-# Do not claim `_supports_attention_backend`, but call the interface and give the right tokens: the tests compare.
+# They do not claim `_supports_attention_backend`, but call the interface; the tests compare their tokens.
 _SERVED_WITHOUT_CLAIM = {"stablelm"}
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -37,11 +37,11 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 def run_packed(
     model: PreTrainedModel, step: PackedStep, input_ids: Tensor, position_ids: Tensor, rows: Tensor
 ) -> Tensor:
-    """One forward pass over a packed step.
+    """Runs one forward pass over a packed step.
 
     Args:
         input_ids, position_ids: `[T]` int64.
-        rows: `[S]` int64, the rows whose logits are wanted.
+        rows: `[S]` int64, the rows whose logits are computed.
 
     Returns:
         Logits `[S, vocab_size]`.
@@ -58,10 +58,10 @@ def run_packed(
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model that packed steps would run wrong or not at all.
+    """Refuses a model that packed steps would run incorrectly or not at all.
 
     Raises:
-        UnsupportedModel: says which property of the model is in the way.
+        UnsupportedModel: names the property that is not supported.
     """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
@@ -94,10 +94,10 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def max_context(config: PretrainedConfig) -> int | None:
-    """The longest context in tokens that the model's positions allow in packed steps; None where it states none.
+    """The longest context in tokens that the model's positions allow in packed steps; None if the config has no limit.
 
-    Rotary embeddings of type `longrope` and `dynamic` change their frequencies for a whole batch once one request
-    passes the original length, so requests from both sides must not meet in one step: that length is the limit.
+    Rotary embeddings of type `longrope` and `dynamic` change their frequencies for the whole batch once one request
+    exceeds the original length. Requests of both kinds must not share a step, so the original length is the limit.
     """
     config = config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
