@@ -119,7 +119,7 @@ def draw(graph: Mapping[str, set[str]]) -> str:
     # An arrow that passes a level has a place of its own there, so that it does not cross a box.
     paths = []
     for node in sorted(graph):
-        implied = {far for other in graph[node] for far in _reachable(graph, other)}
+        implied = {far for other in graph[node] for far in reachable(graph, other)}
         for target in sorted(graph[node] - implied):
             bends = [f"{node}|{target}|{passed}" for passed in range(row[node] + 1, row[target])]
             for passed, bend in enumerate(bends, row[node] + 1):
@@ -170,7 +170,7 @@ def _width(node: str) -> int:
     return 0 if "|" in node else 8 * len(_label(node)) + 14
 
 
-def _reachable(graph: Mapping[str, set[str]], node: str) -> set[str]:
+def reachable(graph: Mapping[str, set[str]], node: str) -> set[str]:
     """What `node` imports, at first hand or not."""
     seen: set[str] = set()
     todo = [node]

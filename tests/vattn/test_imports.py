@@ -56,6 +56,13 @@ def test_the_library_does_not_import_the_engine(graph):
     assert back == set()
 
 
+def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
+    reach = draw_imports.reachable
+    rooms = draw_imports.rooms(graph)
+    assert "vattn.packed" not in reach(rooms, "vattn.hf")
+    assert "vattn.hf" not in reach(rooms, "vattn.packed") | reach(rooms, "vattn.engine.llm")
+
+
 def test_only_public_names_are_imported_by_name():
     """The graph does not show such imports."""
     by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}
