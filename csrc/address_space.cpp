@@ -105,12 +105,6 @@ void AddressSpace::attach(Transaction& transaction, std::size_t slot, const Page
   push(transaction, slot, std::move(columns));
 }
 
-void AddressSpace::alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
-                         Access access) {
-  if (slot == source) throw std::logic_error("aliased a slot to itself");
-  attach(transaction, slot, pages(source, std::min(columns(slot), upto), upto), access);
-}
-
 void AddressSpace::shrink(Transaction& transaction, std::size_t slot, std::size_t count) {
   if (count > slots_.at(slot).columns.size()) throw std::logic_error("shrank a slot below nothing");
   remove(transaction, slot, columns(slot) - count, columns(slot));

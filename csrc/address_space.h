@@ -58,8 +58,6 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   void place(Transaction& transaction, std::size_t slot, std::size_t column);
   // Appends pages that somebody holds, as one range of columns.
   void attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access);
-  // Attaches columns [columns(slot), upto) of `source`: the same physical pages, at the same place in their slot.
-  void alias(Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto, Access access);
 
   // The pages of columns [from, to) of the slot.
   Pages pages(std::size_t slot, std::size_t from, std::size_t to) const;

@@ -27,14 +27,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vattn import packed
-from vattn.attention import Attention, Case, TorchSDPA
+from vattn.attention import Attention, Case
 from vattn.attention import get as get_attention
 from vattn.config import budget_bytes
 from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams, take_beams
 from vattn.engine.checks import LARGEST, checked_whole, number, whole
 from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
 from vattn.engine.kv.base import KVStats
-from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.model import optimize
 from vattn.engine.model.runner import Forward, ModelRunner
@@ -51,6 +51,7 @@ from vattn.engine.scheduling.static import StaticScheduler
 from vattn.engine.scheduling.swap import PreemptionMode, SwapSpace
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.integers import shown
+from vattn.quantised import KVCacheDtype
 from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -250,18 +251,11 @@ class LLM:
                     block_size if kv == "paged" else None,
                     shape.softcap,
                     shape.sinks,
+                    whole_layers=kv != "dynamic" and kv_cache_dtype == "auto",
                 )
                 for head_dim, v_head_dim in shape.head_dims
             ]
-            one_by_one = kv == "dynamic" or kv_cache_dtype != "auto"
-            if one_by_one and attention == "auto" and self.model.device.type == "cuda":
-                attention = "torch_sdpa"  # the others want a layer in one tensor
             kernel = get_attention(attention, *cases)
-            if kv_cache_dtype != "auto" and not isinstance(kernel, TorchSDPA):
-                raise ConfigError(
-                    f"the attention kernel {kernel.name!r} takes a layer as it is stored, and cannot read "
-                    f"kv_cache_dtype={kv_cache_dtype!r}; use attention='torch_sdpa', or kv_cache_dtype='auto'"
-                )
             self.kv = make_backend(
                 kv,
                 shape,

@@ -9,6 +9,7 @@ k[reqid, :1000] = ...               # plain memory, for any kernel
 vattn.free_reqid(reqid)             # parked, not unmapped
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from vattn import attention
@@ -38,10 +39,13 @@ from vattn.prefix import Admission
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 
 if TYPE_CHECKING:
+    from vattn.engine import LLM, AsyncEngine, SamplingParams
     from vattn.hf import VirtualCache
 
 __all__ = [
+    "LLM",
     "Admission",
+    "AsyncEngine",
     "CacheClosed",
     "CacheStats",
     "CallStats",
@@ -59,6 +63,7 @@ __all__ = [
     "OutOfPages",
     "PagePool",
     "ProcessLimit",
+    "SamplingParams",
     "SlotPages",
     "StreamCapturing",
     "TensorGroup",
@@ -74,9 +79,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "VirtualCache":  # here, because it loads transformers
-        from vattn.hf import VirtualCache
+# Imported on first use, since they load transformers.
+_LAZY = {
+    "AsyncEngine": "vattn.engine",
+    "LLM": "vattn.engine",
+    "SamplingParams": "vattn.engine",
+    "VirtualCache": "vattn.hf",
+}
 
-        return VirtualCache
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'vattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY.keys())

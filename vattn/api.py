@@ -8,30 +8,80 @@ vattn.free_reqid(reqid)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
 
 from vattn.cache import KVCache, Lengths
 from vattn.config import KVConfig
-from vattn.drivers import Stream
+from vattn.drivers import Guard, Stream
 from vattn.errors import VattnError
+from vattn.groups import TensorGroup
+from vattn.layout import KVOrder, LayoutName
 from vattn.memory.pool import PagePool
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _default: KVCache | None = None
 
 
-def init(*, pool: PagePool | None = None, **options: Any) -> KVCache:
-    """Makes a cache and lets the module's functions act on it. One made before goes on working by its own methods.
+def _check_names(call: Callable[P, R]) -> Callable[P, R]:
+    """Reports keywords that are unknown or missing as a ConfigError, where Python would raise a TypeError."""
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        KVConfig.check_names([name for name in options if name != "pool"])
+        return call(*args, **options)
+
+    return checked
+
+
+@_check_names
+def init(
+    *,
+    max_batch_size: int,
+    max_context_len: int,
+    num_layers: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    v_head_dim: int | None = None,
+    sliding_window: int | None = None,
+    groups: Sequence[TensorGroup] | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    memory_budget: int | str = "auto",
+    memory_utilization: float | Literal["auto"] = "auto",
+    page_size: int | Literal["auto"] = "auto",
+    layout: LayoutName | Literal["auto"] = "auto",
+    kv_order: KVOrder | Literal["auto"] = "auto",
+    block_tokens: int | None = None,
+    guard_rows: int = 0,
+    guard: Guard = "zero",
+    overlap: bool = True,
+    deferred_reclamation: bool = True,
+    eager_pages: int = 1,
+    zero_on_free: bool = False,
+    watermark: float = 0.1,
+    pool: PagePool | None = None,
+) -> KVCache:
+    """Makes a cache and lets the functions of this module act on it. Caches made before keep working by their methods.
+
+    All keywords but `pool` are the attributes of `vattn.KVConfig`, which describes them. Required are `max_batch_size`,
+    `max_context_len`, and either `num_layers`, `num_kv_heads`, `head_dim` and `dtype` or `groups`.
 
     Args:
-        pool: physical pages to share with other caches.
-        **options: the attributes of `vattn.KVConfig`.
+        pool: physical pages to share with other caches; by default a pool of the cache's own.
 
     Raises:
         ConfigError: for options that are unknown, missing, contradictory, or do not fit.
     """
     global _default
-    _default = KVCache(KVConfig.from_options(**options), pool=pool)
+    options = dict(locals())
+    del options["pool"]
+    _default = KVCache(KVConfig(**options), pool=pool)
     return _default
 
 

@@ -627,7 +627,7 @@ class KVCache:
         state = "closed" if self._closed else f"{len(self._slots.length)} of {self.layout.slots} slots active"
         budget = format_bytes(self._ledger.budget * self.layout.page_size)
         return (
-            f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.block_tokens} tokens per page "
+            f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.page_tokens} tokens per page "
             f"of {format_bytes(self.layout.page_size)}, budget {budget}, "
             f"{format_bytes(self.layout.reserved_bytes)} reserved)"
         )

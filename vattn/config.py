@@ -1,8 +1,8 @@
-"""What a cache is asked to be (`KVConfig`), and what that comes to on this machine (`resolve`)."""
+"""The configuration of a cache (`KVConfig`), and its resolution to a layout and a budget here (`resolve`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -14,21 +14,21 @@ from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, chec
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
-# An automatic page size keeps to half of the kernel's mappings, and to blocks of at least this many tokens: below that,
-# calls to the driver cost more than the memory that they save.
+# An automatic page size uses at most half of the kernel's mappings and covers at least this many tokens: with smaller
+# pages, driver calls cost more than the memory that they save.
 _MIN_AUTO_BLOCK_TOKENS = 64
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
-# Rows before a window that kernels read: on CUDA the rest of a tile of keys, of which the longest have 256.
+# Rows before a window that kernels read: on CUDA the rest of a tile of up to 256 keys.
 _WINDOW_GUARD = {"cpu": 0, "cuda": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """What a cache holds, where, and how it behaves.
+    """The contents, location and behaviour of a cache.
 
-    What a token takes is said either by `num_layers`, `num_kv_heads` and `head_dim`, for layers that are alike, or by
+    The shape of a token is given either by `num_layers`, `num_kv_heads` and `head_dim`, if all layers are alike, or by
     `groups`.
 
     Attributes:
@@ -36,36 +36,37 @@ class KVConfig:
         num_kv_heads: K/V heads of each.
         head_dim: elements of a K head (and of a V head, unless `v_head_dim` says otherwise).
         v_head_dim: elements of a V head, where it differs. 0: layers store K only, one latent say.
-        sliding_window: a query sees this many tokens, its own included, and memory behind them is given back.
-        groups: layers that differ: in heads, sizes, element type or window.
+        sliding_window: tokens that a query sees, its own included; memory behind them is given back.
+        groups: layers that differ in heads, head sizes, element type or window.
         dtype: element type, as torch has it or by name: float32, bfloat16, float16, or an 8-bit type.
-        max_batch_size: slots, so requests at a time.
-        max_context_len: tokens that a slot can grow to. Only address space depends on it.
-        device: where the tensors live: "cpu", "cuda" (torch's current GPU) or "cuda:1".
-        memory_budget: physical memory that may be mapped: bytes, or text such as "4GiB"; never more than all slots at
-            full length need. "auto" is a share of what the device has free when the cache is made: make it after the
-            model is loaded. With a given pool, "auto" is the pool's budget.
-        memory_utilization: that share, over 0 and up to 1; what it leaves is for the model's activations. "auto" is 0.9
-            on CUDA, and 0.5 on the host, whose memory others use as well.
-        page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest of at
-            least 64 tokens with which the budget cannot exhaust the kernel's table of mappings. On CUDA a multiple of
-            the device's granularity (2 MiB), which is what "auto" takes.
-        layout: "layer" (a K and a V tensor per layer), "sliced" (one K and one V tensor for all layers), "fused" (one
-            tensor), in the order of falling tokens per page. "auto" takes the first in which the budget gives every
+        max_batch_size: number of slots, and so of concurrent requests.
+        max_context_len: most tokens of a slot. Only address space depends on it.
+        device: device of the tensors: "cpu", "cuda" (torch's current GPU) or "cuda:1".
+        memory_budget: physical memory that may be mapped, in bytes or as text such as "4GiB"; at most what all slots
+            need at full length. "auto" is a share of the device's free memory when the cache is made, so make it after
+            loading the model. With a given pool, "auto" is the pool's budget.
+        memory_utilization: that share, over 0 and up to 1; the rest is for the model's activations. "auto" is 0.9 on
+            CUDA and 0.5 on the host, whose memory is shared with other programs.
+        page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest that
+            covers at least 64 tokens and with which the budget cannot exhaust the kernel's table of mappings. On CUDA a
+            multiple of the device's granularity (2 MiB), which "auto" takes.
+        layout: "layer" (a K and a V tensor per layer), "sliced" (a K and a V tensor for all layers) or "fused" (one
+            tensor), in descending order of tokens per page. "auto" takes the first with which the budget gives every
             slot a token block.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
-            on the CPU, where it is what attention reads fastest, and NHD on CUDA, as its kernels are written for.
-        block_tokens: instead of a layout, the most tokens that a page may cover; with a fixed page size this chooses
-            the layout, with a fixed layout the page size.
+            on the CPU, where attention reads it fastest, and NHD on CUDA, whose kernels expect it.
+        block_tokens: most tokens that a page may cover. With a fixed page size it determines the layout, with a fixed
+            layout the page size.
         guard_rows: rows past a slot's length that a kernel reads without using them; they are backed and finite.
-        guard: what other reads past the mapped pages see on the host: "zero", zeros; "strict", a fault. On CUDA
-            they are an error of the kernel, whatever is chosen.
-        overlap: map what the next step needs while this one computes.
-        deferred_reclamation: leave a finished request's pages mapped, for the next request in that slot.
-        eager_pages: pages per run that one idle slot has mapped ahead of the next request. 0: none.
-        zero_on_free: zero the pages that a request gives up before anybody else gets them; docs/security.md says what
-            that covers and costs. Of a finished request only cached token blocks are left mapped then.
-        watermark: share of the budget below which free pages are replenished from finished requests. 0: only on demand.
+        guard: effect of other reads past the mapped pages on the host: "zero" returns zeros, "strict" faults. On CUDA
+            such a read is always an error of the kernel.
+        overlap: map the pages for the next step while this one computes.
+        deferred_reclamation: leave a finished request's pages mapped for the next request in that slot.
+        eager_pages: pages per run mapped ahead in one idle slot for the next request; 0 for none.
+        zero_on_free: zero the pages of a request before another one gets them; docs/security.md describes scope and
+            cost. Of a finished request, only cached token blocks then stay mapped.
+        watermark: share of the budget below which free pages are replenished from finished requests; 0 for only on
+            demand.
     """
 
     max_batch_size: int
@@ -124,7 +125,7 @@ class KVConfig:
         if self.page_size != "auto":
             self._check_int("page_size", at_least=1, at_most=2**40)
             if drivers.parse(self.device).type == "cpu":
-                drivers.check_page_size(self.page_size)
+                drivers.find(self.device).check_page_size(self.page_size)
         drivers.parse(self.device)
         if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
             raise ConfigError(
@@ -135,18 +136,23 @@ class KVConfig:
     @classmethod
     def from_options(cls, **options: Any) -> KVConfig:
         """A config from keywords, with a ConfigError instead of a TypeError for unknown or missing ones."""
-        known = {field.name: field for field in fields(cls)}
-        unknown = [name for name in options if name not in known]
+        cls.check_names(options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, names: Collection[str]) -> None:
+        """Raises ConfigError for names that are not options, or if a required one is missing."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in names if name not in known]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
-        missing = [name for name in ("max_batch_size", "max_context_len") if name not in options]
+        missing = [name for name in ("max_batch_size", "max_context_len") if name not in names]
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be given")
-        return cls(**options)
 
     @property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:
-        """The layers by groups, with their element types; one group where they are alike."""
+        """The tensor groups, with their element types; one group if all layers are alike."""
         plain = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window")
         if self.groups is None:
             missing = [name for name in (*plain[:3], "dtype") if getattr(self, name) is None]
@@ -190,7 +196,7 @@ class KVConfig:
 
 
 def default_kv_order(device: str | torch.device) -> KVOrder:
-    """What `kv_order="auto"` comes to on `device`."""
+    """The order that `kv_order="auto"` selects on `device`."""
     return _AUTO_KV_ORDER[drivers.parse(device).type]
 
 
@@ -210,10 +216,10 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
 def budget_bytes(
     memory_budget: int | str, device: str | torch.device, memory_utilization: float | Literal["auto"] = "auto"
 ) -> int:
-    """A budget in bytes, as `KVConfig.memory_budget` is given; "auto" is measured now.
+    """The bytes of a `KVConfig.memory_budget`; "auto" is measured now.
 
     Raises:
-        ConfigError: for text that is no size, or a device without a driver.
+        ConfigError: the budget is not a size, or the device has no driver.
         DriverError: CUDA cannot use the device.
     """
     if memory_budget != "auto":
@@ -226,17 +232,17 @@ def budget_bytes(
 def resolve(
     config: KVConfig, *, pool_page_size: int | None = None, pool_budget: int | None = None
 ) -> tuple[Layout, int]:
-    """Chooses what the config leaves open.
+    """Resolves the options that are "auto".
 
     Args:
-        pool_page_size: the page size of a given pool, which then decides.
-        pool_budget: bytes of a given pool, which an automatic budget then is.
+        pool_page_size: page size of a given pool, which the cache has to use.
+        pool_budget: bytes of a given pool, to which an automatic budget resolves.
 
     Returns:
-        The geometry, and the budget in pages (what the config allows; a given pool may allow less).
+        The layout, and the budget of the config in pages, of which a given pool may have fewer.
 
     Raises:
-        ConfigError: if no choice fits, saying what would, or if the device has no driver here.
+        ConfigError: no choice fits (the message says what would), or the device has no driver here.
         DriverError: CUDA cannot use the device.
     """
     device = drivers.find(config.device)
@@ -257,19 +263,19 @@ def resolve(
     else:
         sizes = list(device.page_sizes)
 
-    # One after the other, as a layout takes longer than all else here and the first usually will do.
+    # Lazily, as building a layout is the slowest part and the first one usually fits.
     candidates: Iterable[Layout] = (build_layout(config, name, size) for name in names for size in sizes)
     if config.block_tokens is not None:
         candidates = list(candidates)
-        fine = [c for c in candidates if c.block_tokens <= config.block_tokens]
+        fine = [c for c in candidates if c.page_tokens <= config.block_tokens]
         if not fine:
-            best = min(candidates, key=lambda c: c.block_tokens)
+            best = min(candidates, key=lambda c: c.page_tokens)
             raise ConfigError(
-                f"block_tokens={config.block_tokens} is not possible: the finest here is {best.block_tokens} tokens "
+                f"block_tokens={config.block_tokens} is not possible: the finest here is {best.page_tokens} tokens "
                 f"(layout={best.name!r}, page_size={best.page_size})"
             )
-        coarsest = max(c.block_tokens for c in fine)
-        candidates = [c for c in fine if c.block_tokens == coarsest]
+        coarsest = max(c.page_tokens for c in fine)
+        candidates = [c for c in fine if c.page_tokens == coarsest]
 
     def pages(candidate: Layout) -> int:
         slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
@@ -278,12 +284,12 @@ def resolve(
     mapping_limit = device.mapping_limit()
 
     def comfortable(candidate: Layout) -> bool:
-        # A page that has no neighbour costs a mapping of its own, and so does the rest of every run.
+        # A page without a neighbour takes a mapping of its own, and so does the rest of every run.
         mappings = pages(candidate) + candidate.lanes * candidate.slots
         return (
             (mapping_limit is None or mappings <= mapping_limit // 2)
             and pages(candidate) >= candidate.pages(1) * candidate.slots
-            and (len(sizes) == 1 or config.block_tokens is not None or candidate.block_tokens >= _MIN_AUTO_BLOCK_TOKENS)
+            and (len(sizes) == 1 or config.block_tokens is not None or candidate.page_tokens >= _MIN_AUTO_BLOCK_TOKENS)
         )
 
     tried = []

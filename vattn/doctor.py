@@ -1,4 +1,4 @@
-"""`vattn doctor`: what drivers, devices, kernels and limits this machine has."""
+"""`vattn doctor`: a report on the drivers, devices, kernels and limits of this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from importlib import metadata
 
 import torch
 
-from vattn import _native
+from vattn import _native, attention
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
 
 
 def doctor() -> str:
-    """What drivers, devices, kernels and limits this machine has, as text for people."""
+    """A report on the drivers, devices, kernels and limits of this machine, as text."""
+    machine = host.HostDevice()
     usage = _native.host_usage()
     with open("/proc/self/maps") as maps:
         mappings = sum(1 for _ in maps)
@@ -29,12 +30,12 @@ def doctor() -> str:
         *_cuda_driver(),
         "devices",
         f"  cpu    {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
-        f"{format_bytes(host.available_memory())} available",
+        f"{format_bytes(machine.available_memory())} available",
         *_cuda_devices(),
         "kernels",
-        *(f"  {line}" for line in _kernels()),
+        *(f"  {line}" for line in attention.describe()),
         "limits",
-        f"  mappings per process  {host.max_mappings()} (vm.max_map_count), {mappings} in use; "
+        f"  mappings per process  {machine.mapping_limit()} (vm.max_map_count), {mappings} in use; "
         "one per page that is not next to its neighbour",
         f"  largest reservation   {_largest_reservation()}",
     ]
@@ -73,14 +74,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _kernels() -> list[str]:
-    from vattn import attention
-
-    return attention.describe()
-
-
 def _largest_reservation() -> str:
-    """Tries reservations, from large to small, and gives each back at once."""
+    """The largest power of two that can be reserved, found by trial."""
     driver = host.HostDevice().open(host.MAX_PAGE_SIZE)
     pool = _native.PagePool(host.MAX_PAGE_SIZE, 1)
     for power in range(47, 30, -1):

@@ -1,4 +1,4 @@
-"""Tensor groups: layers that store the same per token, for as long."""
+"""Tensor groups: layers with the same K and V shapes per token and the same window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from vattn.errors import ConfigError
 from vattn.integers import as_int, shown
 
-# More than any model and machine has, and few enough that nothing is computed or reserved for a slip of the keyboard.
+# More than any model or machine has, and few enough that a typing error does not compute or reserve for long.
 MOST_LAYERS = MOST_SLOTS = 2**16
 MOST_HEADS = 2**20  # also elements of a head
 MOST_TOKENS = 2**32
@@ -33,8 +33,7 @@ class TensorGroup:
         head_dim: elements of a K head (and of a V head, unless `v_head_dim` says otherwise).
         v_head_dim: elements of a V head, where it differs. 0: these layers store K only, one latent say.
         dtype: element type, as torch has it or by name; by default the cache's.
-        sliding_window: a query sees this many tokens, its own included, and memory behind them is given back; None for
-            all.
+        sliding_window: tokens that a query sees, its own included; memory behind them is given back. None for all.
     """
 
     layers: Iterable[int]
@@ -71,13 +70,13 @@ class TensorGroup:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """`layers`, as numbers."""
+        """`layers` as a tuple of numbers."""
         assert isinstance(self.layers, tuple)
         return self.layers
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it; of a group that has one."""
+        """`dtype` as a torch.dtype; the group must have one."""
         assert isinstance(self.dtype, torch.dtype)
         return self.dtype
 
@@ -88,10 +87,10 @@ class TensorGroup:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """An element type that a cache can have.
+    """An element type that a cache supports, from a torch.dtype or its name.
 
     Raises:
-        ConfigError: another one.
+        ConfigError: it is not supported.
     """
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
@@ -105,7 +104,7 @@ def check_int(name: str, value: object, *, at_least: int, at_most: int) -> int:
     """A whole number as an `int`.
 
     Raises:
-        ConfigError: it is none, or too small or large a one.
+        ConfigError: it is not a whole number, or out of range.
     """
     try:
         number = as_int(value)

@@ -1,7 +1,7 @@
-"""Whole numbers that come from outside: the one place where they become Python's own.
+"""Conversion of whole numbers from callers to `int`.
 
-A NumPy or torch integer stays what it is when it is stored: arithmetic on a narrow one overflows without a word, and a
-tensor may change later.
+NumPy and torch integers are not stored as they are: arithmetic on narrow ones overflows silently, and a tensor may
+change later.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import operator
 
 
 def as_int(value: object) -> int:
-    """`value` as a plain `int`, where it is a whole number: an `int`, a NumPy or torch integer, any `__index__`.
+    """`value` as a plain `int`: from an `int`, a NumPy or torch integer, or any object with `__index__`.
 
     Raises:
-        TypeError: it is none: a float, a bool, text, None.
+        TypeError: it is not a whole number, but a float, a bool, text or None, for example.
     """
     if type(value) is int:
         return value
@@ -26,7 +26,7 @@ def as_int(value: object) -> int:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message: short, whatever it is."""
+    """A short representation of any value for error messages."""
     if isinstance(value, int) and value.bit_length() > 10_000:  # repr refuses them
         return f"an integer of {value.bit_length()} bits"
     try:

@@ -1,8 +1,8 @@
-"""How a slot's tokens lie in memory: pure arithmetic, no memory is touched here.
+"""The geometry of slots in memory: pure arithmetic, which touches no memory.
 
-One formula serves every layout. A slot of a virtual tensor is a number of *runs*; a run is one row per token, the rows
-adjacent, padded to whole pages and rows. What a row holds is what the layouts differ in (N layers, H heads, D the size
-of a head):
+One formula serves every layout. A slot of a virtual tensor consists of *runs*; a run is a sequence of rows, one per
+token, padded to whole pages and rows. The layouts differ in the contents of a row (N layers, H heads, D the size of a
+head):
 
     layout   kv_order  virtual tensors  runs per slot  a row holds
     layer    NHD       2 N              1              H x D
@@ -12,10 +12,10 @@ of a head):
     fused    NHD       1                1              N x (K: H x D, V: H x D)
     fused    HND       1                H              N x (K: D, V: D)
 
-The longer the row, the fewer tokens a page covers: finer blocks, at the price of wider strides between tokens.
+The longer the row, the fewer tokens a page covers: blocks are finer, and strides between tokens wider.
 
-Layers that differ are in tensor groups, each with virtual tensors of its own in the same layout (N its layers, H its
-heads). Groups with the same window form a *band*: what they back of a slot is the same range of tokens.
+Layers that differ are in tensor groups, each with its own virtual tensors in the same layout (N its layers, H its
+heads). Groups with the same window form a *band*: they back the same range of tokens of a slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorKind:
     """Virtual tensors of equal shape, which grow together.
 
     Attributes:
-        tensors: how many there are.
+        tensors: their number.
         runs: runs per slot.
         row_bytes: bytes of one token in a run.
         run_pages: pages of a run, a whole number of rows.
@@ -56,11 +56,11 @@ class TensorKind:
 
     @property
     def lanes(self) -> int:
-        """Pages in a column: one per run of every tensor; they back the same tokens of a slot."""
+        """Pages in a column, one per run of every tensor, which back the same tokens of a slot."""
         return self.tensors * self.runs
 
     @property
-    def block_tokens(self) -> int:
+    def page_tokens(self) -> int:
         """Whole tokens that one page covers; 0 where a token is larger than a page."""
         return self.page_size // self.row_bytes
 
@@ -78,10 +78,11 @@ class Band:
     """Kinds that back the same range of a slot's tokens: all of them, or those in a window.
 
     Attributes:
-        window: tokens that stay backed before the one that is computed next, that one included; None for all.
-        kinds: one per group, or two where the rows of its K and of its V differ in size.
+        window: tokens that stay backed up to and including the next one to be computed; None for all.
+        kinds: one per group, or two if the rows of its K and its V differ in size.
         token_bytes: bytes of a token in all of its layers.
-        block_tokens: tokens that slots share, or that leave a window, at a time: they fill whole pages of every kind.
+        block_tokens: tokens of a block, the unit in which slots share memory and windows give it back: the fewest that
+            fill whole pages of every kind.
     """
 
     window: int | None
@@ -96,12 +97,12 @@ class Band:
         return max(0, start - self.window + 1) // self.block_tokens * self.block_tokens
 
     def pages(self, tokens: int, start: int = 0) -> int:
-        """Pages that back tokens `[0, tokens)` of one slot, without blocks that queries from `start` on do not see."""
+        """Pages that back tokens `[0, tokens)` of a slot, without blocks that no query from `start` on sees."""
         floor = self.floor(start)
         return sum(kind.lanes * max(0, kind.columns(tokens) - kind.columns(floor)) for kind in self.kinds)
 
     def most_pages(self, tokens: int, chunk: int = 1) -> int:
-        """The most pages that `tokens` tokens of one slot take while they come up to `chunk` at a time."""
+        """The most pages that a slot takes while it grows to `tokens` tokens, by up to `chunk` at a time."""
         return self.pages(tokens if self.window is None else min(tokens, self.window + self.block_tokens + chunk - 2))
 
     def first_live(self, length: int, start: int) -> int:
@@ -113,7 +114,7 @@ class Band:
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where one layer's K (or V) lies in its virtual tensor, in elements of type `dtype`.
+    """The location of a layer's K or V in its virtual tensor, in elements of type `dtype`.
 
     The view is `[max_batch_size, max_context_len, heads, head_dim]` over tensor `tensor` of kind `kind`.
     """
@@ -132,8 +133,8 @@ class Layout:
     """The geometry of a cache.
 
     Attributes:
-        bands: the kinds of virtual tensors, by what they back.
-        views: K and V of every layer that has them, in their order; `TensorView.kind` counts through all bands.
+        bands: the kinds of virtual tensors, by the range of tokens that they back.
+        views: K and V by layer, in order of the layers; `TensorView.kind` is an index into `kinds`.
     """
 
     name: LayoutName
@@ -149,9 +150,9 @@ class Layout:
         return tuple(kind for band in self.bands for kind in band.kinds)
 
     @property
-    def block_tokens(self) -> int:
-        """Whole tokens that a page covers in the virtual tensor with the longest rows."""
-        return min(kind.block_tokens for kind in self.kinds)
+    def page_tokens(self) -> int:
+        """Whole tokens that a page of the virtual tensor with the longest rows covers."""
+        return min(kind.page_tokens for kind in self.kinds)
 
     @property
     def bytes_per_token(self) -> int:
@@ -165,25 +166,25 @@ class Layout:
 
     @property
     def reserved_bytes(self) -> int:
-        """Address space, in bytes."""
+        """Bytes of address space."""
         return self.slots * sum(kind.lanes * kind.run_pages * self.page_size for kind in self.kinds)
 
     def pages(self, tokens: int, start: int = 0) -> int:
-        """Pages that back tokens `[0, tokens)` of one slot, without blocks that queries from `start` on do not see."""
+        """Pages that back tokens `[0, tokens)` of a slot, without blocks that no query from `start` on sees."""
         return sum(band.pages(tokens, start) for band in self.bands)
 
     def most_pages(self, tokens: int, chunk: int = 1) -> int:
-        """The most pages that `tokens` tokens of one slot take while they come up to `chunk` at a time."""
+        """The most pages that a slot takes while it grows to `tokens` tokens, by up to `chunk` at a time."""
         return sum(band.most_pages(tokens, chunk) for band in self.bands)
 
     def most_tokens(self, pages: int, limit: int) -> int:
-        """Tokens of one slot, up to `limit`, that come one by one into `pages` pages."""
+        """The most tokens, up to `limit`, to which a slot can grow one by one within `pages` pages."""
         return bisect.bisect_right(range(limit + 1), pages, key=self.most_pages) - 1
 
     @property
     def worst_waste(self) -> int:
-        """Bytes that a request can hold without using them: a last page of every lane with one token in it, and before
-        a window a block but for one token.
+        """Most bytes that a request can hold unused: a last page with a single token in every lane, and all but one
+        token of a block before a window.
         """
         ends = sum(kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) for kind in self.kinds)
         return ends + sum((band.block_tokens - 1) * band.token_bytes for band in self.bands if band.window is not None)

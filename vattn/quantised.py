@@ -1,42 +1,62 @@
 """Keys and values in 8 bits: codes with a scale per token and head.
 
-A row of a head is stored as whole numbers from -127 to 127, and as what they are multiples of: its largest magnitude
-over 127, in the model's element type (float32 for float16, whose range is too small for it). Codes are in tensor groups
-like those of the values they stand for. Scales are in groups of their own element type, one per window, as every token
-block has to back both; and as one layer with a row for the scales of all, since rows of a few bytes would make a page,
-and with it every block, cover thousands of tokens.
+A head's row is stored as integer codes from -127 to 127 and a scale, the row's largest magnitude over 127. The scale
+has the model's element type, or float32 for float16, whose range is too small. Codes are in tensor groups shaped like
+those of the original values. Scales are in tensor groups of their own element type, one per window, since a token block
+has to back codes and scales alike. Such a group is a single layer whose rows hold the scales of all layers: with a row
+of a few bytes per layer, a page, and so a block, would cover thousands of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vattn.groups import TensorGroup
 
+# "auto" stores keys and values as computed, "int8" codes and scales.
+KVCacheDtype = Literal["auto", "int8"]
+
 _LARGEST = 127
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Where the scales of a layer are: columns of the only head of layer `layer`, a key's first, then a value's."""
+    """The location of a layer's scales: columns `keys` and `values` of the only head of layer `layer`.
+
+    Values without elements have no columns.
+    """
 
     layer: int
     keys: slice
     values: slice
 
+    def views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of keys and of values, shaped like heads of one element.
+
+        Args:
+            stored: layer `layer`, `[slots, max_context_len, 1, columns]`.
+
+        Returns:
+            Views `[slots, max_context_len, num_kv_heads, 1]`; `[..., 0]` for values without elements.
+        """
+        columns = stored[:, :, 0, :, None]
+        keys = columns[:, :, self.keys]
+        return keys, columns[:, :, self.values] if self.values.start < self.values.stop else keys[..., :0]
+
 
 def quantised_groups(groups: Sequence[TensorGroup], dtype: torch.dtype) -> tuple[list[TensorGroup], dict[int, Scales]]:
-    """Groups that hold the codes and the scales of `groups`, and where the scales of each of their layers are.
+    """Tensor groups for the codes and the scales of `groups`, and the location of each layer's scales.
 
     Args:
-        dtype: of the values.
+        dtype: element type before quantisation.
 
     Returns:
-        The groups, of which those of scales have layer indices above all others, and no values.
+        The groups; those of scales have K only, and layer indices above all others. And the locations by layer.
     """
     codes = [replace(group, dtype=torch.int8) for group in groups]
     places: dict[int, Scales] = {}
@@ -70,23 +90,23 @@ def quantised_groups(groups: Sequence[TensorGroup], dtype: torch.dtype) -> tuple
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes int8 of `rows` `[..., head_dim]`, and their scales `[..., 1]`.
 
-    A row with an element that is not finite comes back as NaN, which is noticed where the row is used.
+    A row with an element that is not finite is dequantised to NaN.
     """
     dtype = _scale_dtype(rows.dtype)
     if not rows.shape[-1]:
         return rows.to(torch.int8), rows.to(dtype)
     exact = rows.float()
     scales = (exact.abs().amax(dim=-1, keepdim=True) / _LARGEST).to(dtype).clamp_min(torch.finfo(dtype).tiny)
-    # The scale is rounded, so that the largest can be a little over.
+    # The scale is rounded, so the largest code can exceed 127 slightly.
     codes = (exact / scales.float()).round_().clamp_(-_LARGEST, _LARGEST)
     return codes.to(torch.int8), scales
 
 
 def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """What codes `[..., head_dim]` and scales `[..., 1]` stand for, in `out`, of the type that was quantised.
+    """Writes codes `[..., head_dim]` times scales `[..., 1]` to `out`, which has the original element type.
 
-    Two passes: measured over 2048 rows of 8 heads of 128 in float32, 244 us, where a product of both types takes 378
-    with an `out`, and 8200 without.
+    Two passes take 244 us for 2048 rows of 8 heads of 128 in float32; a product of both types takes 378 us with `out`
+    and 8200 us without.
     """
     return out.copy_(codes).mul_(scales)
 

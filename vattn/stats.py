@@ -1,4 +1,4 @@
-"""What a cache holds and has done, as plain data."""
+"""Statistics of a cache as plain data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class CacheStats:
     Attributes:
         page_size: bytes of a page.
         budget_pages: the most that may be mapped.
-        owned_pages: that running requests have; shared ones count once.
-        parked_pages: still mapped, for no request, and in no cached token block.
-        cached_pages: of cached token blocks that no running request uses; they need not be mapped.
-        shared_pages: that several running requests have: a part of the owned ones.
-        other_pages: held by other caches on the same pool.
-        free_pages: held by nobody.
-        created_pages: pages that exist, free ones kept for the next use included: physical memory of the pool.
-        peak_mapped_pages: most pages that were owned, parked and cached at once.
+        owned_pages: pages of running requests; shared ones count once.
+        parked_pages: pages still mapped for no request, and in no cached token block.
+        cached_pages: pages of cached token blocks that no running request uses; they need not be mapped.
+        shared_pages: owned pages that several running requests share.
+        other_pages: pages of other caches on the same pool.
+        free_pages: pages that nobody holds.
+        created_pages: physical pages of the pool, including free ones kept for reuse.
+        peak_mapped_pages: peak of owned, parked and cached pages together.
         reserved_bytes: address space of the virtual tensors.
         live_tokens: tokens in the running slots, as last given to `step`.
         live_bytes: bytes of K and V of those tokens; shared ones count once.
-        query_tokens: tokens of all prompts that were admitted.
-        hit_tokens: those of them that were in the prefix cache.
+        query_tokens: tokens of all admitted prompts.
+        hit_tokens: those found in the prefix cache.
         kernel_mappings: entries in the kernel's table of mappings, of all caches in the process (host driver).
         calls: driver calls by CUDA's names, of the whole pool.
         steps: calls of `step`.
-        step_seconds: time spent in them.
-        waits: times that a step waited for the driver.
+        step_seconds: time spent in `step`.
+        waits: number of times that a step waited for the driver.
         wait_seconds: time spent waiting.
-        failures: transactions of the pool that a driver call failed, and that were taken back.
+        failures: transactions of the pool that were rolled back because a driver call failed.
     """
 
     page_size: int
@@ -69,12 +69,12 @@ class CacheStats:
 
     @property
     def mapped_pages(self) -> int:
-        """Pages that this cache holds: nearly all of them mapped under its slots."""
+        """Pages that this cache holds, nearly all of them mapped."""
         return self.owned_pages + self.parked_pages + self.cached_pages
 
     @property
     def mapped_bytes(self) -> int:
-        """The same in bytes."""
+        """`mapped_pages` in bytes."""
         return self.mapped_pages * self.page_size
 
     @property
@@ -84,7 +84,7 @@ class CacheStats:
 
     @property
     def parked_bytes(self) -> int:
-        """Bytes mapped under slots that no request has."""
+        """Bytes mapped under slots without a request."""
         return self.parked_pages * self.page_size
 
     @property
@@ -104,7 +104,7 @@ class CacheStats:
 
     @property
     def peak_mapped_bytes(self) -> int:
-        """Most bytes that were mapped at once."""
+        """Peak of mapped bytes."""
         return self.peak_mapped_pages * self.page_size
 
     @property
@@ -115,13 +115,13 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits a cache's budget; as text, for people.
+    """The requests and tokens that fit a cache's budget; `str` gives a sentence.
 
     Attributes:
         budget_bytes: the budget.
-        requests: most requests at a time: slots that can have their first token block together.
-        tokens: most tokens at a time, in the fewest requests.
-        longest_context: most tokens of a request that is alone.
+        requests: most concurrent requests: slots that can have their first token block at the same time.
+        tokens: most tokens at a time, in as few requests as possible.
+        longest_context: most tokens of a single request that runs alone.
     """
 
     budget_bytes: int
@@ -142,7 +142,7 @@ class SlotPages:
 
     Attributes:
         reqid: the slot.
-        active: a request has it; otherwise what is mapped is parked.
+        active: whether a request holds it; otherwise its mapped pages are parked.
         length: live tokens.
         mapped: tokens that are backed.
         pages: pages mapped.

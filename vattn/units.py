@@ -19,10 +19,10 @@ def parse_bytes(value: int | str, what: str) -> int:
     """A size in bytes from a number or text such as `"4GiB"`, `"512 MiB"`, `"1.5G"` (K, M, G, T are binary, KB 1000).
 
     Args:
-        what: names the value in the error.
+        what: name of the value in error messages.
 
     Raises:
-        ConfigError: if it is no such text or number, not positive, or beyond 64 bits.
+        ConfigError: it is not a size, not positive, or over 1 PiB.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", value)

@@ -74,7 +74,7 @@ def run(quick: bool) -> Report:
         for size in page_sizes:
             virtual = make("virtual", page_size=size)
             assert isinstance(virtual, VirtualKV)
-            backends["virtual", virtual.cache.layout.block_tokens] = virtual
+            backends["virtual", virtual.cache.layout.page_tokens] = virtual
         steps = {
             key: DecodeLoop(model, kv, batch=_BATCH, length=context, max_length=context + calls).attention_steps(calls)
             for key, kv in backends.items()

@@ -64,7 +64,7 @@ def run(quick: bool) -> Report:
                 }
             )
         geometry = repr(virtual.cache)
-        virtual_block = layout.block_tokens
+        virtual_block = layout.page_tokens
 
     used = [int(row["blocks"]) for row in figures]
     return Report(

@@ -107,13 +107,13 @@ def run(quick: bool) -> Report:
                 geometries[name, order, page_size] = geometry
                 held = {trace: sum(map(geometry.pages, ns)) * page_size for trace, ns in lengths.items()}
                 backend = f"virtual, {name}"
-                figures.append(row(backend, order, page_size, geometry.block_tokens, geometry.worst_waste, held))
+                figures.append(row(backend, order, page_size, geometry.page_tokens, geometry.worst_waste, held))
 
     def table_8(name: str, page_size: int, block_tokens: int, waste_mib: int) -> list[Goal]:
         geometry = geometries[name, "NHD", page_size]
         what = f"{name}, NHD, {page_size // 1024} KiB pages"
         return [
-            Goal(f"block tokens: {what}", geometry.block_tokens, "==", block_tokens),
+            Goal(f"block tokens: {what}", geometry.page_tokens, "==", block_tokens),
             Goal(f"worst waste in MiB per request: {what}", geometry.worst_waste / _MIB, "<=", waste_mib),
         ]
 

@@ -73,7 +73,7 @@ def run(quick: bool) -> Report:
                     eager_pages=0,
                 )
                 backends[threads, mode] = stack.enter_context(closing(VirtualKV(config)))
-        block_tokens = next(iter(backends.values())).cache.layout.block_tokens
+        block_tokens = next(iter(backends.values())).cache.layout.page_tokens
         # Turns begin and end in the middle of a block, far from the iterations that are looked for.
         start = block_tokens // 2
         most = start + (blocks + 1) * block_tokens

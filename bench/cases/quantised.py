@@ -26,7 +26,8 @@ from bench.harness.timing import interleave
 from demo.prompts import prompts
 from vattn import packed
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.make import make_backend
+from vattn.quantised import KVCacheDtype
 
 ABOUT = "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step"
 

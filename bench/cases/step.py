@@ -67,7 +67,7 @@ def run(quick: bool) -> Report:
             "max_context_len": _MAX_CONTEXT,
             "page_size": _PAGE_SIZE,
             "bytes_per_token": 32,
-            "block_tokens": caches[contexts[0]].layout.block_tokens,
+            "block_tokens": caches[contexts[0]].layout.page_tokens,
             "block_size": _BLOCK_SIZE,
             "calls": rounds,
         },

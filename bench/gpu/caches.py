@@ -9,7 +9,7 @@ from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, random
 from bench.gpu.static import StaticKV
 from vattn import KVConfig
-from vattn.attention import Blocks, Slots
+from vattn.attention import Blocks, Contiguous
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.virtual import VirtualKV
@@ -74,7 +74,7 @@ def fill(kv: KVBackend, lengths: Sequence[int], layers: int) -> list[int]:
             if isinstance(stored, Blocks):
                 side.copy_(rows[: side.shape[1]].expand_as(side))
                 continue
-            assert isinstance(stored, Slots)
+            assert isinstance(stored, Contiguous)
             for slot, length in zip(slots, lengths, strict=True):
                 for start in range(0, length, len(rows)):
                     part = min(len(rows), length - start)

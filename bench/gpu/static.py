@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vattn.attention import PackedBatch, Slots
+from vattn.attention import Contiguous, PackedBatch
 from vattn.engine.kv.base import KVStats
 
 
@@ -22,12 +22,13 @@ class StaticKV:
         shape = (slots, tokens, num_kv_heads, head_dim)
         with torch.inference_mode(False):
             self._stored = [
-                Slots(*(torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2))) for _ in range(num_layers)
+                Contiguous(*(torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)))
+                for _ in range(num_layers)
             ]
         self._next = 0
         self._bytes = 2 * num_layers * self._stored[0].key.nbytes
 
-    def stored(self, layer: int) -> Slots:
+    def stored(self, layer: int) -> Contiguous:
         return self._stored[layer]
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:

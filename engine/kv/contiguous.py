@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from vattn.attention import PackedBatch, Slots
+from vattn.attention import Contiguous, PackedBatch
 from vattn.engine.kv.base import CopiesWhatIsRead
 
 
@@ -25,7 +25,7 @@ class ContiguousKV(CopiesWhatIsRead):
         # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and
         # as kernels take them. Made once, since making a view costs a tenth of a short decode.
         self._layers = list(layers)
-        self._stored = [Slots(key, value) for key, value in layers]
+        self._stored = [Contiguous(key, value) for key, value in layers]
         self._slots = [(key.unbind(), value.unbind()) for key, value in layers]
         self._heads_first = [
             (key.transpose(1, 2).unsqueeze(1).unbind(), value.transpose(1, 2).unsqueeze(1).unbind())
@@ -57,7 +57,7 @@ class ContiguousKV(CopiesWhatIsRead):
             values[slot].narrow(2, start, length - start),
         )
 
-    def stored(self, layer: int) -> Slots:
+    def stored(self, layer: int) -> Contiguous:
         """As `KVBackend` says: contiguous slots."""
         return self._stored[layer]
 

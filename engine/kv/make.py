@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -17,12 +17,11 @@ from vattn.engine.kv.static import StaticKV
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 from vattn.integers import shown
+from vattn.quantised import KVCacheDtype
 from vattn.units import format_bytes
 
 if TYPE_CHECKING:
     from vattn.packed import KVShape
-
-KVCacheDtype = Literal["auto", "int8"]
 
 
 def make_backend(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vattn.attention import PackedBatch, Slots
+from vattn.attention import Contiguous, PackedBatch
 from vattn.config import KVConfig
 from vattn.engine.kv.base import to_host
 from vattn.engine.kv.contiguous import ContiguousKV
@@ -36,15 +36,8 @@ class QuantisedKV(VirtualKV):
         layers = sorted(index for group in config.tensor_groups for index in group.indices)
         groups, places = quantised_groups(config.tensor_groups, self._dtype)
         super().__init__(replace(config, groups=groups), chunk_tokens=chunk_tokens)
-        views = []
-        for layer in layers:
-            place = places[layer]
-            row, heads = self.cache.layer(place.layer)[0][:, :, 0], self.cache.layer(layer)[1].shape[2]
-            # As heads of one element, like the codes' heads; heads without elements have no scale.
-            has_values = place.values.start < place.values.stop
-            values = row[:, :, place.values, None] if has_values else row[:, :, :heads, None][..., :0]
-            views.append((row[:, :, place.keys, None], values))
-        self._scales = ContiguousKV(views)
+        scales = (places[layer] for layer in layers)
+        self._scales = ContiguousKV([place.views(self.cache.layer(place.layer)[0]) for place in scales])
         self._buffers = [torch.empty(0, dtype=self._dtype, device=config.device)] * 2
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
@@ -58,7 +51,7 @@ class QuantisedKV(VirtualKV):
         key, value = (dequantise(codes[side], scales[side], self._buffer(side, codes[side].shape)) for side in (0, 1))
         return key, value
 
-    def stored(self, layer: int) -> Slots:
+    def stored(self, layer: int) -> Contiguous:
         raise ConfigError(
             "keys and values in 8 bits have to be dequantised, so kernels that take a whole layer cannot have "
             "them; use attention='torch_sdpa', or kv_cache_dtype='auto'"

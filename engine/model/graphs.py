@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention import Attention, Group, PackedBatch, Slots, Span
+from vattn.attention import Attention, Contiguous, Group, PackedBatch, Span
 from vattn.attention.base import KVSource
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DecodeGraphs:
     def __init__(self, forward: Forward, kv: KVSource, device: torch.device, max_batch_size: int) -> None:
         stored = kv.stored(0)
         self._max_length = (
-            stored.key.shape[1] if isinstance(stored, Slots) else stored.table.shape[1] * stored.block_size
+            stored.key.shape[1] if isinstance(stored, Contiguous) else stored.table.shape[1] * stored.block_size
         )
         self._forward = forward
         self._device = device
@@ -65,7 +65,7 @@ class DecodeGraphs:
     @staticmethod
     def possible(device: torch.device, attention: Attention) -> bool:
         """Whether there is a device to capture on, and the kernel can be captured."""
-        return device.type == "cuda" and attention.capturable
+        return device.type == "cuda" and attention.capturable and attention.reads == "layer"
 
     @property
     def captured(self) -> bool:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import kernel_fakes
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tiny_models import make_model
 
 from vattn import KVConfig, attention
-from vattn.attention import AttentionParams, Case, PackedBatch, Slots, Span
+from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
@@ -70,7 +71,7 @@ def poison(kv: KVBackend) -> None:
     for layer in range(LAYERS):
         stored = kv.stored(layer)
         for side in (stored.key, stored.value):
-            if isinstance(stored, Slots):
+            if isinstance(stored, Contiguous):
                 for slot in range(SLOTS):
                     kv.prepare({slot: LENGTH})
                     side[slot, :LENGTH] = float("nan")
@@ -251,6 +252,21 @@ class TestChoice:
         with pytest.raises(ConfigError, match="has no block_table"):
             attention.get("torch_flash", Case(CUDA, torch.float16, block_size=256))
 
+    def test_whole_layers_where_there_are_none(self) -> None:
+        case = Case(CUDA, torch.bfloat16, 128, whole_layers=False)
+        assert attention.get("auto", case).name == "torch_sdpa"
+        with pytest.raises(ConfigError, match=r"it reads whole layers.*; possible: auto, torch_sdpa"):
+            attention.get("torch_flash", case)
+
+    def test_what_an_adapter_does_not_declare(self) -> None:
+        class Undeclared(attention.TorchSDPA):
+            reads = "slots"  # type: ignore[assignment]
+
+        with pytest.raises(ConfigError, match="reads='slots'; give 'request' or 'layer'"):
+            attention.get(Undeclared())
+        with pytest.raises(ConfigError, match="SimpleNamespace does not declare guard_rows, reads, refusal"):
+            attention.get(SimpleNamespace(name="own", capturable=False))  # type: ignore[arg-type]
+
     def test_descriptions_say_what_is_not_possible(self) -> None:
         lines = attention.describe(Case(CUDA, torch.bfloat16, 128))
         assert [line.split(":")[0] for line in lines] == list(attention.names())
@@ -272,7 +288,7 @@ def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
 
 
 def test_slots_that_are_too_many_rows() -> None:
-    slots = Slots(*(torch.empty(1, 8, 1, 8).expand(2, 8, 1, 8).as_strided((2**20, 8, 1, 8), (0, 8, 8, 1)),) * 2)
+    slots = Contiguous(*(torch.empty(1, 8, 1, 8).expand(2, 8, 1, 8).as_strided((2**20, 8, 1, 8), (0, 8, 8, 1)),) * 2)
     object.__setattr__(slots, "slot_rows", 2**12)
     with pytest.raises(ConfigError, match="over 2\\^31 rows"):
         _ = slots.rows
@@ -285,4 +301,3 @@ def test_adapters_are_short_and_say_their_limits() -> None:
         code = re.sub(r'^""".*?"""\n', "", text, flags=re.DOTALL)
         assert len(code.splitlines()) < 60, name
         assert "guard rows" in text
-        assert "append" in text

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demo.prompts import prompts as demo_prompts
 from vattn import KVConfig, TensorGroup
-from vattn.attention import PackedBatch, Span
+from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.quantised import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
@@ -175,3 +175,44 @@ def test_what_cannot_be() -> None:
         LLM(model, kv="paged", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="auto, int8"):
         LLM(model, kv_cache_dtype="fp8")  # type: ignore[arg-type]
+
+
+class OwnKernel:
+    """A kernel that no class of the library knows: a softmax over the scores of one query at a time."""
+
+    name = "own"
+    guard_rows = 0
+    reads: Reads = "request"
+    capturable = False
+
+    def refusal(self, case: Case) -> str | None:
+        return None
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        outputs: list[Tensor] = []
+        for span in batch.spans:
+            key, value = (side[0].float() for side in kv.read(layer, span.slot, span.end))
+            for position in range(span.start, span.end):
+                first = 0 if params.window is None else max(0, position - params.window + 1)
+                heads = query[len(outputs)].float().unflatten(0, (len(key), -1))
+                scores = heads @ key[:, first : position + 1].mT * (params.scale or query.shape[-1] ** -0.5)
+                outputs.append((scores.softmax(-1) @ value[:, first : position + 1]).flatten(0, 1).to(query.dtype))
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "deepseek-v2"])
+def test_a_kernel_of_a_user_reads_it(family: str) -> None:
+    prompts = make_prompts([40, 3, 17])
+    own = generate(prompts, family, kv_cache_dtype="int8", attention=OwnKernel())
+    assert agreeing(own, generate(prompts, family, kv_cache_dtype="int8", attention="torch_sdpa")) > 0.9
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"kv": "dynamic"}])
+def test_a_kernel_that_reads_whole_layers_does_not(options: dict[str, Any]) -> None:
+    kernel = OwnKernel()
+    kernel.reads = "layer"
+    with pytest.raises(
+        ConfigError,
+        match="it reads whole layers, and this cache can be read request by request only; possible: auto, torch_sdpa",
+    ):
+        LLM(make_model("llama"), attention=kernel, **options)

@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <fstream>
@@ -139,6 +140,12 @@ inline std::size_t release_free(PagePool& pool, Transaction& transaction, std::s
   return pages.size();
 }
 
+// Attaches columns [columns(slot), upto) of `source`: the same physical pages, at the same place in their slot.
+inline void alias(AddressSpace& space, Transaction& transaction, std::size_t slot, std::size_t source, std::size_t upto,
+                  Access access) {
+  space.attach(transaction, slot, space.pages(source, std::min(space.columns(slot), upto), upto), access);
+}
+
 // The failures, with the log going on.
 inline std::vector<std::shared_ptr<Transaction>> take_failures(Mapper& mapper) {
   auto failures = mapper.failures();
@@ -174,7 +181,7 @@ struct World {
     return run([&](Transaction& t) { space->shrink(t, slot, count); });
   }
   Status alias(std::size_t slot, std::size_t source, std::size_t upto, Access access) {
-    return run([&](Transaction& t) { space->alias(t, slot, source, upto, access); });
+    return run([&](Transaction& t) { vattn::alias(*space, t, slot, source, upto, access); });
   }
   // Unmaps everything and gives the memory back.
   Status clear() {

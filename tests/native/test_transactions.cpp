@@ -265,15 +265,14 @@ TEST(what_has_no_room_throws_and_changes_nothing) {
   CHECK(world.alias(1, 0, 1, Access::kRead) == Status::kDone);
   const Books before(world);
   Transaction t;
-  CHECK_THROWS(std::logic_error, world.space->grow(t, 0, 2));                     // past the slot's end
-  CHECK_THROWS(std::logic_error, world.space->grow(t, 2, 3));                     // past the budget, in the third lane
-  CHECK_THROWS(std::logic_error, world.space->shrink(t, 0, 6));                   // below nothing
-  CHECK_THROWS(std::logic_error, world.space->alias(t, 2, 0, 6, Access::kRead));  // more than the source has
-  CHECK_THROWS(std::logic_error, world.space->alias(t, 0, 0, 5, Access::kRead));  // itself
+  CHECK_THROWS(std::logic_error, world.space->grow(t, 0, 2));                      // past the slot's end
+  CHECK_THROWS(std::logic_error, world.space->grow(t, 2, 3));                      // past the budget, in the third lane
+  CHECK_THROWS(std::logic_error, world.space->shrink(t, 0, 6));                    // below nothing
+  CHECK_THROWS(std::logic_error, alias(*world.space, t, 2, 0, 6, Access::kRead));  // more than the source has
   CHECK_THROWS(std::out_of_range, world.space->grow(t, 3, 1));
   CHECK_THROWS(std::out_of_range, world.space->shrink(t, 3, 0));
-  CHECK_THROWS(std::out_of_range, world.space->alias(t, 3, 0, 1, Access::kRead));
-  CHECK_THROWS(std::out_of_range, world.space->alias(t, 2, 3, 1, Access::kRead));
+  CHECK_THROWS(std::out_of_range, alias(*world.space, t, 3, 0, 1, Access::kRead));
+  CHECK_THROWS(std::out_of_range, alias(*world.space, t, 2, 3, 1, Access::kRead));
   CHECK(t.empty());
   CHECK(Books(world) == before);
   world.space->check();
@@ -289,7 +288,7 @@ TEST(a_transaction_never_submitted_can_be_reverted) {
   Transaction t;
   CHECK(t.empty());
   world.space->grow(t, 0, 2);
-  world.space->alias(t, 1, 0, 3, Access::kRead);
+  alias(*world.space, t, 1, 0, 3, Access::kRead);
   world.space->shrink(t, 0, 3);
   release_free(*world.pool, t, 100);
   CHECK(!t.empty());
@@ -388,7 +387,7 @@ std::vector<Step> script(World& world) {
   PagePool& pool = *world.pool;
   return {
       {"grow", [&](Transaction& t) { space.grow(t, 0, 3); }},
-      {"alias", [&](Transaction& t) { space.alias(t, 1, 0, 2, Access::kRead); }},
+      {"alias", [&](Transaction& t) { alias(space, t, 1, 0, 2, Access::kRead); }},
       {"grow behind an alias", [&](Transaction& t) { space.grow(t, 1, 2); }},
       {"shrink the source", [&](Transaction& t) { space.shrink(t, 0, 2); }},
       {"release", [&](Transaction& t) { release_free(pool, t, 3); }},
@@ -400,7 +399,7 @@ std::vector<Step> script(World& world) {
          space.shrink(t, 2, 1);
          release_free(pool, t, 100);
          space.grow(t, 0, 1);
-         space.alias(t, 1, 0, 3, Access::kReadWrite);
+         alias(space, t, 1, 0, 3, Access::kReadWrite);
        }},
       {"release and create again",
        [&](Transaction& t) {
@@ -604,8 +603,8 @@ TEST(random_transactions_with_random_faults_keep_books_and_mappings_together) {
             break;
           case 5:
             if (slot == source || std::max(columns, world.space->first(source)) != columns) break;
-            world.space->alias(t, slot, source, random.below(world.space->columns(source) + 1),
-                               random.one_in(2) ? Access::kRead : Access::kReadWrite);
+            alias(*world.space, t, slot, source, random.below(world.space->columns(source) + 1),
+                  random.one_in(2) ? Access::kRead : Access::kReadWrite);
             break;
           default:
             release_free(*world.pool, t, random.below(4));
@@ -660,7 +659,7 @@ TEST(a_full_table_of_mappings_fails_a_transaction_without_breaking_the_mapper) {
     const auto transaction = world.submit([&](Transaction& t) {
       world.space->shrink(t, 0, 4);
       world.space->grow(t, 2, 1);
-      world.space->alias(t, 1, 2, 1, Access::kRead);
+      alias(*world.space, t, 1, 2, 1, Access::kRead);
     });
     world.mapper->wait(transaction->ticket());
     CHECK(!world.mapper->broken());

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_sizes_that_do_not_divide_a_page(head_dim: int, context: int, layout: st
 
 def test_a_token_larger_than_a_page() -> None:
     with make(layout="fused", kv_order="NHD", num_layers=40, head_dim=128, max_context_len=8) as cache:
-        assert cache.layout.kinds[0].block_tokens == 0
+        assert cache.layout.kinds[0].page_tokens == 0
         reqid = cache.alloc_reqid()
         for n in range(1, 9):
             cache.step({reqid: n})
@@ -431,6 +433,30 @@ def test_module_functions_act_on_the_cache_made_last() -> None:
         vattn.alloc_reqid()
     with pytest.raises(vattn.ConfigError, match="unknown option layers"):
         vattn.init(**options, layers=3)
+    with pytest.raises(vattn.ConfigError, match="max_batch_size, max_context_len must be given"):
+        vattn.init(num_layers=1)  # type: ignore[call-arg]
+
+
+def test_init_takes_what_a_config_has() -> None:
+    """Every option with its type and default, spelled out for editors; and a pool."""
+    hints, of_config = get_type_hints(vattn.init), get_type_hints(vattn.KVConfig)
+    parameters = inspect.signature(vattn.init).parameters
+    keywords = [(name, of_config[name], field.default) for name, field in vattn.KVConfig.__dataclass_fields__.items()]
+    given = [
+        (name, hints[name], dataclasses.MISSING if p.default is p.empty else p.default)
+        for name, p in parameters.items()
+    ]
+    assert given == [*keywords, ("pool", vattn.PagePool | None, None)]
+
+
+def test_public_names() -> None:
+    """All of them are there, those that are imported on first use too."""
+    assert set(vattn.__all__) <= set(dir(vattn))
+    for name in vattn.__all__:
+        assert getattr(vattn, name).__name__.rpartition(".")[2] == name
+    assert vattn.LLM is vattn.engine.LLM
+    with pytest.raises(AttributeError, match="no attribute 'Cache'"):
+        _ = vattn.Cache  # type: ignore[attr-defined]
 
 
 def test_surplus_of_one_kind_is_found_where_the_other_is_short() -> None:

@@ -141,7 +141,7 @@ def test_block_tokens_chooses_what_is_open(block_tokens: int, page_size: Any, la
         else BASE | {"block_tokens": block_tokens, "page_size": page_size}
     )
     made, _ = resolve(config)
-    assert made.block_tokens <= block_tokens < 2 * made.block_tokens * (1 if page_size == "auto" else 2)
+    assert made.page_tokens <= block_tokens < 2 * made.page_tokens * (1 if page_size == "auto" else 2)
     assert made.name == layout
 
 
@@ -151,7 +151,7 @@ def test_auto_layout_gives_every_slot_a_block_and_keeps_clear_of_the_mapping_lim
     assert made.name != "layer"
     assert pages >= made.pages(1) * 64
     large, pages = resolve(vattn.KVConfig(**BASE | {"max_context_len": 2**20, "memory_budget": "64GiB"}))
-    assert pages <= drivers.max_mappings() // 2
+    assert pages <= drivers.find("cpu").mapping_limit() // 2
     assert large.name == "layer"
 
 
@@ -173,7 +173,7 @@ def test_format_bytes() -> None:
 
 
 def test_an_automatic_budget_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers.host, "available_memory", lambda: 2**24)
+    monkeypatch.setattr(drivers.find("cpu"), "available_memory", lambda: 2**24)
     for share, expected in (("auto", 2**23), (0.25, 2**22), (1, 2**24)):
         config = vattn.KVConfig(
             **BASE | {"memory_budget": "auto", "memory_utilization": share, "max_context_len": 2**20, "page_size": 4096}

@@ -69,7 +69,7 @@ def test_columns_and_tokens_are_inverse(name: str, order: str, head_dims: tuple[
 def test_llama_3_8b_blocks_at_2_mib(name: str, block_tokens: int) -> None:
     """The paper's Table 8 (final version): 1024 tokens per 2 MiB page and layer, 32 with tensor slicing."""
     llama = make(name, "NHD", LLAMA_3_8B, slots=4, tokens=8192, page_size=2**21)
-    assert llama.block_tokens == block_tokens
+    assert llama.page_tokens == block_tokens
     assert llama.bytes_per_token == 131072
     assert llama.reserved_bytes == 4 * 8192 * 131072
 

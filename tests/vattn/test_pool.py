@@ -202,12 +202,12 @@ def test_the_kernels_table_of_mappings_is_never_filled() -> None:
         pool=pool,
     )
     first, second = cache.alloc_reqid(), cache.alloc_reqid()
-    with pytest.raises(vattn.MappingLimit, match=str(drivers.max_mappings())):
+    with pytest.raises(vattn.MappingLimit, match=str(drivers.find("cpu").mapping_limit())):
         # One token is a page in each of two tensors: taken in turns, no two pages of a run are neighbours.
         for length in range(1, 40_000):
             cache.step({first: length, second: length})
     cache.check()
-    assert cache.stats().kernel_mappings > drivers.max_mappings() * 0.9
+    assert cache.stats().kernel_mappings > drivers.find("cpu").mapping_limit() * 0.9
     torch.zeros(10_000_000)
     threading.Thread(target=lambda: None).start()
     cache.close()

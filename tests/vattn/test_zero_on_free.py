@@ -21,7 +21,7 @@ class World:
 
     def __init__(self, zero_on_free: bool) -> None:
         page = drivers.find(target.DEVICE).page_sizes[0]
-        driver = drivers.open_driver(target.DEVICE, page)
+        driver = drivers.find(target.DEVICE).open(page)
         self.page_words = page // 8
         self.pool = _native.PagePool(page, PAGES, zero_on_free=zero_on_free)
         self.space = _native.AddressSpace(driver.native, self.pool, tensors=1, slots=2, runs=1, run_pages=PAGES)

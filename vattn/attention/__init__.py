@@ -1,22 +1,23 @@
-"""Attention kernels, unmodified, behind one call; and their place in transformers.
+"""Adapters for unmodified attention kernels, and the attention function that transformers calls.
 
-`get(name)` returns an adapter; `register()` makes the packed attention function known to transformers as `"vattn"`.
-A new kernel is one file with a class that fulfils `Attention`; an instance of it is accepted wherever a name is, and
-one line in `_ADAPTERS` gives it a name. docs/how-to/kernels.md shows one.
+`get(name)` returns an adapter; `register()` registers the packed attention function with transformers as `"vattn"`.
+A new kernel is one file with a class that implements `Attention`. An instance is accepted wherever a name is; an entry
+in `_ADAPTERS` gives it a name. docs/how-to/kernels.md has an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 
-from vattn.attention.base import Attention, AttentionParams, Case, KVSource
+from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
-from vattn.attention.storage import Blocks, Slots
+from vattn.attention.storage import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_matmul import TorchMatmul
 from vattn.attention.torch_sdpa import TorchSDPA
@@ -27,10 +28,11 @@ __all__ = [
     "AttentionParams",
     "Blocks",
     "Case",
+    "Contiguous",
     "Group",
     "KVSource",
     "PackedBatch",
-    "Slots",
+    "Reads",
     "Span",
     "TorchMatmul",
     "TorchSDPA",
@@ -41,14 +43,14 @@ __all__ = [
     "register",
 ]
 
-# In the order in which "auto" tries them: what needs no installation first, what takes everything last.
+# In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
     adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, TorchMatmul, TorchSDPA)
 }
 
 
 def adapters() -> list[Attention]:
-    """All adapters, whether they can be used here or not, in the order in which "auto" tries them."""
+    """All adapters in the order in which "auto" tries them, including those that cannot be used here."""
     return [make() for make in _ADAPTERS.values()]
 
 
@@ -58,27 +60,24 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str | Attention = "auto", *cases: Case, device: torch.device | str = "cpu") -> Attention:
-    """The adapter called `name`, or an adapter itself; `"auto"` takes the first that can be used.
+    """The adapter called `name`; `"auto"` is the first that can be used. An adapter is checked and returned.
 
     Args:
-        cases: what it is wanted for, all of them; by default float32 on `device`.
+        cases: requirements, all of which the kernel must meet; by default float32 on `device`.
 
     Raises:
-        ConfigError: no adapter has that name, or it cannot be used for a case: why not, and which can.
+        ConfigError: no adapter has that name; or it does not meet the requirements (the message says why, and which
+            adapters do); or it lacks an attribute of `Attention`.
     """
     cases = cases or (Case(torch.device(device)),)
-
-    def refusal(adapter: Attention) -> str | None:
-        return next((why for case in cases if (why := adapter.refusal(case)) is not None), None)
-
     if name == "auto":
-        return next(adapter for adapter in adapters() if refusal(adapter) is None)
+        return next(adapter for adapter in adapters() if _refusal(adapter, cases) is None)
     if isinstance(name, str) and name not in _ADAPTERS:
         raise ConfigError(f"unknown attention kernel {name!r}; choose one of {', '.join(('auto', *_ADAPTERS))}")
-    adapter = _ADAPTERS[name]() if isinstance(name, str) else name
-    why = refusal(adapter)
+    adapter = _ADAPTERS[name]() if isinstance(name, str) else _declared(name)
+    why = _refusal(adapter, cases)
     if why is not None:
-        usable = [other.name for other in adapters() if refusal(other) is None]
+        usable = [other.name for other in adapters() if _refusal(other, cases) is None]
         raise ConfigError(
             f"the attention kernel {adapter.name!r} cannot be used here: {why}; possible: "
             f"{', '.join(('auto', *usable))}"
@@ -86,11 +85,33 @@ def get(name: str | Attention = "auto", *cases: Case, device: torch.device | str
     return adapter
 
 
+def _refusal(adapter: Attention, cases: Sequence[Case]) -> str | None:
+    """Why the adapter cannot be used for one of the cases; None if it can for all."""
+    if adapter.reads == "layer" and not all(case.whole_layers for case in cases):
+        return "it reads whole layers, and this cache can be read request by request only"
+    return next((why for case in cases if (why := adapter.refusal(case)) is not None), None)
+
+
+def _declared(adapter: Attention) -> Attention:
+    """A user's adapter, checked for the attributes of `Attention`."""
+    missing = [name for name in ("name", "guard_rows", "reads", "capturable", "refusal") if not hasattr(adapter, name)]
+    if missing:
+        raise ConfigError(
+            f"the attention kernel {type(adapter).__name__} does not declare {', '.join(missing)}; an adapter has all "
+            "that vattn.attention.Attention describes"
+        )
+    if adapter.reads not in get_args(Reads):
+        raise ConfigError(
+            f"the attention kernel {adapter.name!r} has reads={adapter.reads!r}; give 'request' or 'layer'"
+        )
+    return adapter
+
+
 def describe(case: Case | None = None) -> list[str]:
-    """One line per kernel: its name, the rows that it may read past a length, what it is, and why it cannot be used.
+    """One line per kernel: name, guard rows, description, and the reason if it cannot be used.
 
     Args:
-        case: what it is wanted for; by default bfloat16 on the GPU, or float32 where there is none.
+        case: the requirements; by default bfloat16 on the GPU, or float32 without one.
     """
     if case is None:
         case = Case(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else Case()
@@ -107,8 +128,8 @@ def describe(case: Case | None = None) -> list[str]:
 def register() -> None:
     """Register the packed attention function and its mask function as `"vattn"` in transformers.
 
-    Needs transformers. Calling it again changes nothing.
+    Requires transformers. Idempotent.
     """
-    from vattn import packed
+    from vattn.attention import interface
 
-    packed.register()
+    interface.register()

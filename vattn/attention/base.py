@@ -1,20 +1,20 @@
-"""What an attention kernel is asked to do in one packed step, and what it may assume.
+"""The interface of an attention kernel in a packed step.
 
-A step packs the new tokens of several requests into one row of tokens. Their keys and values are stored before a
-kernel is called, so a kernel sees queries, a batch, and a cache to read from.
+A step packs the new tokens of several requests into one row of tokens. Their keys and values are stored before the
+kernel is called; the kernel gets the queries, the batch, and a cache to read from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from vattn.attention.batch import Group, PackedBatch, Span
-from vattn.attention.storage import Blocks, Slots
+from vattn.attention.storage import Blocks, Contiguous
 from vattn.errors import ConfigError
 
 
@@ -39,47 +39,59 @@ class AttentionParams:
         return 0 if self.window is None else max(0, span.start - self.window + 1)
 
     def expect(self, kernel: str, *, softcap: bool = True, sinks: bool = False) -> None:
-        """For a kernel that has no argument for one of these, and would leave it out in silence.
+        """Refuses parameters that a kernel does not support and would silently ignore.
 
         Raises:
-            ConfigError: the layer has what the kernel lacks.
+            ConfigError: the layer asks for one of them.
         """
         for what, has, asked in (("softcap", softcap, self.softcap), ("sinks", sinks, self.sinks)):
             if asked is not None and not has:
                 raise ConfigError(f"the attention kernel {kernel!r} has no {what}, which this layer asks for")
 
     def window_size(self, group: Group) -> tuple[int, int]:
-        """The window as flash kernels take it: keys left and right of a query's own, -1 for all.
+        """The window as flash kernels take it: keys to the left and to the right of the query's own, -1 for all.
 
-        A window that hides nothing is none: with one, the kernels do not split the keys of a single query.
+        A window that hides no key is left out, because flash kernels do not split the keys of a single query if there
+        is a window.
         """
         return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
 
 
-class KVSource(Protocol):
-    """A cache that kernels read from: request by request, or a whole layer at a time."""
+# The unit in which a kernel reads the cache: one request (`KVSource.read`) or a whole layer (`KVSource.stored`).
+Reads = Literal["request", "layer"]
 
-    def stored(self, layer: int) -> Slots | Blocks:
-        """The whole of a layer: contiguous slots, or a pool with block tables. The tensors never move."""
+
+class KVSource(Protocol):
+    """A cache that kernels read, one request or a whole layer at a time."""
+
+    def stored(self, layer: int) -> Contiguous | Blocks:
+        """A whole layer: contiguous slots, or a block pool with block tables. The tensors keep their addresses.
+
+        Raises:
+            ConfigError: the cache has no such tensors (`Case.whole_layers`).
+        """
         ...
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Keys `[1, num_kv_heads, length - start, head_dim]` and values of tokens `[start, length)` of a slot.
 
-        Last dimension contiguous, other strides any. Valid until the next call: a backend may reuse its buffer.
+        The last dimension is contiguous; other strides are arbitrary. Valid until the next call, since a backend may
+        reuse its buffer.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is wanted for; the defaults ask for nothing that any kernel lacks.
+    """Requirements on a kernel. torch_sdpa meets the defaults on every device.
 
     Attributes:
-        dtype: of queries, keys and values.
-        head_dim, v_head_dim: of queries and keys, and of values where it differs.
-        block_size: tokens per block, over a backend that stores blocks; None over contiguous slots.
+        dtype: element type of queries, keys and values.
+        head_dim, v_head_dim: head size of queries and keys, and of values if it differs.
+        block_size: tokens per block of a paged cache; None for contiguous slots.
         softcap, sinks: whether any layer has them.
+        whole_layers: whether the cache has tensors of whole layers. A cache without them gives keys and values one
+            request at a time, because it keeps a tensor per request, for example, or dequantises them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -89,27 +101,31 @@ class Case:
     block_size: int | None = None
     softcap: bool = False
     sinks: bool = False
+    whole_layers: bool = True
 
 
 class Attention(Protocol):
-    """One unmodified kernel behind a common call.
+    """An unmodified kernel behind a common interface.
+
+    A kernel never writes to the cache: new keys and values are stored before it is launched. On CUDA, memory that is
+    mapped twice (a shared prefix) must not be written and read in one launch.
 
     Attributes:
-        name: what `vattn.attention.get` knows it by.
-        guard_rows: rows past a length that the kernel may read, and which must therefore be mapped and finite.
-        appends: the kernel could store the new keys and values itself. Adapters do not use it: on CUDA, memory that is
-            mapped twice (a shared prefix) must not be written and read in one launch.
-        capturable: steps of single tokens can be captured in a CUDA graph: what is launched depends on the number of
-            spans and on `Group.max_length` only.
+        name: the name for `vattn.attention.get`.
+        guard_rows: rows past a request's length that the kernel may read; the cache keeps them mapped and finite.
+        reads: "request" for a kernel that calls `KVSource.read`, which works with every cache; "layer" for one that
+            calls `KVSource.stored`, which needs `Case.whole_layers`.
+        capturable: a step of single tokens can be captured in a CUDA graph: the kernel reads whole layers, and its
+            launches depend only on the number of spans and on `Group.max_length`.
     """
 
     name: str
     guard_rows: int
-    appends: bool
+    reads: Reads
     capturable: bool
 
     def refusal(self, case: Case) -> str | None:
-        """Why the kernel cannot be used here for `case`, as the end of a sentence; None if it can."""
+        """The reason why the kernel cannot be used here for `case`, as the end of a sentence; None if it can."""
         ...
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
@@ -117,8 +133,8 @@ class Attention(Protocol):
 
         Args:
             query: `[num_tokens, num_query_heads, head_dim]`, rows in the order of `batch`.
-            kv: holds keys and values of `[0, span.end)` of every span.
-            layer: which layer's.
+            kv: the cache, which holds keys and values of tokens `[0, span.end)` of every span.
+            layer: index of the layer to read.
 
         Returns:
             `[num_tokens, num_query_heads, v_head_dim]`, contiguous.
@@ -129,12 +145,12 @@ class Attention(Protocol):
 def flash_refusal(
     case: Case, *, head_dims: Sequence[int] = range(8, 257, 8), block_multiple: int = 1, softcap: bool = True
 ) -> str | None:
-    """What the flash kernels have in common: none knows float32, sinks, or values of another size than keys.
+    """The limits shared by all flash kernels: no float32, no sinks, one head size for keys and values.
 
     Args:
-        head_dims: the head sizes that there are kernels for.
-        block_multiple: tokens per block of a paged cache must be a multiple of it.
-        softcap: whether the kernel has it.
+        head_dims: supported head sizes.
+        block_multiple: the block size of a paged cache must be a multiple of this many tokens.
+        softcap: whether the kernel supports softcap.
     """
     if case.device.type != "cuda":
         return f"it runs on CUDA, not on {case.device.type}"

@@ -1,4 +1,4 @@
-"""The tokens of one packed step: which requests they belong to, and the index tensors that kernels take."""
+"""The tokens of a packed step: the requests that they belong to, and index tensors for kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `[start, end)` of the request in `slot`: the ones that a step computes.
+    """Tokens `[start, end)` of the request in `slot`, which a step computes.
 
-    Tokens `[0, start)` are in the cache already; after the step `[0, end)` are.
+    The cache holds tokens `[0, start)` before the step and `[0, end)` after it.
     """
 
     slot: int
@@ -31,15 +31,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring spans of a batch that one call of a kernel takes. Index tensors are int32 on the batch's device.
+    """Neighbouring spans of a batch for one kernel call. Index tensors are int32 on the batch's device.
 
     Attributes:
-        rows: the packed rows of its spans.
+        rows: the packed rows of the spans.
         slots: `[n]`, the slot of each span.
-        lengths: `[n]`, tokens in the cache of each, the new ones included.
-        starts: `[n + 1]`, where the rows of each begin, counted from `rows.start`.
-        max_query: most rows of a span.
-        max_length: at least the longest of `lengths`; kernels size their grids by it.
+        lengths: `[n]`, cached tokens of each request, including the new ones.
+        starts: `[n + 1]`, offsets of the spans' first rows from `rows.start`, then the number of rows.
+        max_query: rows of the longest span.
+        max_length: an upper bound on `lengths`, by which kernels size their grids.
     """
 
     rows: slice
@@ -63,10 +63,10 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The spans of one step in the order of their rows: spans of one token first.
+    """The spans of a step in the order of their rows, spans of one token first.
 
-    The order lets a kernel treat the single tokens (decodes, above all) as one block of rows, and every
-    longer chunk as a slice of them. Index tensors and masks are built once here and shared by all layers.
+    The order makes the single tokens (mostly decodes) one block of rows, and every longer chunk a slice. Index tensors
+    and masks are built once and shared by all layers.
     """
 
     spans: tuple[Span, ...]
@@ -84,7 +84,7 @@ class PackedBatch:
 
     @cached_property
     def num_singles(self) -> int:
-        """How many spans have one token; they are rows `[0, num_singles)`."""
+        """The number of spans of one token; they are rows `[0, num_singles)`."""
         return sum(len(span) == 1 for span in self.spans)
 
     @cached_property
@@ -103,9 +103,9 @@ class PackedBatch:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The spans of one token, then the longer ones; without the group that is empty.
+        """The spans of one token and the longer ones, as two groups; an empty group is left out.
 
-        Apart, because kernels split the keys of a single query over the device, and not those of a batch with chunks.
+        They are separate because kernels split the keys over the device for single queries only.
         """
         cut = self.num_singles
         parts = ((self.spans[:cut], 0), (self.spans[cut:], cut))
@@ -113,12 +113,12 @@ class PackedBatch:
 
     @cached_property
     def uniform_groups(self) -> tuple[Group, ...]:
-        """The same for kernels that take spans of one length only: every longer span is a group of its own."""
+        """`groups` for kernels that need spans of equal length: every longer span is a group of its own."""
         singles = tuple(group for group in self.groups if group.max_query == 1)
         return singles + tuple(Group.of([span], row, self.device) for span, row in self.chunks())
 
     def chunks(self) -> list[tuple[Span, int]]:
-        """The spans of more than one token, each with the number of its first row."""
+        """The spans of more than one token, each with its first row."""
         row = self.num_singles
         rows = []
         for span in self.spans[row:]:
@@ -131,15 +131,15 @@ class PackedBatch:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` returned for this key the first time: for what a kernel derives from the batch, not the layer."""
+        """The result of `make`, computed once per key: for values that depend on the batch but not on the layer."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def mask(self, span: Span, first_key: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """`[len(span), span.end - first_key]`: 0 where a query may look, -inf elsewhere.
+        """`[len(span), span.end - first_key]`: 0 for visible keys, -inf for others; built once for all layers.
 
-        A query at position p sees the keys `(p - window, p]`. Built once per step and span, not per layer.
+        A query at position p sees the keys `(p - window, p]`.
         """
 
         def make() -> Tensor:
@@ -158,6 +158,6 @@ class PackedBatch:
 
 
 def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """From pinned memory where there is a device to wait for: the caller goes on while the copy runs."""
+    """Copies from pinned memory on CUDA, so that the caller does not wait."""
     on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)

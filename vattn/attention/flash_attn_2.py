@@ -1,15 +1,15 @@
 """flash-attn 2: `flash_attn_with_kvcache` with `cache_batch_idx`, or with `block_table` over a paged cache.
 
-What its source says (`flash_api.cpp`, `mha_fwd_kvcache`), and what follows:
+From its source (`flash_api.cpp`, `mha_fwd_kvcache`):
 
-- reads: predicated by `cache_seqlens`, so no guard rows, and what lies past the length may be NaN; offsets are 64-bit;
-- the split of the keys is chosen by the cache's second dimension, so the kernel gets `[:, :max_length]`;
-- queries of one call have one length: all single tokens are one call, every longer chunk is its own;
-- heads of no multiple of 8 would have the whole cache copied, every call: refused;
+- reads are predicated by `cache_seqlens`: no guard rows, and memory past the length may hold NaN; offsets are 64-bit;
+- the cache's second dimension determines how the keys are split, so the kernel gets `[:, :max_length]`;
+- the queries of a call have one length: all single tokens share a call, every longer chunk has its own;
+- head sizes that are no multiple of 8 would copy the whole cache in every call: refused;
 - a paged cache needs blocks of a multiple of 256 tokens;
 - no sinks; float16 and bfloat16; heads up to 256, equal for keys and values.
 
-It could append (`k=`, `v=`), and is not asked to. Ampere or newer.
+It is not asked to append (`k=`, `v=`). Ampere or newer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Slots
+from vattn.attention.storage import Contiguous
 
 
 class FlashAttn2:
@@ -29,7 +29,7 @@ class FlashAttn2:
 
     name = "flash_attn_2"
     guard_rows = 0
-    appends = True
+    reads: Reads = "layer"
     capturable = True
 
     def refusal(self, case: Case) -> str | None:
@@ -44,7 +44,7 @@ class FlashAttn2:
         stored = kv.stored(layer)
         outputs = []
         for group in batch.uniform_groups:
-            if isinstance(stored, Slots):
+            if isinstance(stored, Contiguous):
                 key, value = stored.key[:, : group.max_length], stored.value[:, : group.max_length]
                 where = {"cache_batch_idx": group.slots}
             else:

@@ -7,8 +7,7 @@ TMA, has not been measured here.
 
 Chunks and single tokens go in with `cu_seqlens_q`. Blocks of a paged cache may have any size; those of a multiple of
 the tile are loaded by TMA too, mapped as they always are, but what they hold past a length must be finite. No sinks;
-float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values. It could append; it is not asked
-to.
+float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Slots
+from vattn.attention.storage import Contiguous
 
 
 class FlashAttn3:
@@ -28,7 +27,7 @@ class FlashAttn3:
 
     name = "flash_attn_3"
     guard_rows = 0
-    appends = True
+    reads: Reads = "layer"
     capturable = True
 
     def refusal(self, case: Case) -> str | None:
@@ -44,7 +43,7 @@ class FlashAttn3:
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = kv.stored(layer)
-        blocks = stored.blocks if isinstance(stored, Slots) else stored
+        blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         outputs = [
             flash_attn_with_kvcache(
                 query[group.rows],

@@ -3,7 +3,7 @@
 Its ragged wrappers overflow 32 bits past 2^32 elements; the paged ones count pages, whose strides are small here and
 whose offsets are 64-bit. Reads are predicated by the length: no guard rows. Keys and values must have equal strides.
 `plan` runs on the host, once per step and kind of layer, so steps cannot be captured in a CUDA graph. No sinks; float16
-and bfloat16; heads of 64, 128 or 256, equal for keys and values. It appends nothing.
+and bfloat16; heads of 64, 128 or 256, equal for keys and values.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Blocks, Slots
+from vattn.attention.storage import Blocks, Contiguous
 
 _WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
 
@@ -26,7 +26,7 @@ class FlashInfer:
 
     name = "flashinfer"
     guard_rows = 0
-    appends = False
+    reads: Reads = "layer"
     capturable = False
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class FlashInfer:
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
         params.expect(self.name)
         stored = kv.stored(layer)
-        blocks = stored.blocks if isinstance(stored, Slots) else stored
+        blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         wrapper = batch.once((self.name, params), lambda: self._plan(query, blocks, batch, params))
         output: Tensor = wrapper.run(query.contiguous(), (blocks.key, blocks.value))
         return output

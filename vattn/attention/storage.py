@@ -1,4 +1,4 @@
-"""How a whole layer's keys and values are stored, as kernels take them: contiguous slots, or blocks with a table."""
+"""The keys and values of a whole layer as kernels take them: contiguous slots, or blocks with a block table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from vattn.attention.batch import Group, PackedBatch
 from vattn.errors import ConfigError
 
-# Tokens per page where contiguous slots are shown to a paged kernel: no multiple of any kernel's tile, so that none
-# takes a path that loads whole tiles, rows past the length included.
+# Tokens per page when contiguous slots are presented to a paged kernel. It is no multiple of any kernel's tile: for
+# multiples, kernels load whole tiles, which include rows past the length.
 ARITHMETIC_PAGE = 16
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A layer's keys and values in blocks, as paged kernels take them.
+    """A layer's keys and values in blocks, for paged kernels.
 
     Attributes:
-        key, value: `[num_blocks, block_size, num_kv_heads, *]`; the last stride is 1, others any.
-        table: `[slots, max_blocks]` int32, the blocks of each slot in the order of its tokens; what is past its length
-            is the number of some block, and must not be read.
+        key, value: `[num_blocks, block_size, num_kv_heads, *]`; the last stride is 1, others are arbitrary.
+        table: `[slots, max_blocks]` int32, the blocks of each slot in the order of its tokens. Entries past a slot's
+            length are valid block numbers, but the blocks must not be read.
     """
 
     key: Tensor
@@ -46,12 +46,13 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Slots:
-    """A layer's keys and values, contiguous per request.
+class Contiguous:
+    """A layer's keys and values, contiguous per slot.
 
     Attributes:
-        key, value: `[slots, max_context_len, num_kv_heads, *]`; the last stride is 1, others any, a slot's a multiple
-            of a token's. Of a slot, tokens `[0, length)` and the kernel's guard rows may be read.
+        key, value: `[slots, max_context_len, num_kv_heads, *]`; the last stride is 1, the stride of a slot a multiple
+            of that of a token, others are arbitrary. Tokens `[0, length)` of a slot and the kernel's guard rows may be
+            read.
     """
 
     key: Tensor
@@ -59,17 +60,17 @@ class Slots:
 
     @cached_property
     def slot_rows(self) -> int:
-        """Tokens from the start of a slot to the start of the next, in the strides of the tensors."""
+        """The distance between the starts of two slots, in tokens."""
         rows, rest = divmod(self.key.stride(0), self.key.stride(1))
         assert not rest, "a slot does not begin at a whole row"
         return rows
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as one long sequence, `[rows, num_kv_heads, *]`: a slot begins at `slot * slot_rows`.
+        """Keys and values as one sequence, `[rows, num_kv_heads, *]`, in which a slot begins at `slot * slot_rows`.
 
         Raises:
-            ConfigError: too many rows for kernels, which count them in 32 bits.
+            ConfigError: more rows than kernels can address, which count them in 32 bits.
         """
         count = (self.key.shape[0] - 1) * self.slot_rows + self.key.shape[1]
         if count >= 2**31:
@@ -81,7 +82,7 @@ class Slots:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The same memory as small pages with a table that is arithmetic: for kernels that exist only paged."""
+        """The same memory as small pages with an arithmetic block table, for kernels that only exist in paged form."""
         page = math.gcd(self.slot_rows, ARITHMETIC_PAGE)
         slots, used, step = self.key.shape[0], -(-self.key.shape[1] // page), self.slot_rows // page
         key, value = (

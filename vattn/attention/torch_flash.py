@@ -1,17 +1,18 @@
 """The FlashAttention that is built into torch: `aten::_flash_attention_forward`, with `seqused_k`. The default on CUDA.
 
-The layer is flattened to one long sequence, of which each request's keys begin at its slot; `seqused_k` ends them. What
-its source says (`flash_api.cpp`, `mha_varlen_fwd`), and what follows:
+The layer is flattened to one sequence, in which a request's keys begin at its slot and `seqused_k` says how many there
+are. What
+its source says (`flash_api.cpp`, `mha_varlen_fwd`):
 
-- reads: predicated by the length, so no guard rows, and what lies past the length may be NaN;
+- reads are predicated by the length: no guard rows, and memory past the length may hold NaN;
 - starts are 32-bit rows, offsets 64-bit: up to 2^31 rows of address space, of any size;
-- keys are split over the device only for single queries of grouped heads without a window, or over block tables:
-  hence `Group`, and a window that hides nothing is not passed. `max_k` is the longest length of the batch, not the
-  virtual one, which would choose the splits;
+- keys are split over the device only for single queries of grouped heads without a window, or with block tables:
+  hence `Group`, and a window that hides no key is not passed. `max_k` determines the splits, so it is the longest
+  length of the batch, not that of the virtual tensor;
 - a paged cache needs blocks of a multiple of 256 tokens, and a torch whose operator has `block_table`;
 - no softcap, no sinks; float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
 
-It appends nothing. Ampere or newer.
+Ampere or newer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
 from vattn.attention.batch import Group, PackedBatch
-from vattn.attention.storage import Slots
+from vattn.attention.storage import Contiguous
 
 
 class TorchFlash:
@@ -31,7 +32,7 @@ class TorchFlash:
 
     name = "torch_flash"
     guard_rows = 0
-    appends = False
+    reads: Reads = "layer"
     capturable = True
 
     def refusal(self, case: Case) -> str | None:
@@ -52,7 +53,7 @@ class TorchFlash:
         stored = kv.stored(layer)
         left, right = params.window_size(group)
         options: dict[str, Any] = {"scale": params.scale, "window_size_left": left, "window_size_right": right}
-        if isinstance(stored, Slots):
+        if isinstance(stored, Contiguous):
             key, value = stored.rows
             # One entry more than spans, which is not read: `seqused_k` says where keys end.
             starts = batch.once(

@@ -1,8 +1,8 @@
 """Prefill as two matrix products and a softmax per KV head: the CPU's kernel for bfloat16.
 
 Torch's fused CPU kernel multiplies small tiles, which in bfloat16 without AMX reach a fifth of what oneDNN reaches in
-a large product. Here a KV head's keys are one operand as they lie, all of them, and its query heads are rows of the
-other: possible because the cache is contiguous. Scores are rounded to bfloat16, as in transformers' eager attention.
+a large product. Here all keys of a KV head, in place, are one operand, and its query heads are rows of the other,
+which is possible because the cache is contiguous. Scores are rounded to bfloat16, as in transformers' eager attention.
 
 Measured (us, two cores, 14 query heads on 2 KV heads of 64, bfloat16; new tokens after cached ones):
 
@@ -10,15 +10,15 @@ Measured (us, two cores, 14 query heads on 2 KV heads of 64, bfloat16; new token
     fused                    180      1908      7420        22150        37196
     this one                 248       776      2293         9513        21359
 
-In float32 there is nothing to gain. Decodes go to the fused kernel: with one query the calls cost more than they win.
-But not where many long heads share their keys, as over latents; nor do short chunks there (us, one core, 16 heads of
-576 on one KV head):
+In float32 there is nothing to gain. Decodes use the fused kernel, since for one query the calls cost more than they
+save. The exception is many long heads that share their keys, as over latents, where decodes and short chunks use
+products too (us, one core, 16 heads of 576 on one KV head):
 
     decode over           64      512     2048     8192
     fused                 38      282     1134     4824
     this one              45      111      315     1160
 
-It needs no guard rows, and appends nothing.
+It needs no guard rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from vattn.attention.torch_sdpa import TorchSDPA
 
 # Rows of queries per product. Fewer would leave the products small, more would compute scores that causality hides.
 _BLOCK = 128
-# Below this many queries the fused kernel is ahead,
+# With fewer queries the fused kernel is faster,
 _LEAST = 96
-# unless all heads have the same keys, and together so many elements.
+# unless all heads share their keys and have at least this many elements together.
 _WIDE = 4096
 
 

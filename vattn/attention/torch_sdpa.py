@@ -1,8 +1,8 @@
-"""PyTorch's scaled dot product attention, one call per sequence: for the CPU, and where no other fits.
+"""PyTorch's scaled dot product attention, one call per sequence: for the CPU, and where no other kernel fits.
 
-Per sequence, because a batched call reads the padding up to the longest sequence, which is not mapped. It reads
-nothing past the length and takes any strides but the last, so it needs no guard rows. It appends nothing. Lengths are
-the shapes of its arguments, so that its steps cannot be captured in a CUDA graph.
+A batched call would read the padding up to the longest sequence, which is not mapped. This one reads nothing past the
+length, so it needs no guard rows, and accepts any strides but on the last dimension. Lengths are shapes of its
+arguments, so its steps cannot be captured in a CUDA graph.
 
 Measured on one core (us per call; 14 query heads on 2 KV heads of 64, bf16): a decode over 4096 keys takes 375 with
 the query heads of a KV head folded into rows, 5470 with `enable_gqa`; in prefill `enable_gqa` equals keys
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn.attention.base import AttentionParams, Case, KVSource
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import PackedBatch, Span
 
 
@@ -24,7 +24,7 @@ class TorchSDPA:
 
     name = "torch_sdpa"
     guard_rows = 0
-    appends = False
+    reads: Reads = "request"
     capturable = False
 
     def refusal(self, case: Case) -> str | None:

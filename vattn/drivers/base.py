@@ -1,4 +1,4 @@
-"""What a driver is: a device that has memory, and that memory opened for one size of page."""
+"""The interface of drivers: a device, and its memory opened for one page size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Stream = torch.cuda.Stream | int
 
 
 class Device(ABC):
-    """A device that caches can live on.
+    """A device that can hold caches.
 
     Attributes:
-        torch_device: as torch names it, with its index.
-        page_sizes: bytes of a page that "auto" chooses from, ascending.
-        default_page_size: bytes of a page for a pool that nobody chose one for.
-        default_utilization: share of the available memory that an automatic budget takes, unless told otherwise.
+        torch_device: the torch.device, with its index.
+        page_sizes: page sizes in bytes that "auto" chooses from, ascending.
+        default_page_size: page size in bytes of a pool made without one.
+        default_utilization: default share of the available memory for an automatic budget.
     """
 
     torch_device: torch.device
@@ -34,27 +34,37 @@ class Device(ABC):
 
     @abstractmethod
     def check_page_size(self, page_size: int) -> int:
-        """Returns `page_size`, or raises ConfigError if there are no such pages."""
+        """Returns `page_size`; raises ConfigError if the device has no pages of this size."""
 
     @abstractmethod
     def available_memory(self) -> int:
-        """Bytes of memory that the device still has to give."""
+        """Bytes of memory that can still be allocated; on the host, within the control groups of this process.
+
+        Raises:
+            ProcessLimit: there is no file descriptor left to look.
+        """
 
     def describe_memory(self) -> str:
-        """The same for people."""
+        """`available_memory` as text."""
         return f"{format_bytes(self.available_memory())} available"
 
     @abstractmethod
     def mapping_limit(self) -> int | None:
-        """Mappings that the process may have, where pages that are not neighbours count towards such a limit."""
+        """Mappings that this process may have (`vm.max_map_count` on the host); None without such a limit. Pages that
+        are not neighbours count separately.
+        """
 
     @abstractmethod
     def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
         """The driver for pages of `page_size` bytes.
 
         Args:
-            guard: what a stray read past the mapped pages sees, where there is a choice.
-            table: addresses of calls by CUDA's names, where they are not the driver's own (a recorder, say).
+            guard: effect of a read past the mapped pages on the host: "zero" returns zeros, "strict" faults. On CUDA
+                such a read is always an error of the kernel.
+            table: addresses of calls by CUDA's names, to replace the driver's own (for a recorder, say).
+
+        Raises:
+            ConfigError: the device has no pages of this size.
         """
 
     @abstractmethod
@@ -63,18 +73,18 @@ class Device(ABC):
 
     @abstractmethod
     def stream_handle(self, stream: Stream | None) -> int | None:
-        """The handle of a stream, by default torch's current one; None where kernels end before their calls return."""
+        """The handle of a stream, by default torch's current one; None if the device runs kernels synchronously."""
 
 
 @dataclass(frozen=True)
 class MemoryDriver:
-    """A device's memory, opened for one size of page.
+    """The memory of a device, opened for one page size.
 
     Attributes:
-        device: where it is.
+        device: the device.
         page_size: bytes of a page; reservations and mappings are multiples of it.
-        native: the table of calls that the mechanism uses.
-        dlpack_device: (type, id) as DLPack numbers devices.
+        native: the native driver, which holds the table of calls.
+        dlpack_device: (type, id) of the device in DLPack.
     """
 
     device: Device

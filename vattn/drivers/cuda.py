@@ -1,8 +1,8 @@
-"""The cuda driver: CUDA's virtual memory calls, found and described through cuda-python, made by the native code.
+"""The CUDA driver: CUDA's virtual memory calls, looked up through cuda-python and made by the native code.
 
-cuda-python starts CUDA, builds the allocation's properties and finds the addresses of the calls; from then on Python
-makes none of them. The device's primary context is the one that torch uses. It is retained once per process and never
-released: what outlives a cache, a tensor say, may need it until the process ends.
+cuda-python initialises CUDA, builds the allocation properties and looks up the addresses of the calls; Python makes
+none of these calls itself. The device's primary context, which torch uses too, is retained once per process and never
+released: objects that outlive a cache, such as tensors, may need it until the process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _initialised_in = 0  # the process that started CUDA, which does not survive a f
 
 
 class CudaDevice(Device):
-    """One GPU, by its ordinal among those that CUDA_VISIBLE_DEVICES shows; torch counts them the same way.
+    """A GPU, by its ordinal among those in CUDA_VISIBLE_DEVICES, as in torch.
 
     Raises:
         ConfigError: it has no virtual memory management.
@@ -99,7 +99,7 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the device's context current on this thread, whose own context torch counts on, for a while."""
+        """Makes the device's context current on this thread, and restores the thread's own, which torch relies on."""
         before = call(self._cuda.cuCtxGetCurrent)
         call(self._cuda.cuCtxSetCurrent, self._context)
         try:
@@ -112,7 +112,7 @@ def find(device: torch.device) -> CudaDevice:
     """The device that `"cuda"` (torch's current one) or `"cuda:1"` names.
 
     Raises:
-        ConfigError: saying what is missing, and how to get it.
+        ConfigError: something is missing; the message says what, and how to get it.
         ForkedProcess: CUDA was started in the parent of this process.
         DriverError: CUDA cannot use the device.
     """
@@ -128,12 +128,12 @@ def find(device: torch.device) -> CudaDevice:
 
 
 def device_count(bindings: Any) -> int:
-    """Devices that CUDA has in this process."""
+    """The number of devices that CUDA sees in this process."""
     return int(call(bindings.cuDeviceGetCount))
 
 
 def describe(bindings: Any, ordinal: int) -> tuple[str, bool, int]:
-    """A device's name, whether it has virtual memory management, and its bytes of memory; makes no context on it."""
+    """A device's name, whether it supports virtual memory management, and its bytes of memory; creates no context."""
     device = call(bindings.cuDeviceGet, ordinal)
     name = call(bindings.cuDeviceGetName, 256, device).split(b"\0")[0].decode()
     attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -148,7 +148,7 @@ def start() -> tuple[Any, list[str]]:
     """Starts CUDA in this process.
 
     Returns:
-        cuda-python's driver module, and what is missing for using it.
+        cuda-python's driver module, and the reasons why it cannot be used.
 
     Raises:
         ForkedProcess: CUDA was started in the parent of this process.
@@ -185,7 +185,7 @@ def start() -> tuple[Any, list[str]]:
 
 
 def torch_lacks() -> str | None:
-    """What this torch lacks for tensors on a GPU."""
+    """The reason why this torch has no tensors on a GPU; None if it has."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is built without CUDA: pip install torch --index-url "
@@ -205,12 +205,12 @@ def current_stream(device: torch.device) -> int:
 
 
 def format_version(version: int) -> str:
-    """CUDA's way to number versions, for people: 12040 is 12.4."""
+    """A version number of CUDA as text: 12040 is 12.4."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls cuda-python; returns what comes after the result.
+    """Calls cuda-python; returns the values after the result code.
 
     Raises:
         DriverError: the call failed.

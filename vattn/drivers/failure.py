@@ -1,4 +1,4 @@
-"""What a driver call that failed is called in Python."""
+"""The Python errors for failed driver calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def failure(call: str, code: int, name: str) -> DriverError:
-    """The error for a driver call, or another of the native code's, that failed.
+    """The error for a failed call of a driver or of the native code.
 
     Args:
-        call: what failed, by CUDA's name where it has one.
-        code: its CUresult; from `_native.HOST_ERRNO` on, Linux's errno.
-        name: the code's name.
+        call: the call, by CUDA's name if it has one.
+        code: its CUresult, or `_native.HOST_ERRNO` plus an errno of Linux.
+        name: name of the code.
 
     Returns:
-        ProcessLimit where a limit of this process is the cause: which, and the remedy.
+        A ProcessLimit with a remedy if a limit of this process is the cause; otherwise a DriverError.
     """
     message = f"{call} failed with {name} ({code})"
     reason = _limit(call, code)
@@ -32,7 +32,7 @@ def failure(call: str, code: int, name: str) -> DriverError:
 
 
 def _limit(call: str, code: int) -> tuple[str, str] | None:
-    """The limit that made a call fail, and what can be done."""
+    """The limit that made a call fail and its remedy; None if no limit did."""
     number = errno.ENOMEM if (call, code) == ("cuMemAddressReserve", _OUT_OF_MEMORY) else code - _native.HOST_ERRNO
     if number == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

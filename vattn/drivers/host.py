@@ -25,23 +25,28 @@ class HostDevice(Device):
     default_utilization = 0.5
 
     def check_page_size(self, page_size: int) -> int:
-        return check_page_size(page_size)
+        if page_size & (page_size - 1) or not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
+            raise ConfigError(
+                f"page_size={page_size} is not possible: the host driver's pages are powers of two from "
+                f"{MIN_PAGE_SIZE} ({format_bytes(MIN_PAGE_SIZE)}) to {MAX_PAGE_SIZE} ({format_bytes(MAX_PAGE_SIZE)})"
+            )
+        return page_size
 
     def available_memory(self) -> int:
-        return available_memory()
+        return _native.available_memory().bytes
 
     def describe_memory(self) -> str:
         memory = _native.available_memory()
         bound = "" if memory.source == "/proc/meminfo" else f" of {format_bytes(memory.total)} ({memory.source})"
         return f"{format_bytes(memory.bytes)}{bound} available, of which a part is left to the rest of the machine"
 
-    def mapping_limit(self) -> int | None:
-        return max_mappings()
+    def mapping_limit(self) -> int:
+        return _native.host_max_mappings()
 
     def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
         native = _native.Driver(
             table if table is not None else self.table(),
-            _native.host_prop(check_page_size(page_size)),
+            _native.host_prop(self.check_page_size(page_size)),
             reserve_flags=_native.HOST_RESERVE_STRICT if guard == "strict" else 0,
             restore_flags=_native.HOST_MAP_RESTORE,
         )
@@ -52,30 +57,6 @@ class HostDevice(Device):
 
     def stream_handle(self, stream: Stream | None) -> int | None:
         return None
-
-
-def check_page_size(page_size: int) -> int:
-    """Returns `page_size`, or raises ConfigError if the host driver has no such pages."""
-    if page_size & (page_size - 1) or not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
-        raise ConfigError(
-            f"page_size={page_size} is not possible: the host driver's pages are powers of two from "
-            f"{MIN_PAGE_SIZE} ({format_bytes(MIN_PAGE_SIZE)}) to {MAX_PAGE_SIZE} ({format_bytes(MAX_PAGE_SIZE)})"
-        )
-    return page_size
-
-
-def max_mappings() -> int:
-    """Mappings that Linux allows this process (`vm.max_map_count`)."""
-    return _native.host_max_mappings()
-
-
-def available_memory() -> int:
-    """Bytes of memory that this machine, or a control group around this process, still has to give.
-
-    Raises:
-        ProcessLimit: there is no file descriptor left to look.
-    """
-    return _native.available_memory().bytes
 
 
 if sys.platform != "linux":

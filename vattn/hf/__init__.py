@@ -1,4 +1,4 @@
-"""transformers: `VirtualCache`, the cache of `generate()`."""
+"""`VirtualCache`: a cache for transformers' `generate()`."""
 
 from vattn.hf.virtual_cache import VirtualCache
 

@@ -1,15 +1,15 @@
-"""The rows of a batch in slots: row i is slot i, so that K and V of a batch are one strided view, without a copy.
+"""The rows of a batch in slots: row i is slot i, so K and V of a batch are one strided view, without a copy.
 
 transformers' caches keep a batch in lockstep: every row has the same number of tokens, padding included. So all slots
-are allocated from the start, which costs address space only, and a step gives the rows in use one length.
+are allocated from the start, which costs only address space, and a step gives all rows in use the same length.
 
-Beams change rows at every token, and have most of their tokens in common. For every pair of rows is known up to where
-they are equal. What differs is copied if it is short, a few tokens as a rule; where it is longer than a token block the
-row becomes a fork of the other and maps the same pages. Measured with two threads, 8 layers of 4 heads of 64 in
-float32, for a row of 2048, 4096 and 8192 tokens: a fork 7, 12 and 25 ms, a copy 3 to 7, 6 to 12 and 30 ms or more; for
-a tail of 8 tokens in three rows 0.2 ms. So from about 4096 tokens on a fork is no slower, and it always saves the row's
-memory. Layers with a sliding window keep no more than that of a row, which is copied: what is shared would have to be
-stepped back to before it could be written.
+Beams change rows at every token but share most of their tokens. For every pair of rows, the length of their common
+prefix is tracked. The rest is copied if it is short, usually a few tokens; if it is longer than the tokens of a page,
+the row becomes a fork of the other and maps the same pages. Measured with two threads, 8 layers of 4 heads of 64 in
+float32, for a row of 2048, 4096 and 8192 tokens: a fork takes 7, 12 and 25 ms, a copy 3 to 7, 6 to 12 and 30 ms or
+more; a tail of 8 tokens in three rows takes 0.2 ms. So from about 4096 tokens on a fork is no slower, and it always
+saves the row's memory. Layers with a sliding window store only the window of a row, which is copied, since shared
+blocks would have to be stepped back before they could be written.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vattn.errors import InvalidLength, NoFreeSlot
 
 
 class BatchRows:
-    """The slots of several caches, each row in the same slot of all.
+    """The slots of several caches; a row has the same slot in all of them.
 
     Attributes:
         capacity: most rows.
-        count: rows in use: slots `[0, count)`.
-        length: tokens of each of them, as last stepped to.
-        start: where the last step began, up to which they can be taken back.
+        count: rows in use, slots `[0, count)`.
+        length: tokens of each row, as of the last step.
+        start: first token of the last step; later tokens can be taken back.
     """
 
     def __init__(self, capacity: int, count: int) -> None:
@@ -45,11 +45,11 @@ class BatchRows:
 
     @property
     def slots(self) -> int:
-        """Slots that a cache needs: one more than several rows, for what is on its way from row to row."""
+        """Slots that a cache needs: the capacity, and a spare one for exchanging rows."""
         return self.capacity + (self.capacity > 1)
 
     def add(self, cache: KVCache) -> None:
-        """Takes a new cache's slots, and backs what the rows have."""
+        """Adds a new cache: allocates its slots and backs the rows' tokens."""
         _claim(cache)
         if self.length:
             cache.step(dict.fromkeys(range(self.count), self.length))
@@ -82,22 +82,22 @@ class BatchRows:
         self.length = length
 
     def arrived(self, start: int) -> None:
-        """The rows got their tokens from elsewhere: in layers with a window those that queries from `start` on see."""
+        """Records that tokens were copied in: in layers with a window only those that queries from `start` on see."""
         self.start = start
         self._first = {cache: max(0, start - window + 1) for cache, window in self._windows()}
 
     def resize(self, count: int) -> None:
-        """Other rows, empty ones."""
+        """Changes the number of rows, which are empty."""
         assert self.length == 0
         assert count <= self.capacity
         self.count = count
         self._equal = [[0] * count for _ in range(count)]
 
     def select(self, sources: Sequence[int]) -> None:
-        """Row i becomes what row `sources[i]` was, for as many rows as there are sources.
+        """Replaces row i by row `sources[i]`; afterwards there are as many rows as sources.
 
         Raises:
-            OutOfPages, DriverError: a row could not be had, and all rows are empty.
+            OutOfPages, DriverError: a row could not be replaced; all rows are empty now.
         """
         assert len(sources) <= self.capacity
         length, old = self.length, self.count
@@ -115,7 +115,7 @@ class BatchRows:
                     if start < first:
                         self._first[cache] = first
                 whole = [cache for cache in self._caches if _window(cache) is None]
-                if length - start < max((cache.layout.block_tokens for cache in whole), default=0):
+                if length - start < max((cache.layout.page_tokens for cache in whole), default=0):
                     self._copy(whole, moves, start)
                 elif whole:
                     self._fork(whole, dict(moves))
@@ -127,7 +127,7 @@ class BatchRows:
         self.count, self._equal = len(sources), equal
 
     def trim(self) -> int:
-        """Gives memory to the machine that rows not in use hold, and empty ones; returns its bytes."""
+        """Returns the memory of unused and of empty rows to the machine, and the number of its bytes."""
         unused = range(self.count if self.length else 0, self.slots)
         given = 0
         for cache in self._caches:
@@ -147,7 +147,7 @@ class BatchRows:
         tails = [tail for cache in caches for tail in _tails(cache, start, self.length)]
 
         def own() -> None:
-            # What is shared from `start` on becomes the row's own, and leaves the row: so all are read before.
+            # Stepping back and forth replaces shared pages by private ones without contents, after all were read.
             for cache in caches:
                 cache.step(dict.fromkeys(moves, start))
                 cache.step(dict.fromkeys(moves, self.length))
@@ -155,7 +155,7 @@ class BatchRows:
         _copy(tails, moves, own)
 
     def _fork(self, caches: Sequence[KVCache], moves: dict[int, int]) -> None:
-        """The moves one after the other, each when nobody needs what it replaces; a circle by way of the spare slot."""
+        """Performs each move when no other move needs the row that it replaces; a cycle goes through the spare slot."""
         spare = self.capacity
         while moves:
             needed = set(moves.values())
@@ -169,7 +169,7 @@ class BatchRows:
             cache.step({spare: 0})
 
     def _abandon(self) -> None:
-        """Empties all rows, some of which are lost."""
+        """Empties all rows after a failure in which some were lost."""
         for cache in self._caches:
             _claim(cache)
             cache.step(dict.fromkeys(range(self.slots), 0))
@@ -183,7 +183,7 @@ def _tails(cache: KVCache, start: int, end: int) -> list[Tensor]:
 
 
 def _copy(tails: Sequence[Tensor], moves: dict[int, int], before_writing: Callable[[], object] = lambda: None) -> None:
-    """Row by row what `moves` says, all of it read before any is written."""
+    """Copies rows to rows; all are read before any is written."""
     device = tails[0].device
     rows, sources = (torch.tensor(list(x), device=device) for x in (moves.keys(), moves.values()))
     with torch.no_grad():
@@ -201,12 +201,12 @@ def _replace(caches: Sequence[KVCache], row: int, source: int) -> None:
 
 
 def _window(cache: KVCache) -> int | None:
-    """The window of a cache's layers, which is that of all of its groups."""
+    """The window of a cache's layers, the same in all of its groups."""
     return cache.config.tensor_groups[0].sliding_window
 
 
 def _claim(cache: KVCache) -> None:
-    """Allocates every slot that is not: then row i is slot i, whichever slots the cache gives first."""
+    """Allocates all free slots, so that row i is slot i whatever the order in which the cache allocates them."""
     with suppress(NoFreeSlot):
         while True:
             cache.alloc_reqid()

@@ -1,9 +1,9 @@
-"""Decode queries of a KV head's group as rows of one product: what torch's SDPA on a CPU is fast at.
+"""Keys that make torch's SDPA fold grouped decode queries, which is faster on a CPU.
 
-transformers asks SDPA for grouped queries (`enable_gqa`) where there is no mask. On a CPU that takes several times as
-long in bfloat16 as with the queries of a KV head folded into rows, `[batch, num_kv_heads, group, head_dim]`: it is the
-same sum over the same keys. So the cache hands out keys that fold when SDPA gets them, and the model keeps its
-attention. With a mask (a padded batch) transformers folds by itself.
+Without a mask, transformers calls SDPA with grouped queries (`enable_gqa`). On a CPU in bfloat16 this takes several
+times as long as the same sum with the queries of a KV head folded into rows, `[batch, num_kv_heads, group, head_dim]`.
+So the cache returns keys of a tensor subclass for which SDPA folds; the model's attention is not changed. With a mask
+(a padded batch) transformers itself repeats the keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class FoldingKeys(Tensor):
-    """Keys `[batch, num_kv_heads, tokens, head_dim]` with which a decode step's SDPA folds; else a plain tensor."""
+    """Keys `[batch, num_kv_heads, tokens, head_dim]` for which SDPA folds the queries of a decode step."""
 
     @classmethod
     def __torch_function__(

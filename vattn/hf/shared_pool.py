@@ -1,8 +1,8 @@
-"""The pools that caches of `generate()` share: one per device, page size and guard, kept for caches to come.
+"""Page pools shared by the caches of `generate()`: one per device, page size and guard, kept for later caches.
 
-A cache per call is then no thread per call. What a cache has goes back to the machine when the cache does, as from a
-pool of its own, but for a few pages (`KEPT_BYTES`), with which the next short call starts: a pool that no cache uses is
-a thread that sleeps.
+With a shared pool, a cache per call does not start a thread per call. When a cache is freed, its memory returns to the
+machine, except for a few pages (`KEPT_BYTES`) with which the next short call starts. An unused pool costs these pages
+and a sleeping thread.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vattn import _native, drivers
 from vattn.memory.journal import Change
 from vattn.memory.pool import PagePool, Plan, Tenant
 
-KEPT_BYTES = 16 * 2**20  # of pages that no cache has: to make a page and to give it back takes longer than to map it
+KEPT_BYTES = 16 * 2**20  # free pages kept, since creating and releasing a page takes longer than mapping it
 
 _pools: dict[tuple[torch.device, int, drivers.Guard], SharedPool] = {}
 _lock = threading.Lock()
 
 
 class SharedPool(PagePool):
-    """A pool that keeps few pages of caches that are gone."""
+    """A pool that keeps only a few pages of freed caches."""
 
     @property
     def usable(self) -> bool:
-        """Whether another cache may join."""
+        """Whether another cache may join the pool."""
         return self._refusal is None and not self.mapper.broken
 
     def leave(self, tenant: Tenant, give_back: Plan) -> None:
@@ -44,14 +44,14 @@ class SharedPool(PagePool):
                 self.lock.release()
 
     def _let_go(self) -> None:
-        """Has the worker let go of what it executed last, which is kept until the next transaction: with it goes the
-        address space of a cache that is gone.
+        """Submits an empty transaction, so that the worker drops the last one, which holds the address space of a freed
+        cache.
         """
         self.mapper.submit(_native.Transaction())
 
 
 def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: drivers.Guard) -> SharedPool:
-    """The pool of such caches, for at least `budget` bytes; what a cache may take of it, its own budget says.
+    """The shared pool, for at least `budget` bytes; each cache is limited by its own budget.
 
     Raises:
         ConfigError: for a device without a driver.
@@ -61,14 +61,16 @@ def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: 
     with _lock:
         pool = _pools.get(key)
         if pool is None or not pool.usable or pool.total_pages * page_size < budget:
-            # For all that the device has: a cache made later must not find a pool for this one's budget only.
+            # For all of the device's memory, since caches made later may have a larger budget.
             most = max(budget, source.available_memory())
             pool = _pools[key] = SharedPool(most, device=device, page_size=page_size, guard=guard)
         return pool
 
 
 def _and_release(give_back: Plan, native: _native.PagePool) -> Plan:
-    """`give_back`, then the free pages but for `KEPT_BYTES` go. It knows no pool, as pools keep such plans."""
+    """`give_back`, followed by the release of all free pages but `KEPT_BYTES`. It must not refer to the pool, which
+    keeps such plans.
+    """
     kept = KEPT_BYTES // native.page_size
 
     def plan(change: Change) -> None:

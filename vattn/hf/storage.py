@@ -1,4 +1,4 @@
-"""The memory of a `VirtualCache`: caches for its layers, made when the first update shows what they hold."""
+"""The memory of a `VirtualCache`: caches for its layers, created when the first update shows their shapes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vattn.memory.pool import PagePool
 from vattn.quantised import Scales, dequantise, quantise, quantised_groups
 from vattn.stats import CacheStats
 
-# What is kept of a layer, in plain form: its length, the first token that is there, the element type of its keys, and
-# `View.stored` from that token on. And of a cache: where the last forward pass began, and its layers.
+# A saved layer: its length, the first token that is still stored, the element type of its keys, and `View.stored` from
+# that token on. A saved cache: the start of the last forward pass, and its layers.
 SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
 Saved = tuple[int, list[SavedLayer | None]]
 
@@ -32,7 +32,7 @@ _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer stores per token, and where."""
+    """The keys and values that a layer stores per token, and their device."""
 
     num_kv_heads: int
     head_dim: int
@@ -42,12 +42,12 @@ class Shape:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> Shape:
-        # Under autocast K may be wider than V; the wider type holds both exactly.
+        # Under autocast K may have a wider type than V; the wider one represents both exactly.
         dtype = torch.promote_types(key.dtype, value.dtype)
         return cls(key.shape[1], key.shape[3], value.shape[3], dtype, key.device)
 
     def holds(self, other: Shape) -> bool:
-        """Whether a layer of this shape stores the other's tokens without loss."""
+        """Whether a layer of this shape can store tokens of the other without loss."""
         return replace(other, dtype=self.dtype) == self and torch.promote_types(self.dtype, other.dtype) == self.dtype
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """K and V of the rows in use, `[batch, num_kv_heads, max_context_len, *]`; in 8 bits, their codes.
+    """K and V of the rows in use, `[batch, num_kv_heads, max_context_len, *]`, or their 8-bit codes.
 
     Attributes:
-        scales: what the codes of K and of V are multiples of, `[batch, num_kv_heads, max_context_len, 1]`.
-        accepts: batch, heads, both head sizes and the type of K of an update that needs no second look.
-        folds: the model's SDPA is to fold grouped queries.
+        scales: scales of the codes of K and of V, `[batch, num_kv_heads, max_context_len, 1]`; None without codes.
+        accepts: batch, heads, both head sizes and the type of K of an update that needs no further checks.
+        folds: whether SDPA should fold grouped queries (`vattn.hf.folding`).
     """
 
     keys: Tensor
@@ -75,16 +75,16 @@ class View:
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """All that is kept of a token."""
+        """All tensors that store a token."""
         return (self.keys, self.values, *(self.scales or ()))
 
     def store(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Writes new rows, from token `start` on."""
+        """Writes K and V of new tokens from token `start` on."""
         self.store_part(0, key, start)
         self.store_part(1, value, start)
 
     def store_part(self, which: int, rows: Tensor, start: int) -> None:
-        """Writes rows of K (0) or of V (1), from token `start` on."""
+        """Writes K (0) or V (1) of new tokens from token `start` on."""
         tokens = rows.shape[2]
         if self.scales is not None:
             rows, scales = quantise(rows)
@@ -92,7 +92,7 @@ class View:
         (self.keys, self.values)[which].narrow(2, start, tokens).copy_(rows)
 
     def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """K and V of tokens `[first, end)`: views, or copies of what codes stand for."""
+        """K and V of tokens `[first, end)`: views, or dequantised copies."""
         keys, values, *scales = (tensor.narrow(2, first, end - first) for tensor in self.stored)
         if not scales:
             return keys, values
@@ -106,7 +106,7 @@ class View:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer's tokens are."""
+    """The location of a layer's tokens."""
 
     cache: KVCache
     layer: int
@@ -115,7 +115,7 @@ class _Place:
 
 
 class _Lease:
-    """What tensors own that show the memory of a cache: as long as one is there, the cache is not collected."""
+    """The owner of tensors that show a cache's memory, which keeps the cache from being collected."""
 
     __slots__ = ("__weakref__", "cache")
 
@@ -124,16 +124,16 @@ class _Lease:
 
 
 class Storage:
-    """The memory behind the layers. It knows no layer, so that nothing but references keeps a cache alive.
+    """The memory behind the layers. It has no reference to them, so that only users' references keep a cache alive.
 
-    Whoever has a tensor that shows this memory keeps it (`_Lease`): caches are left to such tensors, not closed under
-    them. A tensor that a user asked for (`part`) shows the same for ever: before that would change, the storage moves
-    to other memory. Tensors that an update gave are a model's, which is done with them before anything changes.
+    A tensor that shows this memory keeps it alive (`_Lease`): a cache is left to such tensors instead of being closed.
+    The contents of a tensor that a user asked for (`part`) never change: before they would, the storage moves to other
+    memory. Tensors returned by an update belong to the model, which has finished with them before anything changes.
 
     Attributes:
         views: per layer; None until its first update.
-        lengths: tokens per layer. They differ within a forward pass only.
-        end: what the lengths are after the forward pass under way; -1 where something was taken back since.
+        lengths: tokens per layer, which differ only during a forward pass.
+        end: the length after the forward pass under way; -1 if tokens were taken back since.
         ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
     """
 
@@ -181,13 +181,13 @@ class Storage:
             raise CacheClosed("the cache is closed; make a new one")
 
     def length(self, index: int) -> int:
-        """Tokens of a layer; a forked child may know them too."""
+        """Tokens of a layer, also in a forked child."""
         if self._closed:
             self.check_open()
         return self.lengths[index]
 
     def refuse_in_child(self) -> None:
-        """In a forked child, where what the tensors show is not mapped."""
+        """Makes later updates raise in a forked child, in which this memory is not mapped."""
         self.views = [None] * len(self.views)
         self.end = -1
         self._forked = ForkedProcess(
@@ -197,14 +197,14 @@ class Storage:
         )
 
     def open_caches(self) -> list[KVCache]:
-        """The caches that the layers lie in."""
+        """The caches that hold the layers."""
         self.check_open()
         return list(dict.fromkeys(place.cache for place in self._places.values()))
 
     # Tokens
 
     def observe(self, index: int, key: Tensor, value: Tensor) -> View:
-        """Looks at an update that is the first of its layer, or unlike those before it."""
+        """Checks an update that is the first of its layer or differs from earlier ones, and makes memory for it."""
         self.check_open()
         shape, batch = Shape.of(key, value), key.shape[0]
         place = self._places.get(index)
@@ -219,7 +219,7 @@ class Storage:
             if place is None or not place.shape.holds(shape):
                 try:
                     self._place(index, shape)
-                except BaseException:  # in the first forward pass: what layers before this one stored is all there is
+                except BaseException:  # in the first forward pass: only the layers before this one have tokens
                     self.lengths = [0] * len(self.lengths)
                     self.end = -1
                     self.settle()
@@ -230,12 +230,12 @@ class Storage:
         return view
 
     def advance(self, index: int, tokens: int) -> View:
-        """Backs what a forward pass adds, before the first of its layers stores anything; where that layer then is."""
+        """Backs the tokens of a forward pass before its first layer stores any; returns that layer's view."""
         self.check_open()
         self._check_even()
         assert self._rows is not None
         if self._lent and any(window is not None for window in self._windows.values()):
-            self._detach()  # what is behind a window goes
+            self._detach()  # memory behind the window is given back
         start = self.lengths[index]
         if start + tokens > self.max_context_len:
             raise InvalidLength(
@@ -251,10 +251,10 @@ class Storage:
         return view
 
     def cut(self, lengths: Mapping[int, int]) -> None:
-        """Forgets tokens of layers from these lengths on.
+        """Discards the tokens of layers from these lengths on.
 
         Raises:
-            InvalidLength: windows that were shown there are gone. Nothing changed.
+            InvalidLength: a window there would reach tokens whose memory was given back. Nothing changed.
         """
         self.check_open()
         after = [min(length, lengths.get(index, length)) for index, length in enumerate(self.lengths)]
@@ -272,12 +272,12 @@ class Storage:
         self.end = -1
 
     def first_kept(self, index: int) -> int:
-        """The first token of a layer that is still there."""
+        """The first token of a layer that is still stored."""
         window = self._windows[index]
         return 0 if window is None or self._rows is None else max(0, self._rows.start - window + 1)
 
     def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """K and V of tokens `[first, end)` of a layer, for a user to keep; None before the layer's first update."""
+        """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update."""
         self.check_open()
         view = self.views[index]
         if view is None:
@@ -292,7 +292,7 @@ class Storage:
         """Replaces K (0) or V (1) of a layer from token `first` on.
 
         Raises:
-            ConfigError: other rows, tokens or shapes than are there, or a type that the layer's does not hold.
+            ConfigError: rows, tokens or shapes differ from those stored, or the layer's type cannot hold the new one.
         """
         self.check_open()
         name, view = ("keys", "values")[which], self.views[index]
@@ -318,7 +318,7 @@ class Storage:
             view.store_part(which, new, first)
 
     def saved(self) -> Saved:
-        """What there is, as views."""
+        """The stored tokens, as views."""
         self.check_open()
         self._check_even()
         layers: list[SavedLayer | None] = [None] * len(self.views)
@@ -330,7 +330,7 @@ class Storage:
         return (0 if self._rows is None else self._rows.start), layers
 
     def restore(self, saved: Saved) -> None:
-        """Takes over what was kept of a cache for the same model; this one is empty."""
+        """Copies the saved tokens of a cache for the same model into this one, which is empty."""
         start, layers = saved
         for index, layer in enumerate(layers):
             if layer is None:
@@ -351,14 +351,14 @@ class Storage:
             self._rows.arrived(start)
 
     def settle(self) -> None:
-        """Tells the caches that tokens were forgotten."""
+        """Tells the caches that tokens were discarded."""
         if self._rows is not None and max(self.lengths) < self._rows.length:
             self._rows.step(max(self.lengths))
 
     # Rows
 
     def select(self, sources: Sequence[int]) -> None:
-        """Row i becomes what row `sources[i]` was; there are as many rows as sources afterwards."""
+        """Replaces row i by row `sources[i]`; afterwards there are as many rows as sources."""
         self.check_open()
         self._check_even()
         if self._rows is None or not max(self.lengths):
@@ -383,7 +383,7 @@ class Storage:
         self._show_all()
 
     def _set_batch(self, batch: int) -> None:
-        """Other rows than before, of an empty cache."""
+        """Changes the number of rows of an empty cache."""
         if any(self.lengths):
             raise ConfigError(
                 f"the cache holds {self.count} rows, the update has {batch}; reset() it first, or use a cache per batch"
@@ -403,7 +403,7 @@ class Storage:
         self._show_all()
 
     def _detach(self) -> None:
-        """Leaves the memory to tensors that `part` gave, if there are any, and goes on in a copy."""
+        """Leaves the memory to tensors from `part`, if there are any, and continues in a copy."""
         if self._lent:
             try:
                 self._move(range(self.count))
@@ -415,7 +415,7 @@ class Storage:
                 raise
 
     def _move(self, sources: Sequence[int]) -> None:
-        """To another reservation, with at least as many rows as this one."""
+        """Moves the rows `sources` to another reservation, of at least the present capacity."""
         assert self._rows is not None
         length, start = max(self.lengths), self._rows.start
         left = self._reserve(max(self._rows.capacity, len(sources)), len(sources), length)
@@ -426,7 +426,7 @@ class Storage:
         self._retire(left)
 
     def _take_over(self, index: int, rows: Tensor, length: int) -> None:
-        """Shows a layer where it is now, with the tokens of these rows of where it was."""
+        """Copies these rows of a layer from its old view to its present memory, which becomes its view."""
         first, old = self.first_kept(index), self.views[index]
         assert old is not None
         self._show(index)
@@ -439,7 +439,7 @@ class Storage:
                     tensor.narrow(2, first, length - first).copy_(kept[rows.to(source.device)])
 
     def _retire(self, caches: Sequence[KVCache]) -> None:
-        """Closes caches that are no longer used, but for those that tensors show: these go with the last of them."""
+        """Closes unused caches; one that tensors still show is freed with the last of them."""
         shown = {lease.cache for lease in self._lent}
         self._lent = weakref.WeakSet()
         for cache in caches:
@@ -460,7 +460,7 @@ class Storage:
     # Memory
 
     def _place(self, index: int, shape: Shape) -> None:
-        """Makes the cache of a layer and of those with its window that were not seen yet: they tend to be alike."""
+        """Creates a cache for a layer and for those with its window that had no update yet and are probably alike."""
         assert self._rows is not None
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
@@ -474,10 +474,10 @@ class Storage:
         self._places |= {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
 
     def _find_pool(self, shape: Shape) -> None:
-        """The pool for layers that are expected to have this shape.
+        """Chooses the pool, assuming that all layers have this shape.
 
-        A budget that was given holds for all layers together, and so does an automatic one where layers differ in their
-        windows: that takes a pool of its own, as a pool bounds each cache on it alone.
+        A given budget limits all layers together, and so does an automatic one if layers differ in their windows. This
+        requires a pool of its own, since a shared pool does not limit the sum of several caches.
         """
         assert self._rows is not None
         groups = self._groups(shape, range(len(self._windows)), None)[0]
@@ -503,7 +503,7 @@ class Storage:
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None
     ) -> tuple[list[TensorGroup], dict[int, Scales]]:
-        """The tensor groups of layers of one shape and window, and where the scales of each are."""
+        """The tensor groups of layers with one shape and window, and the location of each layer's scales."""
         group = TensorGroup(
             layers=layers,
             num_kv_heads=shape.num_kv_heads,
@@ -515,7 +515,9 @@ class Storage:
         return quantised_groups([group], shape.dtype) if self._quantised else ([group], {})
 
     def _reserve(self, capacity: int, count: int, length: int) -> list[KVCache]:
-        """New caches in place of all, for so many rows of that length; the old ones. A failure changes nothing."""
+        """Replaces all caches by new ones for this many rows of this length; returns the old ones. A failure changes
+        nothing.
+        """
         rows = BatchRows(capacity, count)
         caches = {}
         for old in self.open_caches():
@@ -538,7 +540,7 @@ class Storage:
         self.views[index] = self._view(index, self._leases[self._places[index].cache])
 
     def _view(self, index: int, lease: _Lease) -> View:
-        """A layer's rows in use, as tensors that keep the lease."""
+        """The rows in use of a layer, as tensors that hold the lease."""
         place = self._places[index]
         shape = place.shape
         keys, values = (
@@ -546,12 +548,8 @@ class Storage:
         )
         scales = None
         if place.scales is not None:
-            # One row for all layers: as heads of one element, like the codes' heads.
-            row = place.cache.lend(place.scales.layer, lease)[0].narrow(0, 0, self.count)
-            row = row[:, :, 0].transpose(1, 2)[..., None]
-            # V of no elements has no scales either, and takes K's place without a use.
-            per_value = place.scales.values if shape.v_head_dim else place.scales.keys
-            scales = row[:, place.scales.keys], row[:, per_value][..., : 1 if shape.v_head_dim else 0]
+            per_key, per_value = place.scales.views(place.cache.lend(place.scales.layer, lease)[0])
+            scales = per_key.transpose(1, 2)[: self.count], per_value.transpose(1, 2)[: self.count]
         return View(
             keys,
             values,

@@ -2,16 +2,16 @@
 
     model.generate(**inputs, past_key_values=vattn.VirtualCache(model, max_context_len=131072))
 
-New keys and values are written in place, and the model gets views of what is there: nothing is copied to grow, nothing
-is reserved but address space, and the memory is that of the tokens. What a model stores is not asked of its config but
-seen in the first update of each layer.
+New keys and values are written in place, and the model gets views of them: growing copies nothing, only address space
+is reserved, and memory is mapped for the tokens that are there. The shapes that a model stores are not read from its
+config but taken from the first update of each layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from vattn.errors import ConfigError, UnsupportedModel, VattnError
 from vattn.hf.folding import FoldingKeys
 from vattn.hf.storage import Saved, Storage, View
 from vattn.memory.pool import PagePool
+from vattn.quantised import KVCacheDtype
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
 
@@ -34,40 +35,38 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
         pass
 
 
-KVCacheDtype = Literal["auto", "int8"]
-
-# What the first update decides, and what a batch in lockstep has no use for.
+# Options of KVConfig that the first update determines.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
 
 
 class VirtualCache(Cache):
     """A transformers cache whose memory grows with its tokens, in place.
 
-    Rows are kept contiguous in virtual memory; pages are mapped under them as tokens arrive, those of the next token
-    while the model computes. Batch size, heads, head sizes, element type and device are those of the first update.
-    Works with all that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. Decode
-    steps on a CPU fold grouped queries, which torch's SDPA is slow at otherwise (`vattn.hf.folding`); the model stays
-    as it is.
+    Rows are contiguous in virtual memory. Pages are mapped as tokens arrive; those for the next token are mapped while
+    the model computes. Batch size, heads, head sizes, element type and device are those of the first update. Supports
+    everything that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. In decode
+    steps on a CPU, grouped queries are folded, for which torch's SDPA is faster (`vattn.hf.folding`); the model itself
+    is not changed.
 
-    Also a context manager, which closes it; losing the last reference gives the memory back as well.
+    Also a context manager that closes the cache. The memory is freed with the last reference, too.
 
     Args:
-        model_or_config: the model that it is for, or its config.
-        max_context_len: most tokens of a row; only address space depends on it. By default the model's own limit.
-        max_batch_size: most rows (prompts times beams). Address space for so many is reserved, so that rows added later
-            share memory with those that they repeat. By default the rows of the first update; where more are needed
-            later, they move to a larger reservation.
-        memory_budget: physical memory that may be mapped, as in `KVConfig`; measured at the first update where it is
-            "auto", so after the model is loaded.
-        kv_cache_dtype: "int8" keeps codes of 8 bits with a scale per token and head (`vattn.quantised`): about half of
-            bfloat16's memory, for a copy of what a layer attends to, and a small error; "auto" keeps what the model
-            computes.
-        pool: physical pages to draw on, shared with other caches.
-        options: further keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
+        model_or_config: the model, or its config.
+        max_context_len: most tokens of a row; only address space depends on it. By default the model's limit.
+        max_batch_size: most rows (prompts times beams). Address space is reserved for this many, so that rows added
+            later share memory with the rows that they repeat. By default the rows of the first update; if more are
+            needed later, all rows move to a larger reservation.
+        memory_budget: physical memory that may be mapped, as in `KVConfig`. "auto" is measured at the first update,
+            when the model is loaded.
+        kv_cache_dtype: "int8" stores 8-bit codes with a scale per token and head (`vattn.quantised`): about half the
+            memory of bfloat16, at the price of a small error and of a copy of the tokens that a layer attends to.
+            "auto" stores keys and values as computed.
+        pool: physical pages shared with other caches.
+        options: other keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
 
     Raises:
-        UnsupportedModel: a model with recurrent, chunked or other layers that do not just keep K and V.
-        ConfigError: an option that is unknown, contradictory or out of range.
+        UnsupportedModel: the model has layers with other state than K and V (recurrent, chunked attention).
+        ConfigError: an option is unknown, contradictory or out of range.
     """
 
     def __init__(
@@ -119,21 +118,21 @@ class VirtualCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens of a layer and gives all that it attends to, as views.
+        """Stores the new tokens of a layer and returns views of all tokens that it attends to.
 
         Args:
             key_states, value_states: `[batch, num_kv_heads, new tokens, head_dim]`, V with its own head size.
 
         Returns:
-            K and V `[batch, num_kv_heads, tokens, head_dim]`: the cache's memory, for this forward pass. They outlive
-            the cache, but show what becomes of it; `layers[i].keys` and `values` are for keeping. Where new tokens
-            require gradients, copies through which those flow.
+            K and V `[batch, num_kv_heads, tokens, head_dim]`: views of the cache's memory for this forward pass. They
+            may outlive it, but their contents change with the cache; keep `layers[i].keys` and `values` instead. If new
+            tokens require gradients, copies through which the gradients flow.
 
         Raises:
-            OutOfPages: the budget does not have the pages. Nothing is stored; the cache is as before the forward pass.
+            OutOfPages: the budget lacks pages. Nothing was stored; the cache is as before the forward pass.
             InvalidLength: more than `max_context_len` tokens.
-            ConfigError: other rows or shapes than the cache holds, of another model say.
-            CacheClosed: after `close`.
+            ConfigError: rows or shapes differ from those in the cache; it may be another model's update.
+            CacheClosed: the cache is closed.
         """
         if torch.compiler.is_compiling():
             # The driver's calls cannot be traced.
@@ -148,33 +147,33 @@ class VirtualCache(Cache):
         return stored
 
     def reset(self) -> None:
-        """Forgets all tokens. The memory stays, for the next ones; `trim` gives it back."""
+        """Discards all tokens. Their memory is kept for later tokens; `trim` returns it to the machine."""
         self._storage.cut(dict.fromkeys(range(len(self._storage.lengths)), 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens of every row; no memory moves.
+        """Discards the last tokens of every row; no memory is mapped or unmapped.
 
         Args:
-            tokens_to_remove: how many, as a negative number; a positive one is how many to keep, as transformers once
-                had it.
+            tokens_to_remove: their number, negated. A positive number is that of the tokens to keep, as in earlier
+                releases of transformers.
 
         Raises:
-            InvalidLength: the model has sliding windows, and what they showed there has been given back. Nothing
-                changed: the tokens of the last forward pass can be cropped, and a few more.
+            InvalidLength: a sliding window at the new length would reach tokens whose memory was given back. Nothing
+                changed; the tokens of the last forward pass, and a few more, can always be cropped.
         """
         lengths = enumerate(self._storage.lengths)
         self._storage.cut({index: _kept(length, tokens_to_remove) for index, length in lengths})
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was. Short differences are copied, longer ones mapped (`BatchRows`)."""
+        """Replaces row i by row `beam_idx[i]`. Short differences are copied, long ones are mapped (`BatchRows`)."""
         self._storage.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row; the copies share its pages where rows of `max_batch_size` are reserved."""
+        """Repeats every row; the copies share its pages if `max_batch_size` reserved rows for them."""
         self._storage.select([row for row in range(self._storage.count) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`, numbers or a mask."""
+        """Keeps the rows `indices`: row numbers, or a mask."""
         kept = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self._storage.select(kept.tolist())
 
@@ -187,22 +186,22 @@ class VirtualCache(Cache):
         """A snapshot of pages, bytes, calls and times.
 
         Raises:
-            VattnError: before the first update, which decides what there is.
+            VattnError: there was no update yet, and so no memory.
         """
         return self._storage.stats()
 
     def check(self) -> None:
-        """Asserts that every page is where the books say (`KVCache.check`)."""
+        """Asserts that all pages are where the cache's records say (`KVCache.check`)."""
         for cache in self._storage.open_caches():
             cache.check()
 
     def trim(self) -> int:
-        """Gives memory that holds no tokens back to the machine, and returns its bytes."""
+        """Returns memory without tokens to the machine, and the number of its bytes."""
         return self._storage.trim()
 
     def close(self) -> None:
-        """Gives the memory back, what tensors got from the cache still show with the last of them; afterwards every
-        call raises `CacheClosed`.
+        """Frees the memory; memory that tensors from the cache still show is freed with the last of them. Afterwards
+        every call raises `CacheClosed`.
         """
         self._storage.close()
 
@@ -215,14 +214,14 @@ class VirtualCache(Cache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
-        """A cache of its own with the same tokens."""
+        """An independent cache with the same tokens."""
         saved = self._storage.saved()
         copied = memo[id(self)] = VirtualCache(self._config, **self._arguments)
         copied._storage.restore(saved)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The tokens' keys and values, as tensors of their own, and what the cache was made with but for the pool."""
+        """Keys and values as independent tensors, and the cache's arguments except for the pool."""
         start, layers = self._storage.saved()
         kept = [
             None
@@ -233,7 +232,7 @@ class VirtualCache(Cache):
         return _load, (self._config, self._arguments | {"pool": None}, (start, kept))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Per layer keys, values and the sliding window, as a `DynamicCache` gives and takes them."""
+        """Keys, values and sliding window of every layer, as `DynamicCache` yields and accepts them."""
         for layer in self.layers:
             window = getattr(layer, "sliding_window", None)
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)  # type: ignore[union-attr]
@@ -243,7 +242,7 @@ class VirtualCache(Cache):
 
 
 class VirtualLayer(CacheLayerMixin):
-    """One layer of a `VirtualCache`: where its tokens end, and which of them are seen."""
+    """A layer of a `VirtualCache`: where its tokens end, and which of them queries see."""
 
     is_sliding = False
     is_compileable = False
@@ -256,18 +255,18 @@ class VirtualLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether its shapes are known."""
+        """Whether the shapes of K and V are known."""
         return self._storage.views[self._index] is not None
 
     @property
     def keys(self) -> Tensor | None:
-        """K of the tokens it has, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update.
+        """K of all tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update.
 
-        It may be written, which changes the cache (in 8 bits it is a copy), and kept: the cache leaves it what it
-        shows. An assignment replaces all of it.
+        Writing to it changes the cache, unless it is stored in 8 bits and this is a copy. It may be kept: its contents
+        do not change with the cache. An assignment replaces K of all tokens.
 
         Raises:
-            ConfigError: an assignment of another shape, or of a type that the layer's does not hold.
+            ConfigError: an assigned tensor has another shape, or a type that the layer's cannot represent.
         """
         return self._part(0)
 
@@ -277,7 +276,7 @@ class VirtualLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        """V of the tokens it has; as `keys`."""
+        """V of all tokens; see `keys`."""
         return self._part(1)
 
     @values.setter
@@ -291,7 +290,7 @@ class VirtualLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of keys and values."""
         return self._shown().keys.device
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -328,7 +327,7 @@ class VirtualLayer(CacheLayerMixin):
     def _update_with_gradients(
         self, view: View, key_states: Tensor, value_states: Tensor, first: int, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Stores new tokens, and gives copies of what is seen through which gradients flow to them, and no further."""
+        """Stores new tokens; returns copies of K and V through which gradients flow to the new tokens only."""
         storage, index = self._storage, self._index
         with torch.no_grad():
             view.store(key_states, value_states, start)
@@ -391,7 +390,7 @@ class VirtualLayer(CacheLayerMixin):
 
 
 class VirtualSlidingLayer(VirtualLayer):
-    """A layer that sees a window; the memory behind it is given back, in whole token blocks."""
+    """A layer with a sliding window; memory behind it is given back in whole token blocks."""
 
     is_sliding = True
 
@@ -404,7 +403,7 @@ class VirtualSlidingLayer(VirtualLayer):
 
 
 def _kept(length: int, tokens_to_remove: int) -> int:
-    """What `crop` leaves of a layer."""
+    """The tokens of a layer that remain after `crop`."""
     return max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
 
 
@@ -420,10 +419,10 @@ def _text_config(model_or_config: Any) -> PretrainedConfig:
 
 
 def _model_layers(config: PretrainedConfig) -> list[Any]:
-    """The layers that a DynamicCache of the model has: what kind each is.
+    """The layers of a DynamicCache for the model, which tell the kind of each layer.
 
     Raises:
-        UnsupportedModel: one is of a kind that does not just keep K and V.
+        UnsupportedModel: a layer has other state than K and V.
     """
     if getattr(config, "cross_attention_layers", None):
         raise _unsupported(config, "has cross-attention layers, whose length is an image's")
@@ -458,7 +457,7 @@ def _unsupported(config: PretrainedConfig, why: str) -> UnsupportedModel:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Gives what is stored, with a backward pass that says why there is none."""
+    """Passes stored tokens through, with a backward pass that raises."""
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, new: Tensor) -> Tensor:
@@ -473,7 +472,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> VirtualCache:
-    """A pickled cache again."""
+    """Restores a pickled cache."""
     cache = VirtualCache(config, **arguments)
     cache._storage.restore(saved)
     return cache

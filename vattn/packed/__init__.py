@@ -1,18 +1,9 @@
-"""Packed batches through unmodified transformers models: what an engine needs of a model."""
+"""Packed steps for engines: running an unmodified transformers model on them, and the shape of its keys and values."""
 
+from vattn.attention.interface import NAME, PackedStep, current_step, register
 from vattn.packed.latents import LatentAttention, find_latents, handing_on, store_latents
 from vattn.packed.shape import KVShape, LayerShape, kv_shape
-from vattn.packed.step import (
-    NAME,
-    PackedStep,
-    attention_forward,
-    check_supported,
-    current_step,
-    max_context,
-    packed_mask,
-    register,
-    run_packed,
-)
+from vattn.packed.step import check_supported, max_context, run_packed
 
 __all__ = [
     "NAME",
@@ -20,14 +11,12 @@ __all__ = [
     "LatentAttention",
     "LayerShape",
     "PackedStep",
-    "attention_forward",
     "check_supported",
     "current_step",
     "find_latents",
     "handing_on",
     "kv_shape",
     "max_context",
-    "packed_mask",
     "register",
     "run_packed",
     "store_latents",

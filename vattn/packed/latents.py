@@ -1,15 +1,15 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, and others): the latents are stored, not the keys and values.
+"""Multi-head latent attention (DeepSeek V2 and V3, and others): latents are stored instead of keys and values.
 
-Such a layer makes the keys and values of all heads from one short vector per token, by one projection. transformers'
-modules do it in `expand_kv`, a method of their own (those of older releases do not, and store keys and values); in a
-packed step that stores latents it hands them on as they are. What is stored of a token is then one row, the latent and
-the part of the key that has the rotary embedding: `kv_lora_rank + qk_rope_head_dim` elements for all heads together.
+Such a layer projects one short vector per token, the latent, to the keys and values of all heads. transformers' modules
+do this in the method `expand_kv` (in older releases inside `forward`; those layers store keys and values). In a packed
+step that stores latents, the method is replaced by one that passes them on. Stored per token is one row for all heads:
+the latent and the part of the key with the rotary embedding, `kv_lora_rank + qk_rope_head_dim` elements.
 
-Attention over latents is attention with one KV head whose keys are its values too, once the projection is folded into
-the query and the output (*absorbed*); or the latents are *expanded* by the module first. A query and key cost a head
-`2 kv_lora_rank + qk_rope_head_dim` products absorbed, three times as many as expanded in published shapes; expanding
-a token costs it `kv_lora_rank` for each element of its key and value. So single tokens and short chunks are absorbed;
-measured (`python -m bench mla`), the ways meet where the products do, near 160 new tokens.
+If the projection is folded into the query and the output (*absorbed*), attention over latents is attention with one KV
+head whose keys are also its values. Otherwise the module first *expands* the latents. Per head, query and key,
+absorbed attention takes `2 kv_lora_rank + qk_rope_head_dim` products, about three times as many as expanded attention
+in published shapes; expansion takes `kv_lora_rank` per token and element of its key and value. So single tokens and
+short chunks are absorbed. Measured (`python -m bench mla`), the two break even as the products do, near 160 new tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vattn.attention import Attention, AttentionParams, Blocks, KVSource, PackedBatch, Slots, Span, TorchSDPA
+from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
 from vattn.packed.shape import KVShape, LayerShape
 
 
 class LatentAttention:
-    """One attention module whose latents are stored.
+    """An attention module whose latents are stored.
 
     Attributes:
         layer: its index.
-        stored: what it stores per token.
-        expand_from: chunks of this many tokens or more are expanded.
+        stored: the shape that it stores per token.
+        expand_from: chunks of at least this many tokens are expanded.
     """
 
     def __init__(self, module: Any, window: int | None = None) -> None:
@@ -47,7 +47,7 @@ class LatentAttention:
         v_head_dim: int = module.v_head_dim
         width = self._rank + rope
         self.stored = LayerShape(1, width, 0, window, attended=((width, width), (self._nope + rope, v_head_dim)))
-        # Of the products of a query and a stored token, what expansion saves; it has to pay for that of the token.
+        # Products per query and stored token that expansion saves, to make up for those of expanding the token.
         saved = 2 * width - (self._nope + rope + v_head_dim)
         self.expand_from = self._rank * (self._nope + v_head_dim) / saved if saved > 0 else math.inf
         weight = module.kv_b_proj.weight.detach().view(-1, self._nope + v_head_dim, self._rank)
@@ -58,8 +58,8 @@ class LatentAttention:
 
     @classmethod
     def of(cls, module: nn.Module, shape: LayerShape) -> LatentAttention | None:
-        """For `module` of a layer that attends as `shape` says; None where its keys and values are not a plain
-        projection of a latent.
+        """For the `module` of a layer with this shape; None if its keys and values are not a plain projection of a
+        latent.
         """
         projection = getattr(module, "kv_b_proj", None)
         if type(projection) is not nn.Linear or projection.bias is not None or not hasattr(module, "expand_kv"):
@@ -71,7 +71,7 @@ class LatentAttention:
         return latent if latent._agrees(shape) else None
 
     def _agrees(self, shape: LayerShape) -> bool:
-        """Whether the module expands latents as it is understood here; only its results say."""
+        """Whether the module expands latents as this class assumes, judged by its results."""
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(1, 1, 3, self.stored.head_dim, generator=generator).to(self._to_keys)
         with torch.inference_mode():
@@ -94,18 +94,18 @@ class LatentAttention:
         return key, value
 
     def hand_on(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of the module's `expand_kv`: what is to be stored, and no values."""
+        """Replaces the module's `expand_kv`: returns the rows to store as keys, and empty values."""
         rows = torch.cat((latent, rope), dim=-1)
         return rows, rows[..., :0]
 
     def attend(
         self, attention: Attention, query: Tensor, kv: KVSource, batch: PackedBatch, params: AttentionParams
     ) -> Tensor:
-        """Attention over the stored latents, with the arguments and the result of attention over keys and values."""
+        """Attention over the stored latents; arguments and result are those of `Attention.__call__`."""
         if params.scale is None:
             params = replace(params, scale=query.shape[-1] ** -0.5)
-        # Kernels that take a layer as it lies have nothing to take once it is expanded.
-        expand_from = self.expand_from if isinstance(attention, TorchSDPA) else math.inf
+        # Expanded latents are not stored, so kernels that read whole layers cannot have them.
+        expand_from = self.expand_from if attention.reads == "request" else math.inf
         outputs = [
             self.attend_as(attention, query[rows], kv, part, params, expanded=expanded)
             for rows, part, expanded in batch.once(("latents", expand_from), lambda: _parts(batch, expand_from))
@@ -122,7 +122,7 @@ class LatentAttention:
         *,
         expanded: bool,
     ) -> Tensor:
-        """The same one way for all of the batch; expanded only with kernels that read request by request."""
+        """`attend` with one method for the whole batch; `expanded` requires a kernel that reads request by request."""
         if expanded:
             return attention(query, _Expanded(kv, self), self.layer, batch, params)
         latents = attention(self._absorb(query), _Latents(kv), self.layer, batch, params)
@@ -130,13 +130,13 @@ class LatentAttention:
         return output.transpose(0, 1)
 
     def _absorb(self, query: Tensor) -> Tensor:
-        """Queries `[n, num_heads, head_dim]` for latents as keys, `[n, num_heads, kv_lora_rank + rope]`."""
+        """Queries `[n, num_heads, head_dim]` projected to those for latents, `[n, num_heads, kv_lora_rank + rope]`."""
         absorbed = query[..., : self._nope].transpose(0, 1) @ self._to_keys
         return torch.cat((absorbed.transpose(0, 1), query[..., self._nope :]), dim=-1)
 
 
 def find_latents(model: PreTrainedModel, shape: KVShape) -> dict[int, LatentAttention]:
-    """The layers of `model`, which attends as `shape` says, whose latents can be stored instead."""
+    """The layers of `model`, which has this shape, that can store latents instead of keys and values."""
     found: dict[int, LatentAttention] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
@@ -149,8 +149,8 @@ def find_latents(model: PreTrainedModel, shape: KVShape) -> dict[int, LatentAtte
 
 @contextmanager
 def handing_on(latents: Iterable[LatentAttention]) -> Iterator[None]:
-    """Within it, these modules call the attention function with latents as keys, and no values."""
-    # Only for the step: others may run the model in between, and with another kind of cache.
+    """Makes these modules call the attention function with latents as keys and without values."""
+    # For the duration of a step only: in between, others may run the model with another kind of cache.
     attributes = [(vars(latent._module), latent.hand_on) for latent in latents]
     for attribute, hand_on in attributes:
         attribute["expand_kv"] = hand_on
@@ -168,7 +168,7 @@ def store_latents(shape: KVShape, latents: Mapping[int, LatentAttention]) -> KVS
 
 
 def _parts(batch: PackedBatch, expand_from: float) -> list[tuple[slice, PackedBatch, bool]]:
-    """The batch in runs of spans that are expanded, or are not."""
+    """The batch divided into runs of spans that are expanded and runs that are not."""
 
     def expanded(span: Span) -> bool:
         return len(span) >= expand_from
@@ -186,11 +186,11 @@ def _parts(batch: PackedBatch, expand_from: float) -> list[tuple[slice, PackedBa
 
 @dataclass(frozen=True)
 class _Latents:
-    """Stored latents as keys, and as values: so both have one size, as fused kernels want it."""
+    """Stored latents as keys and as values: both have one size, as fused kernels require."""
 
     kv: KVSource
 
-    def stored(self, layer: int) -> Slots | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks:
         stored = self.kv.stored(layer)
         return replace(stored, value=stored.key)
 
@@ -206,7 +206,7 @@ class _Expanded:
     kv: KVSource
     latent: LatentAttention
 
-    def stored(self, layer: int) -> Slots | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks:
         raise NotImplementedError
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a model stores per token, asked of the model itself."""
+"""The keys and values that a model stores per token, observed in a forward pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from vattn.packed.step import run_packed
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token; a query sees `window` tokens, its own included, or all for None.
+    """The keys and values that a layer stores per token.
 
     Attributes:
-        attended: the sizes of key and value heads that attention kernels see, where they are not the stored ones.
+        window: tokens that a query sees, its own included; None for all.
+        attended: pairs of key and value head sizes that attention kernels see, if they differ from the stored ones.
     """
 
     num_kv_heads: int
@@ -37,11 +38,11 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model stores per token, layer by layer; and what its attention asks for.
+    """The keys and values that a model stores per token, by layer, and what its attention requires.
 
     Attributes:
-        softcap: any layer caps its scores.
-        sinks: any layer has sinks.
+        softcap: whether any layer caps its scores.
+        sinks: whether any layer has sinks.
     """
 
     layers: tuple[LayerShape, ...]
@@ -60,7 +61,7 @@ class KVShape:
         softcap: bool = False,
         sinks: bool = False,
     ) -> KVShape:
-        """The shape of a model whose layers are alike."""
+        """The shape of a model with identical layers."""
         return cls((LayerShape(num_kv_heads, head_dim, v_head_dim, window),) * num_layers, softcap, sinks)
 
     @property
@@ -74,18 +75,18 @@ class KVShape:
 
     @property
     def stored_alike(self) -> LayerShape | None:
-        """What every layer stores, whatever their windows; None where they differ."""
+        """The shape that all layers store, windows aside; None if they differ."""
         stored = {replace(layer, window=None) for layer in self.layers}
         return stored.pop() if len(stored) == 1 else None
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:
-        """The sizes of key and value heads that attention kernels see."""
+        """Pairs of key and value head sizes that attention kernels see."""
         pairs = (layer.attended or ((layer.head_dim, layer.v_head_dim),) for layer in self.layers)
         return sorted(set(itertools.chain.from_iterable(pairs)))
 
     def groups(self, max_context_len: int) -> list[TensorGroup]:
-        """The layers as tensor groups; a window that hides nothing of `max_context_len` tokens is none."""
+        """The layers as tensor groups; a window of `max_context_len` tokens or more is left out."""
         members: dict[LayerShape, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.window is not None and layer.window >= max_context_len:
@@ -104,7 +105,7 @@ class KVShape:
 
 
 class _Probe:
-    """A packed step of one token that records what each layer stores; a token alone attends to its own value."""
+    """A packed step of one token, which attends to its own value; records the keys and values of each layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -121,10 +122,10 @@ class _Probe:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    """What `model` stores, read from one forward pass of one token; its attention must be `"vattn"`.
+    """The shape of `model`, observed in a forward pass of one token; its attention must be `"vattn"`.
 
-    Asking the model, not its config, because families name heads, head sizes and windows differently, and because a
-    layer that never calls the attention function would be served wrong without notice.
+    The config does not suffice: model families name heads, head sizes and windows differently, and a layer that never
+    calls the attention function would silently be served wrong.
 
     Raises:
         UnsupportedModel: layers are missing or share an index.

@@ -45,7 +45,7 @@ def run(quick: bool) -> Report:
 
             with torch.inference_mode():
                 seconds = times({name: one_pass}, rounds=20)[name]
-            block = kv.cache.layout.block_tokens if order else 0
+            block = kv.cache.layout.page_tokens if order else 0
         del kv, make, one_pass
         torch.cuda.empty_cache()
         figures.append({"layout": name, "tokens per page": block, "ms": 1e3 * seconds, "GB/s": gigabytes / seconds})

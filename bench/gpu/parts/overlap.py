@@ -31,7 +31,7 @@ def run(quick: bool) -> Report:
     series: dict[str, list[float]] = {}
     for mode in ("overlapped", "synchronous"):
         kv = virtual(batch, 8192, layers=layers, layout="fused", overlap=mode == "overlapped")
-        block = kv.cache.layout.block_tokens
+        block = kv.cache.layout.page_tokens
         steps = blocks * block
         start = block // 2 + block
         loop = DecodeLoop(

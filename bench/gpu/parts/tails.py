@@ -19,7 +19,7 @@ from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
 from bench.harness.report import Goal, Report, Row
 from vattn import KVConfig
-from vattn.attention import AttentionParams, KVSource, PackedBatch, Slots, Span, get
+from vattn.attention import AttentionParams, Contiguous, KVSource, PackedBatch, Span, get
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "each kernel with an unmapped page, and with NaN, right after the length"
@@ -105,7 +105,7 @@ def check(kernel: str, kind: str) -> float:
     mapped = {slot.reqid: slot.mapped for slot in kv.cache.page_map()}
     assert kind != "unmapped" or [mapped[slot] for slot in slots] == lengths, "something is mapped past a length"
     stored = kv.stored(0)
-    assert isinstance(stored, Slots)
+    assert isinstance(stored, Contiguous)
     for slot, length in zip(slots, lengths, strict=True):
         for side in (stored.key, stored.value):
             side[slot, : mapped[slot]] = math.nan

@@ -1,0 +1,83 @@
+"""Imports go one way: from the engine to the library, and within both without a circle."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = Path(__file__).parents[2] / "docs" / "draw_imports.py"
+_spec = importlib.util.spec_from_file_location("draw_imports", _SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+draw_imports = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(draw_imports)
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = draw_imports.import_graph()
+    return found
+
+
+def test_the_graph_is_that_of_all_modules(graph):
+    assert {"vattn", "vattn._native", "vattn.cache", "vattn.memory.pool", "vattn.engine.llm"} - graph.keys() == {
+        "vattn._native"
+    }
+    assert "vattn.cache" in graph["vattn.api"]
+    assert {"vattn.attention", "vattn.attention.base"} <= graph["vattn.packed.shape"], "packages run their __init__"
+    assert "vattn.attention" not in graph["vattn.attention.torch_sdpa"], "but for those that a module lies in"
+    assert "vattn.attention.interface" in graph["vattn.attention"], "imports in functions count"
+
+
+def test_no_module_imports_itself_by_way_of_others(graph):
+    assert draw_imports.find_cycle(graph) is None
+
+
+def test_no_room_imports_itself_by_way_of_others(graph):
+    assert draw_imports.find_cycle(draw_imports.rooms(graph)) is None
+
+
+def test_a_cycle_is_found():
+    cycle = draw_imports.find_cycle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}})
+    assert cycle == ["b", "d", "b"]
+
+
+def test_the_library_does_not_import_the_engine(graph):
+    back = {
+        (module, target)
+        for module, targets in graph.items()
+        for target in targets
+        if target.startswith("vattn.engine") and not module.startswith("vattn.engine")
+    }
+    assert back == set()
+
+
+def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
+    reach = draw_imports.reachable
+    rooms = draw_imports.rooms(graph)
+    assert "vattn.packed" not in reach(rooms, "vattn.hf")
+    assert "vattn.hf" not in reach(rooms, "vattn.packed") | reach(rooms, "vattn.engine.llm")
+
+
+def test_only_public_names_are_imported_by_name():
+    """The graph does not show such imports."""
+    by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}
+    assert by_name == {"vattn", "vattn.engine"}
+
+
+def test_the_picture_is_that_of_the_source(graph):
+    drawn = draw_imports.draw(draw_imports.rooms(graph))
+    assert draw_imports.PICTURE.read_text() == drawn, "run: python docs/draw_imports.py"
+
+
+def test_importing_vattn_does_not_import_transformers_or_the_engine():
+    code = (
+        "import sys, vattn; "
+        "print([m for m in ('transformers', 'vattn.engine', 'vattn.hf', 'vattn.packed') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

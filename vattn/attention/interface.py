@@ -1,0 +1,180 @@
+"""The attention function that transformers knows as `"vattn"`, and the packed step that it serves.
+
+transformers calls an attention function once per layer, with the queries, keys and values of the new tokens. This one
+passes them to the `PackedStep` that runs in the current context, which stores the keys and values and attends. Outside
+a packed step it behaves as transformers' own sdpa, so `generate()` works on the same model.
+
+The step is a context variable because some models drop keyword arguments that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from vattn.attention.base import AttentionParams
+from vattn.attention.torch_sdpa import plain_attention
+from vattn.errors import UnsupportedModel
+
+NAME = "vattn"
+
+
+class PackedStep(Protocol):
+    """A step as the attention function sees it."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Stores the new keys and values of a layer, then attends to all that are stored.
+
+        Args:
+            query: `[T, num_query_heads, head_dim]`, rotary embedding applied, rows in the order of the step.
+            key, value: `[T, num_kv_heads, head_dim]` and `[T, num_kv_heads, v_head_dim]`.
+
+        Returns:
+            `[T, num_query_heads, v_head_dim]`.
+        """
+        ...
+
+
+@dataclass
+class _Running:
+    step: PackedStep
+    masks: set[int | None] = field(default_factory=set)  # the windows of the masks that the model asked for
+
+
+_running: ContextVar[_Running | None] = ContextVar("vattn_packed_step", default=None)
+
+
+def register() -> None:
+    """Register `"vattn"` as an attention implementation, and its mask function, in transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, packed_mask)
+
+
+def current_step() -> PackedStep | None:
+    """The packed step that runs in this context, for code that computes a layer in place of the model; None outside."""
+    running = _running.get()
+    return None if running is None else running.step
+
+
+@contextmanager
+def running(step: PackedStep) -> Iterator[None]:
+    """Makes `step` the packed step of this context, through which models with attention `"vattn"` attend."""
+    token = _running.set(_Running(step))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function in transformers' signature.
+
+    Args:
+        query: `[1, num_query_heads, T, head_dim]`.
+        key, value: `[1, num_kv_heads, T, *]`.
+
+    Returns:
+        `[1, T, num_query_heads, v_head_dim]`, and None in place of attention weights.
+    """
+    running = _running.get()
+    if running is None:
+        return _outside_a_step(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if attention_mask is not None or kwargs.get("position_bias") is not None or not causal:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks for a mask of its own, a position bias or attention that is not causal; "
+            "packed steps serve causal self-attention only. Use model.generate() for this model."
+        )
+    params = AttentionParams(scaling, _window(module, kwargs, running.masks), softcap, s_aux)
+    output = running.step.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        params,
+    )
+    return output[None], None
+
+
+def packed_mask(**kwargs: Any) -> Tensor | None:
+    """The mask function: None in a packed step, whose kernels mask by spans; transformers' sdpa mask otherwise."""
+    running = _running.get()
+    if running is None:
+        return sdpa_mask(**kwargs)
+    if kwargs.get("use_vmap"):
+        raise UnsupportedModel(
+            "the model lays a mask of its own over the causal one (images, prefixes); packed steps cannot. "
+            "Use model.generate() for this model."
+        )
+    running.masks.add(kwargs.get("local_size"))
+    return None
+
+
+def _window(module: torch.nn.Module, kwargs: dict[str, Any], masks: set[int | None]) -> int | None:
+    """The sliding window of this layer: the one that it passes, or else the one of its mask."""
+    if "sliding_window" in kwargs:
+        window: int | None = kwargs["sliding_window"]
+        return window
+    if masks <= {None}:
+        return None
+    config: Any = module.config
+    layer_idx: Any = module.layer_idx
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return config.sliding_window if layer_types[layer_idx] == "sliding_attention" else None
+    if len(masks) == 1:
+        return next(iter(masks))
+    raise UnsupportedModel(
+        f"{type(module).__name__} uses several masks and does not say which one is this layer's; "
+        "use model.generate() for this model"
+    )
+
+
+def _outside_a_step(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa for `generate()` and plain forward passes, or plain attention for softcap and sinks."""
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if attention_mask is None:  # the mask function skips what sdpa can do with `is_causal`
+        past = key.shape[2] - query.shape[2]
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril(past)
+    if attention_mask.dtype == torch.bool:
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
+            ~attention_mask, torch.finfo(query.dtype).min
+        )
+    params = AttentionParams(scaling, None, softcap, s_aux)
+    return plain_attention(query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None
