@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from bench.common import Goal, Report, Row
 from bench.decoding import qwen2
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.llm import StepRecord
+from vattn.engine.scheduling.record import StepRecord
 
 _MODEL = {
     "vocab_size": 4096,

@@ -21,7 +21,8 @@ from types import TracebackType
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM, as_params
+from vattn.engine.llm import LLM
+from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
 from vattn.engine.requests.request import InvalidRequest
@@ -91,6 +92,7 @@ class AsyncEngine:
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
             )
         self.llm = llm
+        self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
         self._changed = threading.Condition()
@@ -101,15 +103,15 @@ class AsyncEngine:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
-        llm.lend(self._thread, type(self).__name__, self._wake)
-        if llm.has_unfinished():
-            llm.take_back(self._thread)
+        core.lend(self._thread, type(self).__name__, self._wake)
+        if core.has_unfinished():
+            core.take_back(self._thread)
             raise ConfigError(
                 "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
             )
         self._thread.start()
         # Before the caches are closed, which are older; a step must not be under way then.
-        weakref.finalize(llm, _stop, weakref.ref(self))
+        weakref.finalize(core, _stop, weakref.ref(self))
 
     def _wake(self) -> None:
         with self._changed:
@@ -182,7 +184,7 @@ class AsyncEngine:
             self._check_room(name, params.n)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
-            group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+            group = await asyncio.to_thread(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
         except EngineClosed as error:
             raise _stopped(error) from error
         stream = Stream(group)
@@ -216,7 +218,7 @@ class AsyncEngine:
             streams = list(self._streams.values())
         self._abort(streams)
         await asyncio.to_thread(self._thread.join)
-        self.llm.close()
+        self._core.close()
 
     def _check_room(self, request_id: str, count: int) -> None:
         """Raise unless `count` requests may come under this name; with the lock held."""
@@ -228,12 +230,13 @@ class AsyncEngine:
             raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
         if self.max_num_queued_reqs is None:
             return
-        limit = self.llm.scheduler.max_num_seqs + self.max_num_queued_reqs
+        running = self._core.scheduler.max_num_seqs
+        limit = running + self.max_num_queued_reqs
         unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
         if unfinished + count > limit:
             raise QueueFull(
                 f"{count} more requests with {unfinished} unfinished are over the limit of {limit}: "
-                f"{self.llm.scheduler.max_num_seqs} that run and {self.max_num_queued_reqs} that wait; try again later"
+                f"{running} that run and {self.max_num_queued_reqs} that wait; try again later"
             )
 
     def _abort(self, streams: Iterable[Stream]) -> None:
@@ -245,8 +248,8 @@ class AsyncEngine:
         """The engine thread."""
         try:
             while self._take_orders():
-                if self.llm.has_unfinished():
-                    self._deliver(self.llm.step())
+                if self._core.has_unfinished():
+                    self._deliver(self._core.step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
@@ -257,17 +260,21 @@ class AsyncEngine:
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
-            self.llm.take_back(self._thread)
+            self._core.take_back(self._thread)
 
     def _take_orders(self) -> bool:
         """Wait for something to do and take what clients asked for; False when all is done and no more will come."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._arriving or self._aborting or self._stopping or self.llm.closing or self.llm.has_unfinished()
+                    self._arriving
+                    or self._aborting
+                    or self._stopping
+                    or self._core.closing
+                    or self._core.has_unfinished()
                 )
             )
-            if self.llm.closing:
+            if self._core.closing:
                 raise EngineClosed("the LLM was closed")
             arriving, self._arriving = self._arriving, []
             # A name may be another request's by now.
@@ -275,10 +282,10 @@ class AsyncEngine:
             self._aborting = []
             stopping = self._stopping
         for stream in arriving:
-            self.llm.add_group(stream.group)
-        aborted = (self.llm.abort(stream.request_id) for stream in dict.fromkeys(aborting))
+            self._core.add_group(stream.group)
+        aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
-        return self.llm.has_unfinished() or not stopping
+        return self._core.has_unfinished() or not stopping
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         with self._changed:

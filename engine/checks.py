@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 from vattn.errors import ConfigError, VattnError
@@ -36,6 +37,12 @@ def checked_whole(name: str, value: Any, low: int, high: int = LARGEST, *, what:
     if number > high:
         raise ConfigError(f"{name} is {shown(value)}; it can be at most {high}")
     return number
+
+
+def checked_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raise a ConfigError for a value that is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)} is not one of {', '.join(choices)}")
 
 
 def number(value: Any) -> float | None:

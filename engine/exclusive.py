@@ -82,7 +82,7 @@ class Gate:
 
 
 class _Gated(Protocol):
-    _gate: Gate
+    gate: Gate
 
     def close(self) -> None: ...
 
@@ -97,7 +97,7 @@ def exclusive(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def guarded(self: _S, /, *args: _P.args, **keywords: _P.kwargs) -> Any:
-        gate = self._gate
+        gate = self.gate
         use = Use(threading.current_thread(), method.__name__)
         try:
             gate.enter(use)

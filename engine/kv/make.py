@@ -8,7 +8,7 @@ import torch
 
 from vattn import drivers
 from vattn.config import KVConfig, budget_bytes
-from vattn.engine.checks import checked_whole
+from vattn.engine.checks import checked_choice, checked_whole
 from vattn.engine.kv.base import BACKENDS, KVBackend
 from vattn.engine.kv.dynamic import DynamicKV
 from vattn.engine.kv.paged import PagedKV
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from vattn.packed import KVShape
 
 KVCacheDtype = Literal["auto", "int8"]
+
+
+def check_backend(kv: str, kv_cache_dtype: KVCacheDtype) -> None:
+    """Raise a ConfigError unless there is a backend `kv` that stores this type."""
+    if kv not in BACKENDS:
+        raise ConfigError(f"kv={shown(kv)} is not a backend; choose one of {', '.join(BACKENDS)}")
+    checked_choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
+    if kv_cache_dtype != "auto" and kv != "virtual":
+        raise ConfigError(f"kv={kv!r} stores keys and values in the model's type only; use kv='virtual' for int8")
 
 
 def make_backend(
@@ -53,12 +62,7 @@ def make_backend(
     Raises:
         ConfigError: an unknown name, options that it does not have, or a budget below one unit.
     """
-    if kv not in BACKENDS:
-        raise ConfigError(f"kv={shown(kv)} is not a backend; choose one of {', '.join(BACKENDS)}")
-    if kv_cache_dtype not in get_args(KVCacheDtype):
-        raise ConfigError(f"kv_cache_dtype={shown(kv_cache_dtype)} is not one of {', '.join(get_args(KVCacheDtype))}")
-    if kv_cache_dtype != "auto" and kv != "virtual":
-        raise ConfigError(f"kv={kv!r} stores keys and values in the model's type only; use kv='virtual' for int8")
+    check_backend(kv, kv_cache_dtype)
     if kv == "virtual":
         config = KVConfig.from_options(
             groups=shape.groups(max_model_len),

@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from vattn.engine.checks import checked_whole
+from vattn.engine.checks import checked_choice, checked_whole
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
 from vattn.engine.scheduling.drafts import NgramProposer
 from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
-from vattn.integers import shown
 
 # A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
 HEADROOM_TOKENS = 64
@@ -148,8 +147,7 @@ class Scheduler:
         proposer: NgramProposer | None = None,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
-        if policy not in get_args(Policy):
-            raise ConfigError(f"scheduling_policy={shown(policy)} is not one of {', '.join(get_args(Policy))}")
+        checked_choice("scheduling_policy", policy, get_args(Policy))
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens

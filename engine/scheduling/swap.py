@@ -14,10 +14,9 @@ from typing import Literal, get_args
 import torch
 
 from vattn.attention import PackedBatch, Span
+from vattn.engine.checks import checked_choice
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.requests.request import Request, SavedKV
-from vattn.errors import ConfigError
-from vattn.integers import shown
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -56,8 +55,7 @@ class SwapSpace:
         mode: PreemptionMode = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
-        if mode not in get_args(PreemptionMode):
-            raise ConfigError(f"preemption_mode={shown(mode)} is not one of {', '.join(get_args(PreemptionMode))}")
+        checked_choice("preemption_mode", mode, get_args(PreemptionMode))
         self._kv = kv
         self._windows = windows
         self._token_bytes = token_bytes
