@@ -16,8 +16,8 @@ import torch
 from bench.common import Goal, Report, Row, interleave
 from bench.decoding import DecodeLoop, qwen2
 from vattn import packed
-from vattn.engine.kv.base import BACKENDS
-from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.make import BACKENDS, make_backend
+from vattn.engine.kv.spec import KVSpec
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (256, 2048)
@@ -48,12 +48,14 @@ def run(quick: bool) -> Report:
                 for kv in BACKENDS:
                     backend = make_backend(
                         kv,
-                        shape,
-                        dtype=model.dtype,
-                        device=model.device,
-                        max_num_seqs=batch,
-                        max_model_len=longest,
-                        memory_budget="2GiB",
+                        KVSpec(
+                            shape,
+                            dtype=model.dtype,
+                            device=model.device,
+                            max_num_seqs=batch,
+                            max_model_len=longest,
+                            memory_budget="2GiB",
+                        ),
                     )
                     stack.enter_context(closing(backend))
                     loops[kv] = DecodeLoop(model, backend, batch=batch, length=context, max_length=longest)

@@ -18,6 +18,7 @@ from bench.decoding import DecodeLoop, qwen2
 from vattn import packed
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 _BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -51,14 +52,16 @@ def run(quick: bool) -> Report:
         def make(kv: str, block_size: int = 16, page_size: int | None = None) -> KVBackend:
             backend = make_backend(
                 kv,
-                shape,
-                dtype=model.dtype,
-                device=model.device,
-                max_num_seqs=_BATCH,
-                max_model_len=context + calls,
-                memory_budget="1GiB",
-                block_size=block_size,
-                kv_options=None if page_size is None else {"page_size": page_size, "layout": "layer"},
+                KVSpec(
+                    shape,
+                    dtype=model.dtype,
+                    device=model.device,
+                    max_num_seqs=_BATCH,
+                    max_model_len=context + calls,
+                    memory_budget="1GiB",
+                    block_size=block_size,
+                    kv_options=None if page_size is None else {"page_size": page_size, "layout": "layer"},
+                ),
             )
             stack.enter_context(closing(backend))
             return backend

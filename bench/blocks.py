@@ -13,6 +13,7 @@ from bench.common import Goal, Report, Row
 from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from vattn import packed
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 _BLOCK_SIZE = 16
@@ -41,8 +42,8 @@ def run(quick: bool) -> Report:
     reserved = _MAX_MODEL_LEN // _BLOCK_SIZE
     figures: list[Row] = []
     with (
-        closing(make_backend("paged", shape, **options)) as paged,
-        closing(make_backend("virtual", shape, **options)) as virtual,
+        closing(make_backend("paged", KVSpec(shape, **options))) as paged,
+        closing(make_backend("virtual", KVSpec(shape, **options))) as virtual,
     ):
         assert isinstance(virtual, VirtualKV)
         layout = virtual.cache.layout

@@ -18,6 +18,7 @@ import torch
 from bench.common import Goal, Report, Row
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
 
@@ -43,13 +44,15 @@ def run(quick: bool) -> Report:
         for case, lengths in (("equal", repeat(_TOKENS)), ("mixed", _mixed())):
             backend = make_backend(
                 kv,
-                _SHAPE,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                max_num_seqs=512,
-                max_model_len=_MAX_MODEL_LEN,
-                memory_budget=budget,
-                kv_options=options,
+                KVSpec(
+                    _SHAPE,
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                    max_num_seqs=512,
+                    max_model_len=_MAX_MODEL_LEN,
+                    memory_budget=budget,
+                    kv_options=options,
+                ),
             )
             with closing(backend):
                 row[f"sequences, {case}"] = _fill(backend, lengths)

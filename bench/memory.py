@@ -12,7 +12,7 @@ from typing import Literal
 
 from bench.common import Goal, Report, Row
 from bench.demo_queue import MAX_TOKENS, Queue, run_queue
-from vattn.engine.kv.base import BACKENDS
+from vattn.engine.kv.make import BACKENDS
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2048

@@ -22,7 +22,8 @@ from bench.decoding import DecodeLoop, qwen2
 from demo.prompts import prompts
 from vattn import packed
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.kv.make import KVCacheDtype, make_backend
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVCacheDtype, KVSpec
 
 _DEMO = str(Path(__file__).parents[1] / "demo" / "model")
 _RANDOM = {
@@ -149,12 +150,14 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
             loaded,
             make_backend(
                 "virtual",
-                shape,
-                dtype=loaded.dtype,
-                device=loaded.device,
-                max_num_seqs=_BATCH,
-                max_model_len=longest,
-                memory_budget="4GiB",
+                KVSpec(
+                    shape,
+                    dtype=loaded.dtype,
+                    device=loaded.device,
+                    max_num_seqs=_BATCH,
+                    max_model_len=longest,
+                    memory_budget="4GiB",
+                ),
                 kv_cache_dtype=kind,
             ),
             batch=_BATCH,

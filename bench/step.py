@@ -18,6 +18,8 @@ import torch
 import vattn
 from bench.common import Goal, Report, Row, interleave
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
+from vattn.packed import KVShape
 
 _SLOTS = 256
 _MAX_CONTEXT = 131_072
@@ -104,14 +106,14 @@ def _advance(cache: vattn.KVCache, start: int, calls: int) -> Callable[[], None]
 
 def _fill_seconds(length: int, rounds: int) -> float:
     """Seconds to a padded block table for requests of `length` tokens, at the thread count that is best for it."""
-    kv = PagedKV(
-        **_SHAPE,
-        num_blocks=_SLOTS * -(-length // _BLOCK_SIZE),
+    spec = KVSpec(
+        KVShape.uniform(1, _SHAPE["num_kv_heads"], _SHAPE["head_dim"], _SHAPE["head_dim"]),
         max_num_seqs=_SLOTS,
         max_model_len=_MAX_CONTEXT,
         block_size=_BLOCK_SIZE,
         dtype=torch.bfloat16,
     )
+    kv = PagedKV(spec, num_blocks=_SLOTS * -(-length // _BLOCK_SIZE))
     slots = [kv.allocate(length) for _ in range(_SLOTS)]
     kv.prepare(dict.fromkeys(slots, length))
     table = torch.zeros((_SLOTS, kv.max_blocks), dtype=torch.int32)

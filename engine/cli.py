@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vattn.engine.config import EngineConfig
-from vattn.engine.kv.base import BACKENDS
+from vattn.engine.kv.make import BACKENDS
 from vattn.errors import VattnError
 
 if TYPE_CHECKING:

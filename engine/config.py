@@ -16,8 +16,8 @@ import torch
 
 from vattn.config import budget_bytes
 from vattn.engine.checks import checked_choice, checked_whole, number, whole
-from vattn.engine.kv.base import BACKENDS
-from vattn.engine.kv.make import KVCacheDtype, check_backend
+from vattn.engine.kv.make import BACKENDS, find_backend
+from vattn.engine.kv.spec import KVCacheDtype
 from vattn.engine.scheduling.drafts import SpeculativeConfig
 from vattn.engine.scheduling.scheduler import SCHEDULING, Policy, check_limits
 from vattn.engine.scheduling.swap import PreemptionMode
@@ -143,7 +143,7 @@ class EngineConfig:
         self._set("block_size", checked_whole("block_size", self.block_size, 1))
         self._check_types()
         self._check_model()
-        check_backend(self.kv, self.kv_cache_dtype)
+        find_backend(self.kv, self.kv_cache_dtype)
         self._check_memory()
         self._check_scheduling()
 

@@ -15,7 +15,7 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
-from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.loading import LoadedModel
 from vattn.engine.model.runner import Forward, ModelRunner
 from vattn.engine.model.sampler import Sampler
@@ -52,7 +52,6 @@ class EngineCore:
         loaded: the model and what belongs to it.
         kv: the cache.
         intake: makes requests of prompts.
-        token_bytes: bytes of one token in the cache, in all layers.
         speculation: what came of drafts so far.
         on_step: called with a `StepRecord` after each step.
 
@@ -85,12 +84,7 @@ class EngineCore:
         self._changed: list[Request] = []  # requests whose news have not been told
         try:
             self.kv = _make_kv(config, loaded)
-            self.token_bytes = (
-                self.kv.cache.layout.bytes_per_token
-                if isinstance(self.kv, VirtualKV)
-                else loaded.shape.token_elements * loaded.model.dtype.itemsize
-            )
-            self.scheduler = _make_scheduler(config, loaded, self.kv, self.token_bytes)
+            self.scheduler = _make_scheduler(config, loaded, self.kv)
             self._swap = self.scheduler.swap
             if not config.enforce_eager:
                 loaded.optimize()
@@ -539,30 +533,29 @@ def _nothing() -> None:
 
 
 def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
-    return make_backend(
-        config.kv,
+    spec = KVSpec(
         loaded.shape,
-        dtype=loaded.model.dtype,
-        device=loaded.model.device,
         max_num_seqs=config.max_num_seqs,
         max_model_len=loaded.max_model_len,
+        dtype=loaded.model.dtype,
+        device=loaded.model.device,
         memory_budget=config.resolved_memory_budget(loaded.model.device),
         block_size=config.block_size,
-        kv_cache_dtype=config.kv_cache_dtype,
         guard_rows=loaded.attention.guard_rows,
         chunk_tokens=config.max_num_batched_tokens,
-        kv_options=dict(config.kv_options or {}),
+        kv_options=config.kv_options,
     )
+    return make_backend(config.kv, spec, kv_cache_dtype=config.kv_cache_dtype)
 
 
-def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend, token_bytes: int) -> Scheduler:
+def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> Scheduler:
     limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
     if config.scheduling == "static":
         return StaticScheduler(kv, **limits, max_model_len=loaded.max_model_len)
     swap = SwapSpace(
         kv,
-        windows=[layer.window if config.kv == "virtual" else None for layer in loaded.shape.layers],
-        token_bytes=token_bytes,
+        windows=[layer.window if kv.forgets_windows else None for layer in loaded.shape.layers],
+        token_bytes=kv.token_bytes,
         budget=parse_bytes(config.swap_space, "swap_space"),
         mode=config.preemption_mode,
         device=loaded.model.device,

@@ -24,7 +24,7 @@ from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_be
 from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
-from vattn.engine.kv.make import KVCacheDtype
+from vattn.engine.kv.spec import KVCacheDtype
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.prompts import Conversation, Prompt, as_conversations, as_prompts, cache_salt
@@ -122,7 +122,7 @@ class LLM:
         self.core = core = EngineCore(EngineConfig(**options))
         self.model, self.tokenizer, self.prompts = core.loaded.model, core.loaded.tokenizer, core.intake.prompts
         self.kv, self.scheduler, self.runner = core.kv, core.scheduler, core.runner
-        self.token_bytes, self.speculation = core.token_bytes, core.speculation
+        self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
 
     def __enter__(self) -> LLM:

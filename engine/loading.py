@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vattn import packed
-from vattn.attention import Attention, Case, TorchSDPA
+from vattn.attention import Attention, Blocks, Case, TorchSDPA
 from vattn.attention import get as get_attention
 from vattn.engine.config import EngineConfig
+from vattn.engine.kv.make import find_backend
 from vattn.engine.model import optimize
 from vattn.errors import ConfigError
 
@@ -81,21 +82,21 @@ def _nothing() -> None:
 
 def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape) -> Attention:
     """The kernel for every pair of head sizes that the model has."""
+    backend = find_backend(config.kv, config.kv_cache_dtype)
     cases = [
         Case(
             model.device,
             model.dtype,
             head_dim,
             v_head_dim,
-            config.block_size if config.kv == "paged" else None,
+            config.block_size if backend.stored_as is Blocks else None,
             shape.softcap,
             shape.sinks,
         )
         for head_dim, v_head_dim in shape.head_dims
     ]
     attention = config.attention
-    one_by_one = config.kv == "dynamic" or config.kv_cache_dtype != "auto"
-    if one_by_one and attention == "auto" and model.device.type == "cuda":
+    if backend.stored_as is None and attention == "auto" and model.device.type == "cuda":
         attention = "torch_sdpa"  # the others read a whole layer as one tensor
     kernel = get_attention(attention, *cases)
     if config.kv_cache_dtype != "auto" and not isinstance(kernel, TorchSDPA):

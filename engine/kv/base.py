@@ -1,4 +1,4 @@
-"""Where keys and values live: one protocol, one backend per file, and `vattn.engine.kv.make` to choose one.
+"""The protocol of the stores for keys and values, and the register of those that there are.
 
 `available()`, `needed()` and `total()` count in the backend's own unit of memory (pages, blocks, tokens or slots). The
 units are comparable within one backend only.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from vattn.attention import KVSource, PackedBatch
+from vattn.attention import Blocks, KVSource, PackedBatch, Slots
+from vattn.engine.kv.spec import KVCacheDtype, KVSpec
 from vattn.prefix import Admission
 
-BACKENDS = ("virtual", "paged", "static", "dynamic")
+StoredAs = type[Slots] | type[Blocks] | None
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,36 @@ class KVBackend(KVSource, Protocol):
 
     A slot is one request's: `allocate` or `admit`, then any number of `prepare`, `write` and `read`, then `free`. A
     backend that keeps nothing for later requests inherits `NoPrefixCache`.
+
+    Attributes:
+        name: `LLM(kv=name)`.
+        kv_cache_dtype: what it stores: "auto" for the model's type.
+        stored_as: what `stored` returns; None if a layer is not in one tensor, so that kernels have to `read` request
+            by request.
+        forgets_windows: tokens behind a layer's window are given back, so that they cannot be copied out.
     """
 
-    name: str
+    name: ClassVar[str]
+    kv_cache_dtype: ClassVar[KVCacheDtype]
+    stored_as: ClassVar[StoredAs]
+    forgets_windows: ClassVar[bool]
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        """The backend for `spec`: as large as its budget allows, and no larger than can be used.
+
+        Raises:
+            ConfigError: it cannot hold such layers, or the budget is below its unit of memory.
+        """
+        ...
 
     @property
-    def block_tokens(self) -> int:
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        ...
+
+    @property
+    def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache: `admit` finds a multiple of it."""
         ...
 
@@ -196,8 +221,21 @@ class KVBackend(KVSource, Protocol):
         ...
 
 
-class CopiesWhatIsRead:
-    """Copies for a backend that stores keys and values as they are."""
+Registered = TypeVar("Registered", bound=KVBackend)
+REGISTERED: dict[tuple[str, KVCacheDtype], type[KVBackend]] = {}
+
+
+def register(backend: type[Registered]) -> type[Registered]:
+    """A class decorator: `LLM(kv=name, kv_cache_dtype=...)` finds the backend under what it declares."""
+    REGISTERED[backend.name, backend.kv_cache_dtype] = backend
+    return backend
+
+
+class PlainStore:
+    """What a backend has in common with others that store keys and values as they are."""
+
+    kv_cache_dtype: ClassVar[KVCacheDtype] = "auto"
+    forgets_windows: ClassVar[bool] = False
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -220,7 +258,7 @@ def to_host(*heads_first: Tensor) -> tuple[Tensor, ...]:
 class NoPrefixCache:
     """The prefix cache of a backend that has none: nothing is ever found."""
 
-    block_tokens = 1
+    prefix_block_tokens = 1
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         raise NotImplementedError

@@ -7,19 +7,22 @@ against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 inde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from vattn.attention import PackedBatch, Slots
-from vattn.engine.kv.base import CopiesWhatIsRead
+from vattn.engine.kv.base import PlainStore, StoredAs
 
 
-class ContiguousKV(CopiesWhatIsRead):
+class ContiguousKV(PlainStore):
     """`write` and `read` over plain tensors: no block table, no gather, nothing before the kernel.
 
     Args:
         layers: keys and values of each layer, `[slots, tokens, heads, dim]` with any strides but the last.
     """
+
+    stored_as: ClassVar[StoredAs] = Slots
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and

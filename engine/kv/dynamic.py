@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from vattn.attention import PackedBatch
-from vattn.engine.kv.base import CopiesWhatIsRead, KVStats, NoPrefixCache
-from vattn.engine.kv.slots import Slots, check_sizes
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
+from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError, OutOfPages
 
 
@@ -26,7 +28,8 @@ class _Slot:
     granted: int = 0  # most tokens that `prepare` was asked for
 
 
-class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
+@register
+class DynamicKV(NoPrefixCache, PlainStore):
     """Concatenation; the unit of memory is the token.
 
     Conservation law: a token of the budget is free, or granted to one slot; a slot stores no more than it was granted.
@@ -35,48 +38,32 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
 
     Args:
         num_tokens: the budget, tokens of all requests together.
-        max_num_seqs: slots.
-        max_model_len: most tokens of a slot.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: no token, or layers that differ.
     """
 
-    name = "dynamic"
+    name: ClassVar[str] = "dynamic"
+    stored_as: ClassVar[StoredAs] = None
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        num_layers, num_kv_heads, head_dim, v_head_dim, num_tokens, max_num_seqs, max_model_len = check_sizes(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            num_tokens=num_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-        )
-        self._num_layers = num_layers
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        layer, num_tokens = spec.plain_layer(self.name), checked_whole("num_tokens", num_tokens, 1)
+        self._num_layers = spec.shape.num_layers
         self._empty = tuple(
-            torch.empty((num_kv_heads, 0, dim), dtype=dtype, device=device) for dim in (head_dim, v_head_dim)
+            torch.empty((layer.num_kv_heads, 0, dim), dtype=spec.dtype, device=spec.device)
+            for dim in (layer.head_dim, layer.v_head_dim)
         )
-        self._token_bytes = num_layers * num_kv_heads * (head_dim + v_head_dim) * dtype.itemsize
+        self.token_bytes = spec.token_bytes
         self._total = num_tokens
         self._granted = 0
-        self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
+        self._slots: SlotBook[_Slot] = SlotBook(spec.max_num_seqs, spec.max_model_len)
         self._physical = 0
         self._peak = 0
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        spec.plain_layer(cls.name)
+        return cls(spec, spec.units("token", 1, "a smaller model"))
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         self._slots.checked_length(num_tokens)
@@ -183,7 +170,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
             f"room for {tokens} tokens is missing: {self.available()} of {self._total} are free; preempt or finish a "
             "request, or give the cache more memory",
             missing_pages=tokens,
-            missing_bytes=tokens * self._token_bytes,
+            missing_bytes=tokens * self.token_bytes,
         )
 
     def close(self) -> None:

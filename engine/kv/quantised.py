@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vattn.attention import PackedBatch, Slots
 from vattn.config import KVConfig
-from vattn.engine.kv.base import to_host
+from vattn.engine.kv.base import StoredAs, register, to_host
 from vattn.engine.kv.contiguous import ContiguousKV
+from vattn.engine.kv.spec import KVCacheDtype
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 from vattn.quantised import dequantise, quantise, quantised_groups
 
 
+@register
 class QuantisedKV(VirtualKV):
     """`VirtualKV` that stores codes and scales: quantises what is written, and dequantises what a kernel reads.
 
@@ -27,6 +30,9 @@ class QuantisedKV(VirtualKV):
     Raises:
         ConfigError: the configuration cannot fit, or an element type that has no scales.
     """
+
+    kv_cache_dtype: ClassVar[KVCacheDtype] = "int8"
+    stored_as: ClassVar[StoredAs] = None
 
     def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
         dtypes = {group.torch_dtype for group in config.tensor_groups}

@@ -6,14 +6,14 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from vattn.engine.checks import checked_whole, whole
+from vattn.engine.checks import whole
 from vattn.errors import InvalidLength, InvalidSlot, NoFreeSlot
 from vattn.integers import shown
 
 State = TypeVar("State")
 
 
-class Slots(dict[int, State]):
+class SlotBook(dict[int, State]):
     """What a backend keeps per allocated slot; looking another one up raises `InvalidSlot`.
 
     Args:
@@ -99,12 +99,3 @@ class Slots(dict[int, State]):
         assert free.isdisjoint(self), "a slot is allocated and free"
         assert free | set(self) == set(range(self._given)), "a slot is neither allocated nor free"
         assert self._given <= self.limit
-
-
-def check_sizes(**sizes: int) -> list[int]:
-    """These sizes as integers, in order.
-
-    Raises:
-        ConfigError: one is below 1; but values may have no elements, beside keys that are all there is.
-    """
-    return [checked_whole(name, size, 0 if name == "v_head_dim" else 1) for name, size in sizes.items()]

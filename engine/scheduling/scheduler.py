@@ -218,7 +218,7 @@ class Scheduler:
         admit = admit and not preempted
         room = self._room() if self.waiting and admit else 0
         underway = _Underway(
-            self.running if self.waiting and admit else (), self.kv.block_tokens if self.prefix_caching else None
+            self.running if self.waiting and admit else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
         held = 0  # requests at the head of the queue whose slots will be forks of one that computes their prompt
         while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
