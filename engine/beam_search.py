@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.kv.base import KVBackend
-from vattn.engine.model.runner import Forward
+from vattn.engine.model.rows import Forward
 from vattn.engine.requests.outputs import RequestGroup
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
@@ -285,21 +285,17 @@ def take_beams(
     forward: Forward, groups: Mapping[str, RequestGroup]
 ) -> tuple[Forward, list[tuple[BeamGroup, list[Request], Tensor]]]:
     """What a step computed without its beams, and those of each group with their logits."""
-    rows: dict[BeamGroup, list[int]] = {}
+    places: dict[BeamGroup, list[int]] = {}
     rest = []
-    for row, request in enumerate(forward.sampled):
-        group = groups[request.parent_id]
+    for place, row in enumerate(forward.rows):
+        group = groups[row.request.parent_id]
         if isinstance(group, BeamGroup):
-            rows.setdefault(group, []).append(row)
+            places.setdefault(group, []).append(place)
         else:
-            rest.append(row)
-    if not rows:
+            rest.append(place)
+    if not places:
         return forward, []
-    beams = [(group, [forward.sampled[row] for row in own], forward.logits[own]) for group, own in rows.items()]
-    others = replace(
-        forward,
-        sampled=[forward.sampled[row] for row in rest],
-        ahead=[forward.ahead[row] for row in rest],
-        logits=forward.logits[rest],
-    )
-    return others, beams
+    beams = [
+        (group, [forward.rows[place].request for place in own], forward.logits[own]) for group, own in places.items()
+    ]
+    return replace(forward, rows=[forward.rows[place] for place in rest], logits=forward.logits[rest]), beams

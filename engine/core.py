@@ -17,7 +17,8 @@ from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.loading import LoadedModel
-from vattn.engine.model.runner import Forward, ModelRunner
+from vattn.engine.model.rows import Forward, Row
+from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.sampler import Sampler
 from vattn.engine.requests.intake import Intake
 from vattn.engine.requests.logprobs import Logprob, token_logprobs
@@ -397,7 +398,7 @@ class EngineCore:
         try:
             forward = self._fork(self.runner.run(plan.entries), forked)
             forward, beams = take_beams(forward, self._groups)
-            tokens = self.sampler.sample(forward.logits, forward.sampled, forward.ahead)
+            tokens = self.sampler.sample(forward.logits, forward.rows)
             reports = self._token_logprobs(forward, tokens)
             self._note_prompt_logprobs(forward)
         except Exception as error:
@@ -410,7 +411,8 @@ class EngineCore:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
                 self._publish(entry, forward)
-        for request, ahead, token, report in zip(forward.sampled, forward.ahead, tokens, reports, strict=True):
+        for (request, ahead), token, report in zip(forward.rows, tokens, reports, strict=True):
+            changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # the token of a draft that this one was to follow was wrong, or ended the request
             if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
@@ -433,7 +435,6 @@ class EngineCore:
             elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
                 request.advance(request.num_tokens)
         self._take_back(plan)
-        changed += forward.sampled
         for group, requests, logits in beams:
             changed += requests
             try:
@@ -456,17 +457,16 @@ class EngineCore:
         Args:
             forked: gets those that were started, whatever happens.
         """
-        leaders = {request: row for row, request in enumerate(forward.sampled) if request.sampling.n > 1}
+        leaders = {row.request: place for place, row in enumerate(forward.rows) if row.request.sampling.n > 1}
         pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
         if not pairs:
             return forward
         forked += [sibling for _, sibling in pairs]
-        rows = [*range(len(forward.sampled)), *(leaders[leader] for leader, _ in pairs)]
+        places = [*range(len(forward.rows)), *(leaders[leader] for leader, _ in pairs)]
         return replace(
             forward,
-            sampled=[*forward.sampled, *forked],
-            ahead=[*forward.ahead, *(0 for _ in forked)],
-            logits=forward.logits[rows],
+            rows=[*forward.rows, *map(Row, forked)],
+            logits=forward.logits[places],
         )
 
     def _take_back(self, plan: Plan) -> None:
@@ -486,25 +486,25 @@ class EngineCore:
         """The log probabilities that are asked for, of tokens that requests may be about to get; None for others."""
         found: list[dict[int, Logprob] | None] = [None] * len(tokens)
         asked = [
-            (row, request, token)
-            for row, (request, token) in enumerate(zip(forward.sampled, tokens, strict=True))
-            if token is not None and request.logprobs is not None
+            (place, row.request, token)
+            for place, (row, token) in enumerate(zip(forward.rows, tokens, strict=True))
+            if token is not None and row.request.logprobs is not None
         ]
         if asked:
-            rows, requests, chosen = zip(*asked, strict=True)
+            places, requests, chosen = zip(*asked, strict=True)
             counts = [request.sampling.logprobs or 0 for request in requests]
-            reports = token_logprobs(forward.logits[list(rows)], chosen, counts, self._decode_token)
-            for row, report in zip(rows, reports, strict=True):
-                found[row] = report
+            reports = token_logprobs(forward.logits[list(places)], chosen, counts, self._decode_token)
+            for place, report in zip(places, reports, strict=True):
+                found[place] = report
         return found
 
     def _note_prompt_logprobs(self, forward: Forward) -> None:
         """Add the log probabilities that are asked for of prompts."""
-        if forward.scored:
-            targets = [request.prompt_token_ids[position + 1] for request, position in forward.scored]
-            counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.scored]
+        if forward.prompt_rows:
+            targets = [request.prompt_token_ids[position + 1] for request, position in forward.prompt_rows]
+            counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.prompt_rows]
             reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
-            for (request, _), report in zip(forward.scored, reports, strict=True):
+            for (request, _), report in zip(forward.prompt_rows, reports, strict=True):
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.model.graphs import DecodeGraphs
+from vattn.engine.model.rows import Forward, PromptRow, Row
 from vattn.engine.requests.request import Request
 from vattn.engine.scheduling.scheduler import Entry
 from vattn.packed import LatentAttention, handing_on, run_packed
@@ -33,27 +34,6 @@ class _Step:
         if latent is not None:
             return latent.attend(self.attention, query, self.kv, self.batch, params)
         return self.attention(query, self.kv, layer, self.batch, params)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What a step computed.
-
-    Attributes:
-        sampled: the requests whose newest token was computed, each as often as its draft has tokens and once more;
-        ahead: for each, which of these: 0 for the newest token, 1 for the first of the draft, and so on; and
-        logits: of these tokens, `[len(sampled), vocab_size]`.
-        scored: prompt positions whose logits are asked for, in order, and
-        prompt_logits: of those, `[len(scored), vocab_size]`.
-        finite: for requests that publish, and had a chunk in the step: whether all of its tokens came out finite.
-    """
-
-    sampled: list[Request]
-    ahead: list[int]
-    logits: Tensor
-    scored: list[tuple[Request, int]]
-    prompt_logits: Tensor
-    finite: Mapping[Request, bool] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -104,42 +84,43 @@ class ModelRunner:
         batch = PackedBatch(tuple(spans), self.model.device)
 
         tokens: list[int] = []
-        sampled: list[Request] = []
-        ahead: list[int] = []
-        last_rows: list[int] = []
-        scored: list[tuple[Request, int]] = []
+        rows: list[Row] = []
+        prompt_rows: list[PromptRow] = []
+        places: list[int] = []  # of `rows`, among the tokens
+        prompt_places: list[int] = []
         chunks: dict[Request, slice] = {}
-        prompt_rows: list[int] = []
         for entry in ordered:
-            for position in entry.request.unscored(entry.start, entry.end):
-                scored.append((entry.request, position))
-                prompt_rows.append(len(tokens) + position - entry.start)
-            if len(entry) > 1 and entry.request.publishes:
-                chunks[entry.request] = slice(len(tokens), len(tokens) + len(entry))
-            tokens += entry.request.token_ids(entry.start, entry.end)
+            request = entry.request
+            for position in request.unscored(entry.start, entry.end):
+                prompt_rows.append(PromptRow(request, position))
+                prompt_places.append(len(tokens) + position - entry.start)
+            if len(entry) > 1 and request.publishes:
+                chunks[request] = slice(len(tokens), len(tokens) + len(entry))
+            tokens += request.token_ids(entry.start, entry.end)
             if entry.samples:
-                count = 1 + len(entry.draft)
-                sampled += [entry.request] * count
-                ahead += range(count)
-                last_rows += range(len(tokens) - 1, len(tokens) - 1 + count)
+                rows.append(Row(request))
+                places.append(len(tokens) - 1)
+                if entry.draft:
+                    rows += [Row(request, ahead) for ahead in range(1, 1 + len(entry.draft))]
+                    places += range(len(tokens), len(tokens) + len(entry.draft))
             tokens += entry.draft
 
-        if self.graphs is not None and not scored and len(sampled) == batch.num_singles == len(tokens):
+        if self.graphs is not None and not prompt_rows and len(rows) == batch.num_singles == len(tokens):
             logits = self.graphs.run(batch.spans, tokens)
             if logits is not None:
-                return Forward(sampled, ahead, logits, scored, logits[len(sampled) :])
+                return Forward(rows, logits, prompt_rows, logits[len(rows) :])
         device = self.model.device
         self._watching, self._hidden = bool(chunks), None
         try:
             logits = self._forward(
                 batch,
                 torch.tensor(tokens, device=device),
-                torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
+                torch.tensor(places + prompt_places, dtype=torch.int64, device=device),
             )
             finite = self._finite(chunks) if chunks else {}
         finally:
             self._watching, self._hidden = False, None
-        return Forward(sampled, ahead, logits[: len(sampled)], scored, logits[len(sampled) :], finite)
+        return Forward(rows, logits[: len(rows)], prompt_rows, logits[len(rows) :], finite)
 
     def _finite(self, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
         """Whether the last hidden states of these rows are finite.

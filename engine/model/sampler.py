@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vattn.engine.model.rows import Row
 from vattn.engine.requests.request import Request
 
 _BLOCK = 128  # tokens whose weights are summed up first
@@ -36,25 +37,20 @@ class Sampler:
         self._weights = _Scratch()
 
     @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
-    ) -> list[int | None]:
-        """Choose a token for each request.
+    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[int | None]:
+        """Choose a token for each row.
 
         Args:
-            logits: `[len(requests), vocab_size]`; not changed.
-            requests: each once. One that was in the last call's batch has got its token from there since.
-            ahead: for each row, how many tokens of a draft are before it, which its request does not have yet; rows of
-                drafts repeat their request, whose logits must not depend on its tokens. None for none.
+            logits: `[len(rows), vocab_size]`; not changed.
+            rows: each request once, and once more for each token of its draft; the logits of a request with a draft
+                must not depend on its tokens. A request from the last call's batch has got its token from there since.
 
         Returns:
-            A token per request; None where the row says nothing: its largest logit is infinite or NaN, or every token
-            is excluded.
+            A token per row; None where its largest logit is infinite or NaN, or every token is excluded.
         """
         batch = self._batch
-        drafted = ahead is not None and any(ahead)
-        if batch is None or drafted or batch.drafted or batch.requests != requests or batch.device != logits.device:
-            batch = self._batch = Batch(requests, logits.device, batch, ahead if drafted else None)
+        if batch is None or batch.drafted or batch.rows != rows or batch.device != logits.device:
+            batch = self._batch = Batch(rows, logits.device, batch)
         if batch.edits():
             logits = self._edited.rows(len(logits), logits.shape[1], logits.device).copy_(logits)
             batch.edit(logits)
@@ -116,13 +112,13 @@ class Batch:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        rows: Sequence[Row],
         device: torch.device,
         previous: Batch | None,
-        ahead: Sequence[int] | None = None,
     ) -> None:
-        self.requests = list(requests)
-        self.drafted = ahead is not None
+        self.rows = list(rows)
+        self.requests = requests = [row.request for row in rows]
+        self.drafted = any(row.ahead for row in rows)
         self.device = device
         params = [request.sampling for request in requests]
         drawn = [row for row, param in enumerate(params) if not param.greedy]
@@ -133,7 +129,7 @@ class Batch:
         self.top_p = _filter([params[row].top_p for row in drawn], 1, device)
         self.seeds = np.array([requests[row].seed % 2**64 for row in drawn], dtype=np.uint64)
         self.num_tokens = np.array(
-            [len(requests[row].output_token_ids) + (ahead[row] if ahead else 0) for row in drawn], dtype=np.uint64
+            [len(requests[row].output_token_ids) + rows[row].ahead for row in drawn], dtype=np.uint64
         )
 
         self._allowed = [
