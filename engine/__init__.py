@@ -57,7 +57,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first used: `vattn --help` must not wait seconds for transformers."""
+    """Names are imported on first use, so that `vattn --help` does not wait seconds for transformers."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'vattn.engine' has no attribute {name!r}")

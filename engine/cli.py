@@ -1,9 +1,4 @@
-"""The `vattn` command.
-
-vattn doctor
-vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both --scheduling continuous|static
-vattn chat MODEL
-"""
+"""The `vattn` command: `doctor`, `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for a request that failed, 2 for an error in what was asked."""
+    """Run one command; returns the exit status: 0, 1 if a request failed, 2 for a bad argument, 130 for Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         status: int = args.run(args)
@@ -36,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The commands, with a flag for every field of `EngineConfig` that has one."""
     parser = argparse.ArgumentParser(
         prog="vattn", description="KV-cache memory on demand, contiguous in virtual memory."
     )
@@ -71,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int) -> None:
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="most output tokens")
-    parser.add_argument("--min-tokens", type=int, default=0, help="no stop before this many")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="maximum number of output tokens")
+    parser.add_argument("--min-tokens", type=int, default=0, help="minimum number of output tokens")
     parser.add_argument("--temperature", type=float, default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from")
     parser.add_argument("--top-k", type=int, default=0, help="tokens to sample from; 0 for all")
@@ -80,12 +76,14 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, 
     parser.add_argument("--presence-penalty", type=float, default=0.0)
     parser.add_argument("--frequency-penalty", type=float, default=0.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends the output; may be repeated"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="continue to --max-tokens")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, *, kv: Sequence[str]) -> None:
-    """A flag for every field of `EngineConfig` that has one; `kv` are the choices of `--kv`."""
+    """Add the flags of `EngineConfig`, with the choices `kv` for `--kv`."""
     for field, flag in EngineConfig.flags().items():
         name = "--" + (flag.name or field.name.replace("_", "-"))
         how: dict[str, Any] = {"dest": field.name, "default": field.default, "help": flag.help}
@@ -177,7 +175,7 @@ def _chat(args: argparse.Namespace) -> int:
             try:
                 llm.add_request("chat", llm.prompts.apply_chat_template(asked), params)
             except InvalidRequest as error:
-                # What was said before stands: the next line may be shorter, or a better one.
+                # The conversation continues without this line: the next one may be shorter.
                 failed = True
                 print(f"vattn: {error}", file=sys.stderr)
                 continue
@@ -191,7 +189,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _stream(llm: LLM) -> tuple[str, BaseException | None]:
-    """Print the text of the only request as it comes; Ctrl-C ends it. Returns all of it, and what went wrong."""
+    """Print the text of the only request as it comes; Ctrl-C ends it. Returns the text, and the error if it failed."""
     texts: list[str] = []
     error = None
     try:
@@ -208,7 +206,7 @@ def _stream(llm: LLM) -> tuple[str, BaseException | None]:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without empty lines, until the end of input; with a prompt where there is a terminal."""
+    """The lines that the user types, but for empty ones, until the end of input; a terminal gets a prompt."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

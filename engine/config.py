@@ -78,16 +78,20 @@ class EngineConfig:
     )
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = field(default=False, metadata=_flag("run Python code from the checkpoint"))
-    dtype: str | torch.dtype = field(default="auto", metadata=_flag("of weights and cache", choices=("auto", *_DTYPES)))
-    max_num_seqs: int = field(default=64, metadata=_flag("requests that run at a time", parse=int))
-    max_num_batched_tokens: int = field(default=512, metadata=_flag("tokens per step", parse=int))
+    dtype: str | torch.dtype = field(
+        default="auto", metadata=_flag("element type of weights and cache", choices=("auto", *_DTYPES))
+    )
+    max_num_seqs: int = field(default=64, metadata=_flag("maximum number of requests that run at a time", parse=int))
+    max_num_batched_tokens: int = field(default=512, metadata=_flag("maximum number of tokens per step", parse=int))
     max_model_len: int | None = field(
-        default=None, metadata=_flag("tokens per request; default: the model's limit", parse=int)
+        default=None, metadata=_flag("maximum number of tokens per request; default: the model's limit", parse=int)
     )
     memory_budget: int | str | None = field(
         default=None,
         metadata=_flag(
-            f"bytes, text such as 512MiB, or auto; default: {_BUDGET}", name="kv-cache-memory-bytes", metavar="SIZE"
+            f"size of the cache: bytes, text such as 512MiB, or auto; default: {_BUDGET}",
+            name="kv-cache-memory-bytes",
+            metavar="SIZE",
         ),
     )
     gpu_memory_utilization: float | None = field(
@@ -133,7 +137,7 @@ class EngineConfig:
             metavar="JSON",
         ),
     )
-    seed: int | None = field(default=0, metadata=_flag("of requests that bring none", parse=int))
+    seed: int | None = field(default=0, metadata=_flag("seed of requests and of the engine", parse=int))
     on_step: Callable[[StepRecord], None] | None = None
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class EngineCore:
         loaded: the model and what belongs to it.
         kv: the cache.
         intake: makes requests of prompts.
-        speculation: what came of drafts so far.
+        speculation: statistics of drafts so far.
         on_step: called with a `StepRecord` after each step.
 
     Raises:
@@ -82,7 +82,7 @@ class EngineCore:
         self._closed = False
         self._phase = ""  # which part of a step is under way
         self._torn = ""  # which change of the books is under way, or was interrupted
-        self._changed: list[Request] = []  # requests whose news have not been told
+        self._changed: list[Request] = []  # requests with news for the next outputs
         try:
             self.kv = _make_kv(config, loaded)
             self.scheduler = _make_scheduler(config, loaded, self.kv)
@@ -101,10 +101,10 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """End what runs, give the cache back and restore the model's attention. Again is harmless.
+        """End all requests, free the cache and restore the model's attention. Idempotent.
 
-        A step that another thread is in is waited for; that thread's `generate` then raises `EngineClosed`. Called from
-        `on_step`, it takes effect when the call that makes the steps ends, which is as soon as this one has ended.
+        Waits for a step in another thread, whose `generate` then raises `EngineClosed`. A call from `on_step` takes
+        effect when the outermost call on this engine ends, right after this one.
         """
         self.gate.closing = True
         self._on_closing()
@@ -130,18 +130,18 @@ class EngineCore:
 
     @property
     def closing(self) -> bool:
-        """Whether it is closed, or `close` waits for a step."""
+        """Whether the engine is closed, or `close` waits for a step."""
         return self.gate.closing
 
     def lend(self, thread: threading.Thread, name: str, on_closing: Callable[[], None]) -> None:
-        """Let only this thread use it from here on, which may not have begun, until `take_back`.
+        """Reserve the engine for one thread, which need not have started, until `take_back`.
 
         Args:
-            name: whose thread it is, for those that are refused.
-            on_closing: called when `close` is, by its thread.
+            name: of the thread's owner, for the error that other threads get.
+            on_closing: called by `close`, in the thread that calls it.
 
         Raises:
-            EngineBusy: another thread uses it.
+            EngineBusy: another thread uses the engine.
             EngineClosed: it is closed.
         """
         self.gate.enter(Use(thread, name, lent=True))
@@ -151,7 +151,7 @@ class EngineCore:
             raise EngineClosed("this LLM is closed; make a new one")
 
     def take_back(self, thread: threading.Thread) -> None:
-        """The end of `lend`; nothing, where it was not lent to this thread."""
+        """End `lend`; no effect if the engine was not lent to this thread."""
         user = self.gate.user
         if user is not None and user.thread is thread:
             self._on_closing = _nothing
@@ -168,7 +168,7 @@ class EngineCore:
         return bool(self._groups)
 
     def new_id(self) -> str:
-        """A name that no unfinished request has."""
+        """A request id that no unfinished request has."""
         return next(name for name in map(str, self._names) if name not in self._groups)
 
     def make_group(
@@ -206,10 +206,10 @@ class EngineCore:
 
     @exclusive
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, all of its completions, and free its memory.
+        """End a request with all its completions now, and free its memory.
 
         Returns:
-            What it had; None for a request that is unknown or finished.
+            Its last output; None for a request that is unknown or finished.
 
         Raises:
             EngineBusy: another thread uses this LLM.
@@ -233,9 +233,9 @@ class EngineCore:
         An exception of `on_step` is raised here, and the step counts: its outputs come with the next one's.
 
         Returns:
-            The requests that got a token or ended, each once, as its `output_kind` has it. One that failed ended with
-            finish reason "error"; an exception in the model fails the requests of that step, and the others go on. So
-            does an interrupt, which is raised, and fails all requests that ran.
+            One output for each request that got a token or ended, as its `output_kind` says. An exception in the model
+            fails the requests of that step, with finish reason "error", and the others continue. An interrupt is
+            raised, and fails all requests that ran.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
@@ -277,14 +277,14 @@ class EngineCore:
         return self._outputs()
 
     def check(self) -> None:
-        """Assert that cache and queues agree: every slot in use is a running request's. For tests and idle moments."""
+        """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
         self.kv.check()
         self.scheduler.check()
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
     def check_idle(self, name: str) -> None:
-        """Refuse the call `name`, which runs requests to their ends, while others are unfinished.
+        """Refuse the call `name`, which runs its own requests to completion, while others are unfinished.
 
         Raises:
             VattnError: some are; their outputs would be lost.
@@ -298,7 +298,7 @@ class EngineCore:
             )
 
     def abandon(self, error: BaseException) -> None:
-        """Forget all requests: those of the call that is about to raise `error`."""
+        """Drop all requests; they are those of the call that is about to raise `error`."""
         self._torn = _STEP
         self._groups.clear()
         self._changed.clear()
@@ -306,7 +306,7 @@ class EngineCore:
 
     @contextmanager
     def _mending(self, what: str) -> Iterator[None]:
-        """Changes of the books: where one is interrupted, or fails unforeseen, they are put in order again."""
+        """A change of queues and slots; if it is interrupted or fails unexpectedly, `_mend` repairs them."""
         self._torn = what
         try:
             yield
@@ -316,10 +316,10 @@ class EngineCore:
         self._torn = ""
 
     def _mend(self, error: BaseException) -> None:
-        """Put the books in order after a call that ended anywhere; interrupted itself, the next call does it.
+        """Restore the invariants after an interrupt at any point; if this is interrupted, too, the next call does it.
 
-        What `_groups` says is true. A step may have left any request that ran half changed, so these fail. Otherwise
-        only queues and slots were about to change, and who owns them can be told.
+        `_groups` is right at any moment. An interrupted step may have left any running request half changed, so these
+        fail. An interrupted change of the queues leaves requests intact, and each says whether it holds a slot.
         """
         ran = {*self.scheduler.running} if self._torn == _QUEUES else set()
         running, waiting = [], []
@@ -358,10 +358,10 @@ class EngineCore:
             self._mend(KeyboardInterrupt())
 
     def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
-        """A plan that the backend is prepared for, how many requests it preempted, and the seconds of `prepare`.
+        """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
 
-        The scheduler accounts for memory, so a refusal is rare: guard rows, limits of the driver. Then the youngest
-        request gives its cache up; a request that is refused alone fails, and is added to `changed`.
+        The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
+        request of the lowest rank is then preempted; a request that is refused alone fails, and joins `changed`.
         """
         preempted = 0
         seconds = 0.0
@@ -393,7 +393,7 @@ class EngineCore:
             seconds += time.monotonic() - start
 
     def _compute(self, plan: Plan, changed: list[Request]) -> None:
-        """Run a prepared plan; requests that got a token or failed are added to `changed`."""
+        """Run a prepared plan; requests that got a token or failed join `changed`."""
         forked: list[Request] = []
         try:
             forward = self._fork(self.runner.run(plan.entries), forked)
@@ -414,7 +414,7 @@ class EngineCore:
         for (request, ahead), token, report in zip(forward.rows, tokens, reports, strict=True):
             changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
-                continue  # the token of a draft that this one was to follow was wrong, or ended the request
+                continue  # an earlier token of its draft was rejected, or ended the request
             if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
                 self.scheduler.finish(request, FinishReason.LENGTH)
                 continue
@@ -443,19 +443,19 @@ class EngineCore:
                 self._fail(requests, error, changed)
 
     def _publish(self, entry: Entry, forward: Forward) -> None:
-        """Let others find a chunk of a prompt, if what the model made of it is finite."""
+        """Publish a chunk of a prompt to the prefix cache, if the model's outputs for it are finite."""
         request = entry.request
         finite = forward.finite.get(request)
         if finite is False:
-            request.publishes = False  # nor what comes after it, which has seen it
+            request.publishes = False  # nor later tokens, which attend to it
         elif finite:
             self.scheduler.publish(request)
 
     def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
-        """Start the other completions of prompts that were computed; they are sampled from the same logits.
+        """Start the other completions of prompts that were computed, and sample them from the same logits.
 
         Args:
-            forked: gets those that were started, whatever happens.
+            forked: receives the completions that were started, even if this fails.
         """
         leaders = {row.request: place for place, row in enumerate(forward.rows) if row.request.sampling.n > 1}
         pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
@@ -470,7 +470,7 @@ class EngineCore:
         )
 
     def _take_back(self, plan: Plan) -> None:
-        """Count the drafts of a step, and lower the lengths of slots to what was right."""
+        """Count the drafts of a step, and cut slots back to the accepted tokens."""
         lengths = {}
         for entry in plan.entries:
             if entry.draft:
@@ -483,7 +483,7 @@ class EngineCore:
             self.kv.prepare(lengths)
 
     def _token_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> list[dict[int, Logprob] | None]:
-        """The log probabilities that are asked for, of tokens that requests may be about to get; None for others."""
+        """For each row the log probabilities of its token, where its request asked for them; None for others."""
         found: list[dict[int, Logprob] | None] = [None] * len(tokens)
         asked = [
             (place, row.request, token)
@@ -499,7 +499,7 @@ class EngineCore:
         return found
 
     def _note_prompt_logprobs(self, forward: Forward) -> None:
-        """Add the log probabilities that are asked for of prompts."""
+        """Store the log probabilities of prompt tokens, where requests asked for them."""
         if forward.prompt_rows:
             targets = [request.prompt_token_ids[position + 1] for request, position in forward.prompt_rows]
             counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.prompt_rows]
@@ -517,7 +517,7 @@ class EngineCore:
             changed.append(request)
 
     def _outputs(self) -> list[RequestOutput]:
-        """What to tell of requests that changed; groups that ended are forgotten, and some may have been aborted."""
+        """Outputs of requests that changed, but for those aborted since; groups that ended are dropped."""
         changed = dict.fromkeys(request.parent_id for request in self._changed)
         groups = [group for parent_id in changed if (group := self._groups.get(parent_id)) is not None]
         outputs = [output for group in groups if (output := group.output()) is not None]

@@ -42,48 +42,49 @@ class LLM:
     """A language model that serves many requests at once.
 
     Args:
-        model: path, hub id, or a loaded causal language model, which is put in eval mode and whose attention
+        model: path, hub id, or a loaded causal language model. A loaded one is put in eval mode, and its attention
             implementation is `"vattn"` until `close`.
-        kv: where keys and values live: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
-        scheduling: `"continuous"`: every step is planned anew; `"static"`: a batch runs until its slowest request
-            ends, to compare with.
-        tokenizer: path, hub id or tokenizer; the model's own by default, none for a loaded model.
-        skip_tokenizer_init: no tokenizer: prompts are token ids, and outputs have no text.
-        trust_remote_code: run the Python that a checkpoint brings along, where it does; refused by default.
-        dtype: of weights and cache; `"auto"` takes the checkpoint's.
-        max_num_seqs: most requests that run at a time.
-        max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
-        max_model_len: most tokens of a request, prompt and output; the model's own limit by default.
-        memory_budget: of the cache: bytes, text such as "4GiB" (the default), or "auto": a share of the memory that is
-            free when the model is loaded, see `vattn.KVConfig`.
-        gpu_memory_utilization: that share, over 0 and up to 1, in place of `memory_budget`; of the machine's memory
-            where the device is a CPU.
+        kv: the KV-cache backend: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
+        scheduling: `"continuous"` plans every step anew; `"static"`, for comparison, runs a batch until its slowest
+            request ends.
+        tokenizer: path, hub id or tokenizer; by default the one at the model's path, and none for a loaded model.
+        skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
+        trust_remote_code: run Python code that comes with a checkpoint.
+        dtype: element type of weights and cache; `"auto"` is the checkpoint's.
+        max_num_seqs: maximum number of requests that run at a time.
+        max_num_batched_tokens: maximum number of tokens per step; longer prompts are computed in chunks.
+        max_model_len: maximum length of a request, prompt and output, in tokens; by default the model's limit.
+        memory_budget: size of the cache: bytes, text such as "4GiB" (the default), or "auto": a share of the memory
+            that is free once the model is loaded, see `vattn.KVConfig`.
+        gpu_memory_utilization: that share, over 0 and up to 1, instead of `memory_budget`. On a CPU it is a share of
+            the host's memory.
         block_size: tokens per block, for `paged`.
-        kv_cache_dtype: of the cache: "auto", the model's, or "int8": 8 bits with a scale per token and head, for
-            `virtual`; with kernels that read request by request.
+        kv_cache_dtype: element type of the cache: "auto", the model's, or "int8", with a scale per token and head:
+            for `virtual`, and kernels that read request by request.
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
-        enable_prefix_caching: requests find what earlier ones with the same start (and the same `cache_salt`) have
-            computed; with `virtual` and `paged`. Cached blocks give way as soon as memory is needed.
-        scheduling_policy: who runs first and is preempted last: "fcfs", by arrival, or "priority", by the priorities
-            that requests bring.
-        preemption_mode: what becomes of the cache of a preempted request: "recompute", "swap" (copied to the machine's
-            memory, and back), or "auto": what is estimated cheaper.
-        swap_space: most memory for such copies: bytes or text; taken only when it is used.
-        attention: kernel: a name of `vattn.attention.names()`, "auto" for the best one here, or an adapter.
-        enforce_eager: run the model as transformers wrote it: without CUDA graphs of decode steps, without the packed
-            weights and fused products of `vattn.engine.model.optimize`, with keys and values of all heads in the cache
-            where others store latents (`vattn.packed.latents`).
-        speculative_config: decode several tokens in a step where text repeats itself: `{"method": "ngram",
-            "num_speculative_tokens": 4}`, and what else `SpeculativeConfig` has (`vattn.engine.scheduling.drafts`).
-            The same tokens come out, but where the order of a sum decides between two; None to decode plainly.
-        seed: of requests that bring none; None to draw one.
+        enable_prefix_caching: reuse the keys and values that earlier requests computed for the same prefix (under the
+            same `cache_salt`); with `virtual` and `paged`. Cached blocks are evicted when memory is needed.
+        scheduling_policy: which requests run first and are preempted last: "fcfs" orders by arrival, "priority" by the
+            priority of each request.
+        preemption_mode: what happens to the cache of a preempted request: "recompute", "swap" (copied to host memory
+            and back), or "auto", whichever is estimated to be cheaper.
+        swap_space: maximum host memory for such copies, bytes or text; allocated on use.
+        attention: the kernel: one of `vattn.attention.names()`, "auto" for the best one on this machine, or an adapter.
+        enforce_eager: run the model as transformers wrote it: no CUDA graphs of decode steps, no packed weights and
+            fused products (`vattn.engine.model.optimize`), and no latents in the cache in place of keys and values
+            (`vattn.packed.latents`).
+        speculative_config: decode several tokens per step where text repeats itself: `{"method": "ngram",
+            "num_speculative_tokens": 4}`, and further fields of `vattn.engine.scheduling.drafts.SpeculativeConfig`.
+            Outputs are those of plain decoding, except for ties that rounding decides. None for no speculation.
+        seed: seed for requests without one; None for a random seed.
         on_step: called with a `StepRecord` after each step. May be set later.
 
-    One thread at a time may use it; a second one is told so by `EngineBusy` at once. `close` may be called by any.
+    One thread at a time may use it; a second one gets `EngineBusy` at once. Any thread may call `close`.
 
     Attributes:
-        token_bytes: what one token takes in the cache, in all layers.
-        speculation: what came of drafts so far.
+        core: the loop underneath.
+        token_bytes: bytes of one token in the cache, in all layers.
+        speculation: statistics of drafts so far.
 
     Raises:
         ConfigError: an argument that is unknown, contradictory or impossible; `UnsupportedModel` is one.
@@ -150,22 +151,22 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Run prompts to their ends.
+        """Run prompts to completion.
 
         Args:
-            prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, which may have
-                a `"cache_salt"`: text; prompts of different ones share nothing in the prefix cache.
-            sampling_params: for all, or one for each; the default ones for None. `output_kind` has no say here.
+            prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, optionally
+                with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache.
+            sampling_params: for all prompts, or one for each; None for the defaults. `output_kind` is ignored.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
-            One output per prompt, in their order. A request that failed has finish reason "error", and says why.
+            One output per prompt, in order. A failed request has finish reason "error", and an `error`.
 
         Raises:
-            InvalidRequest: a prompt that can never run, or parameters of another type; none of the prompts was started.
+            InvalidRequest: a prompt that can never run, or parameters of the wrong type; no prompt was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
             EngineBusy: another thread uses this LLM.
-            EngineClosed: it is closed, or was while this ran.
+            EngineClosed: it is closed, or was closed during the call.
         """
         self.core.check_idle("generate")
         listed = as_prompts(prompts)
@@ -200,15 +201,15 @@ class LLM:
 
     @exclusive
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of prompts.
+        """Find the most probable continuations of prompts.
 
-        A prompt is computed once; a beam that goes on in several ways is forked, and one that does not is freed.
+        A prompt is computed once; a beam with several continuations is forked, and one without is freed.
 
         Args:
             prompts: as for `generate`.
 
         Returns:
-            One output per prompt, in their order. One that failed has no sequences, and says why.
+            One output per prompt, in order. A failed one has no sequences, and an `error`.
 
         Raises:
             InvalidRequest: a prompt that can never run, or more beams than can run together; nothing was started.
@@ -278,7 +279,7 @@ class LLM:
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
-        """Queue a request under a name of the caller's, which no unfinished request may have.
+        """Queue a request under a name that no unfinished request has.
 
         Its outputs are cumulative unless `output_kind` says otherwise.
 
@@ -286,7 +287,7 @@ class LLM:
             priority: lower runs earlier; for `scheduling_policy="priority"`.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, not in the vocabulary, or would never fit the cache.
+            InvalidRequest: the prompt is empty, too long, outside the vocabulary, or would never fit the cache.
             EngineBusy, EngineClosed: as for `generate`.
         """
         params = SamplingParams() if sampling_params is None else as_params(sampling_params)
@@ -321,9 +322,9 @@ class LLM:
         An exception of `on_step` is raised here, and the step counts: its outputs come with the next one's.
 
         Returns:
-            The requests that got a token or ended, each once, as its `output_kind` has it. One that failed ended with
-            finish reason "error"; an exception in the model fails the requests of that step, and the others go on. So
-            does an interrupt, which is raised, and fails all requests that ran.
+            One output for each request that got a token or ended, as its `output_kind` says. An exception in the model
+            fails the requests of that step, with finish reason "error", and the others continue. An interrupt is
+            raised, and fails all requests that ran.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.

@@ -1,6 +1,6 @@
-"""A growing tensor per request and layer, copied whole whenever it grows: what transformers' DynamicCache does.
+"""A growing tensor per request and layer, copied whenever it grows, as in transformers' DynamicCache.
 
-It holds no token too many, and pays with a copy of the request's whole cache in every step.
+It wastes no memory, at the price of copying the request's whole cache in every step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Slot:
     """One request: tensors `[num_kv_heads, tokens, dim]`, keys and values of each layer."""
 
     layers: list[tuple[Tensor, Tensor]]
-    granted: int = 0  # most tokens that `prepare` was asked for
+    granted: int = 0  # tokens that `prepare` has granted
 
 
 @register
@@ -37,7 +37,7 @@ class DynamicKV(NoPrefixCache, PlainStore):
     `peak_physical_bytes`.
 
     Args:
-        num_tokens: the budget, tokens of all requests together.
+        num_tokens: the budget for all requests together.
 
     Raises:
         ConfigError: no token, or layers that differ.
@@ -105,7 +105,7 @@ class DynamicKV(NoPrefixCache, PlainStore):
         del self._slots[slot]
 
     def retain(self, slots: Collection[int]) -> None:
-        """As the protocol says: the books are made anew from the slots that stay."""
+        """As the protocol says; recomputes the totals from the slots that stay."""
         self._slots.retain(slots)
         self._granted = sum(slot.granted for slot in self._slots.values())
         self._physical = sum(map(_stored_bytes, self._slots.values()))
@@ -140,7 +140,7 @@ class DynamicKV(NoPrefixCache, PlainStore):
         return key.narrow(1, start, count).unsqueeze(0), value.narrow(1, start, count).unsqueeze(0)
 
     def stored(self, layer: int) -> NoReturn:
-        """Not possible: there is no tensor that holds the whole of a layer.
+        """Not possible: no tensor holds a whole layer.
 
         Raises:
             ConfigError: always.

@@ -1,6 +1,6 @@
-"""The baseline: fixed blocks, a block table per request, a gather before the kernel.
+"""The baseline: blocks of fixed size, a block table per request, and a gather before the kernel.
 
-What PagedAttention's allocator does, with the same unmodified kernel as the contiguous backend behind it.
+This is PagedAttention's allocator, in front of the same unmodified kernel as the contiguous backends.
 
 Layout, measured on a 2-core CPU, one decode of one sequence (gather and kernel; us on one core; `kv4 x 64`, 8
 query heads; contiguous K/V as the floor), at 64, 512 and 4096 cached tokens:
@@ -42,9 +42,9 @@ from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, chec
 
 @dataclass(eq=False, kw_only=True)
 class _Block(Block):
-    """A block of the pool that requests use, or that is cached; `users` counts the former.
+    """A block of the pool that is in use or cached.
 
-    One that was `retracted` is never published again, whoever still uses it.
+    A `retracted` block is never published again, whoever still uses it.
     """
 
     number: int
@@ -55,8 +55,8 @@ class _Block(Block):
 class _Slot:
     """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`.
 
-    `tokens` are the ids that are known, of whole blocks; the keys of these start from `salt`. `published` are blocks
-    that this slot was the first to commit.
+    `tokens` are the known ids, of whole blocks, whose keys start from `salt`. `published` are the blocks that this slot
+    published.
     """
 
     blocks: list[_Block] = field(default_factory=list)
@@ -71,11 +71,11 @@ class _Slot:
 class PagedKV(PlainStore):
     """Block allocator, block tables, scatter and gather, and a prefix cache with the policy of `vattn.prefix`.
 
-    Conservation law: every block is in exactly one of these: the free list, the blocks that slots use, the cached ones
-    that no slot uses; together they are `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)`
-    blocks, so a request wastes less than one block, unless `prepare` was asked for more than it has tokens. A block is
-    whole when it is shared, and lengths never go down into it, so nobody writes to it any more; the last block of a
-    forked request, which is not whole, is copied.
+    Conservation law: every block is in exactly one of: the free list, the blocks that slots use, the cached blocks that
+    no slot uses; together they are `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)` blocks,
+    so a request wastes less than one block, unless `prepare` was asked for more tokens than it has. Only whole blocks
+    are shared, and lengths never go down into one, so shared blocks are never written; the last block of a forked
+    request, which is not whole, is copied.
 
     Args:
         num_blocks: blocks in the pool; one block holds `block_size` tokens of every layer, keys and values.
@@ -198,7 +198,7 @@ class PagedKV(PlainStore):
         return len(self._free) - before
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        """As the protocol says. `next_lengths` has no use here: taking a block is popping a list."""
+        """As the protocol says. `next_lengths` is ignored: taking a block only pops a list."""
         lengths = self._slots.checked_lengths(lengths)
         for number, length in lengths.items():
             slot = self._slots[number]
@@ -227,7 +227,7 @@ class PagedKV(PlainStore):
         del self._slots[slot]
 
     def retain(self, slots: Collection[int]) -> None:
-        """As the protocol says: the books are made anew from the slots that stay. Cached prefixes are forgotten."""
+        """As the protocol says; rebuilds all state from the slots that stay. Cached prefixes are dropped."""
         self._slots.retain(slots)
         self._index, self._scatter = PrefixIndex(), None
         for slot in self._slots.values():
@@ -260,7 +260,7 @@ class PagedKV(PlainStore):
         self._scatter_pools[1][layer].index_copy_(1, rows, value.transpose(0, 1))
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """As the protocol says: a gather of the blocks that hold `[start, length)` into a buffer that is used again."""
+        """As the protocol says: gathers the blocks that hold `[start, length)` into a buffer that is reused."""
         first, last = start // self.block_size, self._blocks(length)
         rows = self._gather_rows(slot, first, last)
         tokens = (last - first) * self.block_size
@@ -277,7 +277,7 @@ class PagedKV(PlainStore):
         return self._stored[layer]
 
     def fill_block_tables(self, slots: list[int], out: Tensor) -> Tensor:
-        """The block tables of a step in one padded tensor, as a paged kernel takes them; padding means nothing.
+        """The block tables of a step in one padded tensor, as paged kernels take them; padding is arbitrary.
 
         Args:
             slots: the requests of the step, in its order.
@@ -351,7 +351,7 @@ class PagedKV(PlainStore):
         )
 
     def _take(self, count: int, depth: int) -> list[_Block]:
-        """Blocks for one request, from its `depth`-th on; `available()` has them."""
+        """Free or evicted blocks for one request, from its `depth`-th on; `available()` covers them."""
         self._evict(count - len(self._free))
         blocks = [_Block(depth=depth + i, number=self._free.pop()) for i in range(count)]
         self._index.acquire(blocks)

@@ -21,7 +21,7 @@ KVCacheDtype = Literal["auto", "int8"]
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What every backend is made from; each takes what concerns it.
+    """What every backend is made from; each uses the fields that concern it.
 
     Attributes:
         shape: what a token stores, layer by layer.
@@ -35,7 +35,7 @@ class KVSpec:
         kv_options: further options of `vattn.KVConfig`, for `virtual`.
 
     Raises:
-        ConfigError: a size below 1. Only values may have no elements: where keys hold all there is.
+        ConfigError: a size below 1; only `v_head_dim` may be 0, for opaque rows that are stored as keys.
     """
 
     shape: KVShape

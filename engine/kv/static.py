@@ -1,7 +1,7 @@
-"""Every slot at its longest, from the start: the reservation that wastes most, and the limit of speed.
+"""Every slot reserved at full length from the start: wastes most memory, and is the upper limit of speed.
 
-Nothing is mapped, gathered or copied while requests run, and every page has been touched before the first. Tokens lie
-as in a `vattn.KVCache` with default options, so that kernels read the same strides: what is left between the two
+Nothing is mapped, gathered or copied while requests run, and every page is touched in advance. Tokens have the layout
+of a `vattn.KVCache` with default options, so kernels read the same strides, and the difference in speed between the two
 backends is the price of mapping on demand.
 """
 
@@ -27,10 +27,10 @@ from vattn.units import format_bytes
 class StaticKV(ContiguousKV, NoPrefixCache):
     """Tensors of `num_slots` times `max_model_len` tokens; the unit of memory is the slot.
 
-    Conservation law: a slot is free, allocated, or prepared; those that are prepared are what `available` lacks.
+    Conservation law: a slot is free, allocated, or allocated and prepared; `available` counts all but the prepared.
 
     Args:
-        num_slots: requests at a time. `allocate` hands out no more, whatever memory they would have needed.
+        num_slots: requests at a time; `allocate` hands out no more, however short they are.
 
     Raises:
         ConfigError: no slot, or layers that differ.
@@ -89,7 +89,7 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         return child
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        """As the protocol says. Memory cannot run short here: `allocate` has no slot without it."""
+        """As the protocol says. Memory cannot run short: every slot has its own."""
         lengths = self._lengths.checked_lengths(lengths)
         self._lengths.update(lengths)
         self._prepared.update(lengths)

@@ -18,11 +18,10 @@ class VirtualKV(ContiguousKV):
     """A `vattn.KVCache` behind the engine's protocol; its unit of memory is the page.
 
     Args:
-        config: of the cache.
-        chunk_tokens: most tokens of a request in one step; what layers with a window need depends on it.
+        chunk_tokens: maximum tokens of a request in one step; the memory that layers with a window need depends on it.
 
     Raises:
-        ConfigError: the configuration cannot fit.
+        ConfigError: the configuration does not fit.
     """
 
     name: ClassVar[str] = "virtual"

@@ -1,4 +1,4 @@
-"""From a plan to logits: packs the plan's tokens into one row and runs the model once."""
+"""From a plan to logits: packs the plan's tokens into one batch and runs the model once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vattn.packed import LatentAttention, handing_on, run_packed
 
 @dataclass(frozen=True)
 class _Step:
-    """What the attention function of transformers reaches: store the new rows, then attend."""
+    """What transformers' attention function calls: store the new keys and values, then attend."""
 
     kv: KVBackend
     attention: Attention
@@ -41,9 +41,9 @@ class ModelRunner:
 
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
-        latents: the layers of which the backend stores latents; see `vattn.packed.latents`.
-        graphs_up_to: run decode steps of at most so many requests as CUDA graphs, where there is CUDA and the kernel
-            can be captured; None for none.
+        latents: the layers whose latents the backend stores; see `vattn.packed.latents`.
+        graphs_up_to: run decode steps of at most so many requests as CUDA graphs, if there is CUDA and the kernel can
+            be captured; None for no graphs.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
         self._watching = False
         self._hidden: Tensor | None = None
-        # Some heads call the decoder inside of the base model, and not the base model.
+        # Some model heads call the decoder inside the base model instead of the base model.
         bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
         self._hooks = [body.register_forward_hook(self._note_hidden) for body in bodies]
 
@@ -75,7 +75,7 @@ class ModelRunner:
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
-        # The batch's order (spans of one token first) is the order of everything below.
+        # Everything below is in the batch's order: spans of one token first.
         ordered = sorted(entries, key=lambda entry: entry.end - entry.start > 1)
         spans = []
         for entry in ordered:
@@ -125,9 +125,9 @@ class ModelRunner:
     def _finite(self, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
         """Whether the last hidden states of these rows are finite.
 
-        A token attends to itself in every layer, whatever its window: where its keys or values are NaN, or its values
-        infinite, so is what comes out of its own row. The last row of a chunk would not do, since a window may not
-        reach back to what is wrong.
+        A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
+        infinite, the output of its own row is not finite. The last row of a chunk is not enough, since windows may hide
+        the wrong tokens from it.
         """
         if self._hidden is None:
             return dict.fromkeys(chunks, False)

@@ -1,4 +1,4 @@
-"""Token ids as text, by the model's tokenizer or not at all."""
+"""Token ids as text, if there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TOKENS_KEPT = 65536  # texts of single tokens, which log probabilities ask for 
 
 
 class TokenText:
-    """The text of tokens; None of it without a tokenizer.
+    """Decodes tokens of one model.
 
     Args:
-        tokenizer: None where there is none.
+        tokenizer: None if there is none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

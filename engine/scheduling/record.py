@@ -12,15 +12,15 @@ class StepRecord:
     """One step, for benchmarks and plots. Times in seconds.
 
     Attributes:
-        start_time: `time.monotonic()` when the step began.
-        schedule_seconds: planning.
-        prepare_seconds: making memory ready: the backend's `prepare`.
-        forward_seconds: model and sampling.
-        decode_tokens, prefill_tokens: tokens computed for requests that have output, and for those that do not.
+        start_time: `time.monotonic()` at the beginning of the step.
+        schedule_seconds: time spent planning.
+        prepare_seconds: time spent in the backend's `prepare`, which provides memory.
+        forward_seconds: time spent in model and sampling.
+        decode_tokens, prefill_tokens: tokens computed for requests that have output tokens, and for others.
         num_running, num_waiting: requests after the step.
-        num_preempted: requests that lost their cache in this step.
-        drafted_tokens, accepted_tokens: of `decode_tokens` those of drafts, and of these the ones that were right.
+        num_preempted: requests preempted in this step.
         kv: the backend's figures after the step.
+        drafted_tokens, accepted_tokens: those of `decode_tokens` that were drafts, and how many were accepted.
     """
 
     start_time: float
