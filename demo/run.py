@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from demo.prompts import prompts as demo_prompts
 from vattn import SlotPages
 from vattn.engine.kv.virtual import VirtualKV
-from vattn.engine.llm import LLM, StepRecord
+from vattn.engine.llm import LLM
 from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.scheduling.record import StepRecord
 from vattn.units import format_bytes
 
 HERE = Path(__file__).parent

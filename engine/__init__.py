@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from vattn.engine.exclusive import EngineBusy, EngineClosed
-    from vattn.engine.llm import LLM, StepRecord
+    from vattn.engine.llm import LLM
     from vattn.engine.requests.logprobs import Logprob
     from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
     from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+    from vattn.engine.scheduling.record import StepRecord
 
 __all__ = [
     "LLM",
@@ -45,17 +46,18 @@ _HOMES = {
     "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "vattn.engine.exclusive": ("EngineBusy", "EngineClosed"),
-    "vattn.engine.llm": ("LLM", "StepRecord"),
+    "vattn.engine.llm": ("LLM",),
     "vattn.engine.requests.logprobs": ("Logprob",),
     "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
     "vattn.engine.requests.sampling": ("RequestOutputKind", "SamplingParams"),
+    "vattn.engine.scheduling.record": ("StepRecord",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first used: `vattn --help` must not wait seconds for transformers."""
+    """Names are imported on first use, so that `vattn --help` does not wait seconds for transformers."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'vattn.engine' has no attribute {name!r}")

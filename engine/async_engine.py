@@ -5,8 +5,8 @@
         print(output.outputs[0].text, end="")
     await engine.shutdown()
 
-Only the engine thread touches the `LLM`'s queues, cache and model. Clients hand it requests under a lock, and it hands
-them outputs through their own event loops.
+Only the engine thread touches queues, cache and model. Clients pass it requests under a lock, and it passes outputs to
+the event loops of its clients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from types import TracebackType
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM, as_params
+from vattn.engine.llm import LLM
+from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
 from vattn.engine.requests.request import InvalidRequest
@@ -33,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class QueueFull(VattnError):
-    """The engine has as many requests as it may hold; this one was not accepted. Try again later."""
+    """The engine has reached its limit of unfinished requests; this one was not accepted. Try again later."""
 
 
 class EngineStopped(VattnError, RuntimeError):
-    """The engine takes no requests: it was shut down, or it died of an error, which is the cause of this one."""
+    """The engine takes no requests: it was shut down, or died of the error that is the cause of this one."""
 
 
 class Stream:
@@ -72,12 +73,12 @@ class AsyncEngine:
     """Serves requests of any number of tasks and event loops.
 
     Invariant, under the lock: `_streams` has every request that has not ended; each of them is either in `_arriving` or
-    known to the LLM.
+    in the core.
 
     Args:
-        llm: for the engine's use alone from here on; `shutdown` closes it.
-        max_num_queued_reqs: most requests beyond the `max_num_seqs` that can run; None for any number. Each of `n`
-            completions counts.
+        llm: used by this engine alone from here on; `shutdown` closes it.
+        max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
+            of `n` completions counts.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -91,6 +92,7 @@ class AsyncEngine:
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
             )
         self.llm = llm
+        self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
         self._changed = threading.Condition()
@@ -101,15 +103,15 @@ class AsyncEngine:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
-        llm.lend(self._thread, type(self).__name__, self._wake)
-        if llm.has_unfinished():
-            llm.take_back(self._thread)
+        core.lend(self._thread, type(self).__name__, self._wake)
+        if core.has_unfinished():
+            core.take_back(self._thread)
             raise ConfigError(
                 "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
             )
         self._thread.start()
-        # Before the caches are closed, which are older; a step must not be under way then.
-        weakref.finalize(llm, _stop, weakref.ref(self))
+        # Finalizers run newest first, so this one before those of the caches, which must not be closed during a step.
+        weakref.finalize(core, _stop, weakref.ref(self))
 
     def _wake(self) -> None:
         with self._changed:
@@ -130,7 +132,7 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run; each of `n` completions counts."""
+        """Waiting and running requests; each of `n` completions counts."""
         with self._changed:
             return sum(len(stream.group.requests) for stream in self._streams.values())
 
@@ -144,7 +146,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one prompt and stream its outputs; leaving the loop early, or cancelling its task, aborts the request.
 
-        Arguments, outputs and errors are those of `add`.
+        Arguments, outputs and errors are as for `add`.
         """
         stream = await self.add(prompt, sampling_params, request_id=request_id, priority=priority)
         try:
@@ -161,13 +163,13 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> Stream:
-        """Queue a request; whoever leaves its stream early aborts it.
+        """Queue a request; to leave its stream early, `abort` it.
 
-        Each output has what is new, unless `output_kind` says otherwise. The last one is finished, and says whether the
-        request was aborted or failed.
+        Outputs are deltas, unless `output_kind` says otherwise. The last one is finished, and says whether the request
+        was aborted or failed.
 
         Args:
-            request_id: a name that no unfinished request has, for `abort`; one is made up for None.
+            request_id: a name that no unfinished request has, for `abort`; None for a generated one.
             priority: lower runs earlier, where the LLM's `scheduling_policy` is "priority".
 
         Raises:
@@ -182,7 +184,7 @@ class AsyncEngine:
             self._check_room(name, params.n)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
-            group = await asyncio.to_thread(self.llm.make_group, name, prompt, params, kind=kind, priority=priority)
+            group = await asyncio.to_thread(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
         except EngineClosed as error:
             raise _stopped(error) from error
         stream = Stream(group)
@@ -194,14 +196,14 @@ class AsyncEngine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request soon; its stream gets what it had. Nothing happens where the name is unknown."""
+        """End a request soon; its stream gets a last output. No effect if the name is unknown."""
         with self._changed:
             stream = self._streams.get(request_id)
         if stream is not None:
             self._abort([stream])
 
     async def shutdown(self, *, timeout: float | None = None) -> None:
-        """Refuse new requests, let the others finish, stop the thread and close the LLM. Again is harmless.
+        """Refuse new requests, let the others finish, stop the thread and close the LLM. Idempotent.
 
         Args:
             timeout: seconds after which unfinished requests are aborted; None to wait for all of them, 0 for none.
@@ -216,7 +218,7 @@ class AsyncEngine:
             streams = list(self._streams.values())
         self._abort(streams)
         await asyncio.to_thread(self._thread.join)
-        self.llm.close()
+        self._core.close()
 
     def _check_room(self, request_id: str, count: int) -> None:
         """Raise unless `count` requests may come under this name; with the lock held."""
@@ -228,12 +230,13 @@ class AsyncEngine:
             raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
         if self.max_num_queued_reqs is None:
             return
-        limit = self.llm.scheduler.max_num_seqs + self.max_num_queued_reqs
+        running = self._core.scheduler.max_num_seqs
+        limit = running + self.max_num_queued_reqs
         unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
         if unfinished + count > limit:
             raise QueueFull(
                 f"{count} more requests with {unfinished} unfinished are over the limit of {limit}: "
-                f"{self.llm.scheduler.max_num_seqs} that run and {self.max_num_queued_reqs} that wait; try again later"
+                f"{running} that run and {self.max_num_queued_reqs} that wait; try again later"
             )
 
     def _abort(self, streams: Iterable[Stream]) -> None:
@@ -245,8 +248,8 @@ class AsyncEngine:
         """The engine thread."""
         try:
             while self._take_orders():
-                if self.llm.has_unfinished():
-                    self._deliver(self.llm.step())
+                if self._core.has_unfinished():
+                    self._deliver(self._core.step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
@@ -257,32 +260,36 @@ class AsyncEngine:
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
-            self.llm.take_back(self._thread)
+            self._core.take_back(self._thread)
 
     def _take_orders(self) -> bool:
-        """Wait for something to do and take what clients asked for; False when all is done and no more will come."""
+        """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    self._arriving or self._aborting or self._stopping or self.llm.closing or self.llm.has_unfinished()
+                    self._arriving
+                    or self._aborting
+                    or self._stopping
+                    or self._core.closing
+                    or self._core.has_unfinished()
                 )
             )
-            if self.llm.closing:
+            if self._core.closing:
                 raise EngineClosed("the LLM was closed")
             arriving, self._arriving = self._arriving, []
-            # A name may be another request's by now.
+            # The name may belong to another request by now.
             aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
             self._aborting = []
             stopping = self._stopping
         for stream in arriving:
-            self.llm.add_group(stream.group)
-        aborted = (self.llm.abort(stream.request_id) for stream in dict.fromkeys(aborting))
+            self._core.add_group(stream.group)
+        aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
-        return self.llm.has_unfinished() or not stopping
+        return self._core.has_unfinished() or not stopping
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         with self._changed:
-            # Kept until they are handed over: an error on the way is told to these, too.
+            # Kept until they are handed over, so that an error on the way reaches these streams, too.
             self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
@@ -315,7 +322,7 @@ def _stopped(error: BaseException) -> EngineStopped:
 
 
 def _stop(engine: weakref.ref[AsyncEngine]) -> None:
-    """At the interpreter's exit: end the thread, which would go on in memory that is being given back."""
+    """At the interpreter's exit: end the thread, which would otherwise use memory that is being freed."""
     running = engine()
     if running is not None and not running.dead:
         running.llm.close()

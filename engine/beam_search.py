@@ -1,13 +1,13 @@
-"""Beam search over the engine's own steps: a beam is a request, forked where it goes on in several ways.
+"""Beam search over the engine's own steps: a beam is a request, forked when it has several continuations.
 
-As in vLLM: in every step each beam offers its `2 * beam_width` likeliest tokens. Those that end a sequence complete
-one; of the others the best `beam_width` are the next beams. In the end completed sequences and beams are ranked by
-their log probability over their length, the prompt's tokens included and an end-of-sequence token not, to the power
-of `length_penalty`. (transformers divides by the length of the output alone, and lets a sequence end only with one of
-the `beam_width` best tokens of all beams; where no sequence ends early, the winners are the same.)
+As in vLLM: in every step each beam proposes its `2 * beam_width` most probable tokens. Those that end a sequence
+complete one; the best `beam_width` of the others are the next beams. In the end completed sequences and beams are
+ranked by their log probability divided by their length to the power of `length_penalty`; the length includes the
+prompt, but no end-of-sequence token. (transformers divides by the length of the output alone, and lets a sequence end
+only with one of the `beam_width` best tokens of all beams; if no sequence ends early, the winners are the same.)
 
-Beams of one prompt go on together. One that has been heard keeps its slot until the others have; where memory is short
-it gives the slot to one of them, and is computed again.
+The beams of one prompt advance together. A beam that was scored keeps its slot until the others are scored, too; when
+memory is short, it loses the slot to one of them, and is computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.kv.base import KVBackend
-from vattn.engine.model.runner import Forward
+from vattn.engine.model.rows import Forward
 from vattn.engine.requests.outputs import RequestGroup
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
@@ -32,15 +32,15 @@ from vattn.integers import shown
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """What a beam search is to find; names and meanings as in vLLM.
+    """Parameters of a beam search; names and meanings as in vLLM.
 
     Attributes:
-        beam_width: sequences that are followed, and returned.
-        max_tokens: most tokens of an output.
-        ignore_eos: go on after the model's end-of-sequence tokens.
+        beam_width: number of sequences that are followed, and returned.
+        max_tokens: maximum length of an output.
+        ignore_eos: continue after the model's end-of-sequence tokens.
         temperature: the logits are divided by it; 0 is the same as 1.
-        length_penalty: the power of a sequence's length that its log probability is divided by; the higher, the longer
-            the sequences that win.
+        length_penalty: a sequence's log probability is divided by its length to this power; higher values favour
+            longer sequences.
 
     Raises:
         ConfigError: a value out of its range.
@@ -100,34 +100,34 @@ class BeamSearchOutput:
 
 
 class BeamGroup(RequestGroup):
-    """The beams of one prompt, as requests; `requests` are those that live.
+    """The beams of one prompt, as requests; `requests` are the live ones.
 
-    Invariants: all live beams have equally many tokens, and the rank of the first. `advance` is given what a step
-    computed of them; between two rounds each of them runs, waits for its turn, or has been heard.
+    Invariants: all live beams have equally many tokens, and the rank of the first. `advance` gets the logits that a
+    step computed for them; between two rounds each of them runs, waits for its turn, or has been scored.
 
     Args:
         first: the prompt's request.
-        eos_token_ids: what ends a sequence.
+        eos_token_ids: tokens that end a sequence.
     """
 
     def __init__(self, first: Request, params: BeamSearchParams, eos_token_ids: frozenset[int]) -> None:
         super().__init__(first.request_id, [first], RequestOutputKind.FINAL_ONLY)
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._logprobs = {first: 0.0}  # of live beams, the sum so far
-        self._heard: dict[Request, list[tuple[float, int]]] = {}  # their likeliest next tokens
+        self._logprobs = {first: 0.0}  # of live beams, summed up so far
+        self._scored: dict[Request, list[tuple[float, int]]] = {}  # their most probable next tokens
         self._completed: list[BeamSearchSequence] = []  # the best of them, the best first
         self._forks = 0
 
     def output(self) -> None:
-        """Nothing: there is only `result`, in the end."""
+        """Nothing: a search has only a final `result`."""
 
     def falls_with(self, request: Request) -> list[Request]:
-        """All: a beam that is lost may have been the best."""
+        """All of them: the lost beam may have been the best."""
         return self.unfinished()
 
     def result(self, decode: Callable[[list[int]], str] | None) -> BeamSearchOutput:
-        """What was found, once no request is unfinished."""
+        """The sequences that were found, once no request is unfinished."""
         error = next((request.error for request in self.requests if request.error is not None), None)
         if error is not None:
             return BeamSearchOutput(error=error)
@@ -136,7 +136,7 @@ class BeamGroup(RequestGroup):
         return BeamSearchOutput([replace(found, text=decode(found.tokens)) for found in self._completed])
 
     def advance(self, beams: Sequence[Request], logits: Tensor, scheduler: Scheduler) -> None:
-        """Hear what the model says after these beams; once all have been heard, go on with the best.
+        """Score the continuations of these beams; once all beams are scored, continue with the best.
 
         Args:
             beams: live ones, whose tokens are all computed.
@@ -144,7 +144,7 @@ class BeamGroup(RequestGroup):
             scheduler: theirs.
 
         Raises:
-            FloatingPointError: the logits say nothing.
+            FloatingPointError: logits are not finite.
         """
         with torch.inference_mode():
             scores = (logits.float() / (self._params.temperature or 1.0)).log_softmax(dim=-1)
@@ -152,21 +152,21 @@ class BeamGroup(RequestGroup):
         for beam, row, ids in zip(beams, values.tolist(), tokens.tolist(), strict=True):
             if not math.isfinite(row[0]):
                 raise FloatingPointError("no token can be taken from the logits: they are not finite")
-            self._heard[beam] = list(zip(row, ids, strict=True))
-        # One that was heard and has lost its slot since is heard again.
-        if all(beam in self._heard and not beam.num_uncomputed_tokens for beam in self.requests):
+            self._scored[beam] = list(zip(row, ids, strict=True))
+        # A scored beam that lost its slot is scored again.
+        if all(beam in self._scored and not beam.num_uncomputed_tokens for beam in self.requests):
             self._choose(scheduler)
 
     def _choose(self, scheduler: Scheduler) -> None:
-        ways: list[tuple[float, Request, int]] = []
+        continuations: list[tuple[float, Request, int]] = []
         for beam in self.requests:
-            for logprob, token in self._heard.pop(beam):
+            for logprob, token in self._scored.pop(beam):
                 total = self._logprobs[beam] + logprob
                 if token in self._eos_token_ids:
                     self._complete(beam, token, total, FinishReason.STOP)
                 else:
-                    ways.append((total, beam, token))
-        best = sorted(ways, key=lambda way: way[0], reverse=True)[: self._params.beam_width]
+                    continuations.append((total, beam, token))
+        best = sorted(continuations, key=lambda found: found[0], reverse=True)[: self._params.beam_width]
         length, longest = self.requests[0].num_tokens + 1, self.requests[0].max_total_tokens
         if length == longest:
             for total, beam, token in best:
@@ -175,13 +175,13 @@ class BeamGroup(RequestGroup):
             for beam in self.requests:
                 scheduler.finish(beam, FinishReason.LENGTH)
         else:
-            self._go_on(best, scheduler)
+            self._continue(best, scheduler)
 
-    def _go_on(self, best: Sequence[tuple[float, Request, int]], scheduler: Scheduler) -> None:
-        """Make these ways the live beams: the first of a beam in its slot, others in forks of it."""
-        going_on = {beam for _, beam, _ in best}
+    def _continue(self, best: Sequence[tuple[float, Request, int]], scheduler: Scheduler) -> None:
+        """Make these continuations the live beams: the first one of a beam in its slot, the others in forks of it."""
+        continued = {beam for _, beam, _ in best}
         for beam in self.requests:
-            if beam not in going_on:
+            if beam not in continued:
                 scheduler.finish(beam, FinishReason.ABORT)  # before the forks, which may need its memory
         taken: set[Request] = set()
         live: list[tuple[Request, float, int]] = []
@@ -190,14 +190,14 @@ class BeamGroup(RequestGroup):
             taken.add(beam)
         for beam, _, token in live:
             if beam.slot is None:
-                beam.output_token_ids.append(token)  # a fork that found no room: all of it will be computed
+                beam.output_token_ids.append(token)  # there was no room for a fork: all its tokens will be computed
             else:
                 beam.append(token)
         self.requests = [beam for beam, _, _ in live]
         self._logprobs = {beam: total for beam, total, _ in live}
 
     def _branch(self, beam: Request, scheduler: Scheduler) -> Request:
-        """A further beam with the tokens of this one; in a fork of its slot, or queued."""
+        """Another beam with the tokens of this one, in a fork of its slot or queued."""
         self._forks += 1
         child = Request(
             f"{self._forks}_{self.request_id}",
@@ -231,7 +231,7 @@ class BeamGroup(RequestGroup):
         return logprob / math.pow(length, self._params.length_penalty)
 
     def _is_decided(self, logprob: float, length: int, longest: int) -> bool:
-        """Whether no beam can come to more than what is completed: its probability only falls from here on."""
+        """Whether no beam can beat the completed sequences: a log probability only falls as a beam grows."""
         if len(self._completed) < self._params.beam_width:
             return False
         attainable = max(self._penalized(logprob, length), self._penalized(logprob, longest))
@@ -250,7 +250,7 @@ def make_beams(
     cache_salt: bytes,
     eos_token_ids: frozenset[int],
 ) -> BeamGroup:
-    """The beams of a prompt: one, to begin with.
+    """The beams of a prompt: initially one.
 
     Raises:
         InvalidRequest: so many beams could never run together.
@@ -284,22 +284,18 @@ def make_beams(
 def take_beams(
     forward: Forward, groups: Mapping[str, RequestGroup]
 ) -> tuple[Forward, list[tuple[BeamGroup, list[Request], Tensor]]]:
-    """What a step computed without its beams, and those of each group with their logits."""
-    rows: dict[BeamGroup, list[int]] = {}
+    """A step's results without those of beams, and for each group its beams with their logits."""
+    places: dict[BeamGroup, list[int]] = {}
     rest = []
-    for row, request in enumerate(forward.sampled):
-        group = groups[request.parent_id]
+    for place, row in enumerate(forward.rows):
+        group = groups[row.request.parent_id]
         if isinstance(group, BeamGroup):
-            rows.setdefault(group, []).append(row)
+            places.setdefault(group, []).append(place)
         else:
-            rest.append(row)
-    if not rows:
+            rest.append(place)
+    if not places:
         return forward, []
-    beams = [(group, [forward.sampled[row] for row in own], forward.logits[own]) for group, own in rows.items()]
-    others = replace(
-        forward,
-        sampled=[forward.sampled[row] for row in rest],
-        ahead=[forward.ahead[row] for row in rest],
-        logits=forward.logits[rest],
-    )
-    return others, beams
+    beams = [
+        (group, [forward.rows[place].request for place in own], forward.logits[own]) for group, own in places.items()
+    ]
+    return replace(forward, rows=[forward.rows[place] for place in rest], logits=forward.logits[rest]), beams

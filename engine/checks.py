@@ -1,9 +1,10 @@
-"""What comes from outside, as Python's own numbers and as text that can be encoded."""
+"""Checks of values from callers: numbers become Python's own, and text has to be encodable."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 from vattn.errors import ConfigError, VattnError
@@ -14,7 +15,7 @@ LARGEST = 2**63 - 1
 
 
 def whole(value: Any) -> int | None:
-    """The integer that a value is, one of numpy's or torch's included; None for any other value, and for a bool."""
+    """`value` as an `int`, also from NumPy's and torch's integers; None for any other value, bools included."""
     try:
         return as_int(value)
     except TypeError:
@@ -28,7 +29,7 @@ def checked_whole(name: str, value: Any, low: int, high: int = LARGEST, *, what:
         what: what is possible, for the message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not one.
     """
     number = whole(value)
     if number is None or number < low:
@@ -38,8 +39,14 @@ def checked_whole(name: str, value: Any, low: int, high: int = LARGEST, *, what:
     return number
 
 
+def checked_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raise a ConfigError for a value that is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name}={shown(value)} is not one of {', '.join(choices)}")
+
+
 def number(value: Any) -> float | None:
-    """The finite number that a value is, as a float; None for any other value, and for a bool."""
+    """`value` as a float, if it is a finite number; None for any other value, bools included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:

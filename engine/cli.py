@@ -1,21 +1,15 @@
-"""The `vattn` command.
-
-vattn doctor
-vattn generate MODEL "prompt" ["prompt" ...] --kv virtual|paged|static|dynamic|both --scheduling continuous|static
-vattn chat MODEL
-"""
+"""The `vattn` command: `doctor`, `generate` and `chat`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vattn.engine.kv.base import BACKENDS
-from vattn.engine.scheduling.scheduler import SCHEDULING
+from vattn.engine.config import EngineConfig
+from vattn.engine.kv.make import BACKENDS
 from vattn.errors import VattnError
 
 if TYPE_CHECKING:
@@ -24,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for a request that failed, 2 for an error in what was asked."""
-    args = _parser().parse_args(argv)
+    """Run one command; returns the exit status: 0, 1 if a request failed, 2 for a bad argument, 130 for Ctrl-C."""
+    args = parser().parse_args(argv)
     try:
         status: int = args.run(args)
     except (VattnError, OSError) as error:  # OSError: transformers' "no such model"
@@ -36,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The commands, with a flag for every field of `EngineConfig` that has one."""
     parser = argparse.ArgumentParser(
         prog="vattn", description="KV-cache memory on demand, contiguous in virtual memory."
     )
@@ -52,16 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
-    generate.add_argument(
-        "--kv", choices=(*BACKENDS, "both"), default="virtual", help="KV-cache backend; both: virtual, then paged"
-    )
-    generate.add_argument(
-        "--scheduling", choices=SCHEDULING, default="continuous", help="static: batches that wait for their slowest"
-    )
     generate.add_argument("-n", type=int, default=1, help="completions per prompt")
     generate.add_argument("--no-progress", action="store_true", help="no progress bar")
-    _add_sampling_arguments(generate, temperature=0.0, max_tokens=64)
-    _add_engine_arguments(generate, max_num_seqs=64)
+    _add_sampling_flags(generate, temperature=0.0, max_tokens=64)
+    _add_engine_flags(generate, kv=(*BACKENDS, "both"))
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -70,17 +59,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     chat.add_argument("model", metavar="MODEL", help="path or hub id of a model with a chat template")
-    chat.add_argument("--kv", choices=BACKENDS, default="virtual", help="KV-cache backend")
     chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    _add_sampling_arguments(chat, temperature=0.7, max_tokens=512)
-    _add_engine_arguments(chat, max_num_seqs=1)
-    chat.set_defaults(run=_chat, n=1, scheduling="continuous")
+    _add_sampling_flags(chat, temperature=0.7, max_tokens=512)
+    _add_engine_flags(chat, kv=BACKENDS)
+    chat.set_defaults(run=_chat, n=1, max_num_seqs=1)
     return parser
 
 
-def _add_sampling_arguments(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int) -> None:
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="most output tokens")
-    parser.add_argument("--min-tokens", type=int, default=0, help="no stop before this many")
+def _add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int) -> None:
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="maximum number of output tokens")
+    parser.add_argument("--min-tokens", type=int, default=0, help="minimum number of output tokens")
     parser.add_argument("--temperature", type=float, default=temperature, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from")
     parser.add_argument("--top-k", type=int, default=0, help="tokens to sample from; 0 for all")
@@ -88,51 +76,24 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, *, temperature: flo
     parser.add_argument("--presence-penalty", type=float, default=0.0)
     parser.add_argument("--frequency-penalty", type=float, default=0.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends the output; may be repeated"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="continue to --max-tokens")
 
 
-def _add_engine_arguments(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> None:
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python that a checkpoint brings")
-    parser.add_argument("--max-model-len", type=int, help="tokens per request; default: the model's")
-    parser.add_argument("--max-num-seqs", type=int, default=max_num_seqs, help="requests at a time")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="tokens per step")
-    parser.add_argument(
-        "--kv-cache-memory-bytes", metavar="SIZE", help="bytes, text such as 512MiB, or auto; 4GiB if nothing is said"
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="of the free memory, for the cache, in place of that",
-    )
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block of --kv paged")
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=("auto", "int8"),
-        help="element type of the cache: the model's, or 8 bits with a scale per token and head (--kv virtual)",
-    )
-    parser.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="requests find what earlier ones with the same start have computed",
-    )
-    parser.add_argument(
-        "--speculative-config",
-        type=json.loads,
-        metavar="JSON",
-        help='drafts where text repeats itself: {"method": "ngram", "num_speculative_tokens": 4}',
-    )
-    parser.add_argument("--attention", default="auto", help="attention kernel; `vattn doctor` lists them")
-    parser.add_argument(
-        "--enforce-eager",
-        action="store_true",
-        help="the model as transformers wrote it: no CUDA graphs, no packed weights",
-    )
+def _add_engine_flags(parser: argparse.ArgumentParser, *, kv: Sequence[str]) -> None:
+    """Add the flags of `EngineConfig`, with the choices `kv` for `--kv`."""
+    for field, flag in EngineConfig.flags().items():
+        name = "--" + (flag.name or field.name.replace("_", "-"))
+        how: dict[str, Any] = {"dest": field.name, "default": field.default, "help": flag.help}
+        if isinstance(field.default, bool):
+            how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        else:
+            how["type"] = flag.parse
+            how["choices"] = kv if field.name == "kv" else flag.choices
+            how["metavar"] = flag.metavar
+        parser.add_argument(name, **how)
 
 
 def _sampling_params(args: argparse.Namespace, output_kind: RequestOutputKind | None = None) -> SamplingParams:
@@ -160,25 +121,8 @@ def _make_llm(args: argparse.Namespace, kv: str) -> LLM:
     # Here, so that `vattn --help` and `vattn doctor` do not load transformers.
     from vattn.engine.llm import LLM
 
-    return LLM(
-        args.model,
-        kv=kv,
-        scheduling=args.scheduling,
-        trust_remote_code=args.trust_remote_code,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        memory_budget=args.kv_cache_memory_bytes,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        block_size=args.block_size,
-        kv_cache_dtype=args.kv_cache_dtype,
-        enable_prefix_caching=args.enable_prefix_caching,
-        speculative_config=args.speculative_config,
-        attention=args.attention,
-        enforce_eager=args.enforce_eager,
-        seed=args.seed,
-    )
+    options = {field.name: getattr(args, field.name) for field in EngineConfig.flags()}
+    return LLM(args.model, **{**options, "kv": kv})
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -231,7 +175,7 @@ def _chat(args: argparse.Namespace) -> int:
             try:
                 llm.add_request("chat", llm.prompts.apply_chat_template(asked), params)
             except InvalidRequest as error:
-                # What was said before stands: the next line may be shorter, or a better one.
+                # The conversation continues without this line: the next one may be shorter.
                 failed = True
                 print(f"vattn: {error}", file=sys.stderr)
                 continue
@@ -245,7 +189,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _stream(llm: LLM) -> tuple[str, BaseException | None]:
-    """Print the text of the only request as it comes; Ctrl-C ends it. Returns all of it, and what went wrong."""
+    """Print the text of the only request as it comes; Ctrl-C ends it. Returns the text, and the error if it failed."""
     texts: list[str] = []
     error = None
     try:
@@ -262,7 +206,7 @@ def _stream(llm: LLM) -> tuple[str, BaseException | None]:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without empty lines, until the end of input; with a prompt where there is a terminal."""
+    """The lines that the user types, but for empty ones, until the end of input; a terminal gets a prompt."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

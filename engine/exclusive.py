@@ -1,4 +1,4 @@
-"""One thread at a time: who is inside an engine, and what a second thread is told."""
+"""Mutual exclusion of threads: a second thread in an engine gets an error at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vattn.errors import VattnError
 
 
 class EngineBusy(VattnError, RuntimeError):
-    """The engine is in use, by another thread or by the call that this one was made from; nothing changed."""
+    """The engine is in use, by another thread or by an outer call on the stack; nothing changed."""
 
 
 class EngineClosed(VattnError, RuntimeError):
@@ -22,10 +22,10 @@ class EngineClosed(VattnError, RuntimeError):
 
 @dataclass(eq=False, frozen=True)
 class Use:
-    """A thread inside the engine, and what it called first.
+    """A thread inside the engine, and the name of its outermost call.
 
     Attributes:
-        lent: it stays the user between its calls, from before it begins until it gives the engine back.
+        lent: the thread keeps the engine between its calls, from before it starts until it gives the engine back.
     """
 
     thread: threading.Thread
@@ -34,13 +34,13 @@ class Use:
 
 
 class Gate:
-    """Lets one thread in, as often as its calls are nested.
+    """A reentrant lock that refuses a second thread instead of blocking it.
 
-    A use ends by `if gate.user is use: gate.user = None`, written where it began, in a `finally` around `enter`: stores
-    of attributes without a call between them, which no interrupt can divide. So whoever waits has to poll.
+    A use ends with `if gate.user is use: gate.user = None`, written out in the `finally` around `enter`: stores of
+    attributes with no call in between, which an interrupt cannot separate. So waiting threads have to poll.
 
     Attributes:
-        user: who is inside.
+        user: the thread inside.
         closing: the engine is being closed, or is closed.
     """
 
@@ -50,17 +50,17 @@ class Gate:
         self._lock = threading.Lock()
 
     def enter(self, use: Use) -> bool:
-        """Let a thread in that is not inside.
+        """Let a thread in.
 
         Returns:
-            False where it is inside already, by an outer call, which stays the user.
+            False if it is inside already, by an outer call, which stays the user.
 
         Raises:
-            EngineBusy: another thread is.
+            EngineBusy: another thread is inside.
         """
         with self._lock:
             user = self.user
-            # A thread that has ended without leaving was one of the process that this one was forked from.
+            # A thread that ended without leaving belonged to the process that this one was forked from.
             if user is None or not (user.lent or user.thread.is_alive()):
                 self.user = use
                 return True
@@ -73,7 +73,7 @@ class Gate:
         )
 
     def wait(self, use: Use) -> bool:
-        """`enter` for one that waits until the other thread has left."""
+        """As `enter`, but waits until the other thread has left."""
         while True:
             try:
                 return self.enter(use)
@@ -82,7 +82,7 @@ class Gate:
 
 
 class _Gated(Protocol):
-    _gate: Gate
+    gate: Gate
 
     def close(self) -> None: ...
 
@@ -93,11 +93,11 @@ _S = TypeVar("_S", bound=_Gated)
 
 
 def exclusive(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """A method that one thread at a time may be in; the outermost call ends with `close` if that was called inside."""
+    """A method that one thread at a time may run; the outermost call runs a `close` that was called inside."""
 
     @functools.wraps(method)
     def guarded(self: _S, /, *args: _P.args, **keywords: _P.kwargs) -> Any:
-        gate = self._gate
+        gate = self.gate
         use = Use(threading.current_thread(), method.__name__)
         try:
             gate.enter(use)

@@ -20,8 +20,8 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 from vattn import packed
-from vattn.engine.kv.base import BACKENDS
-from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.make import BACKENDS, make_backend
+from vattn.engine.kv.spec import KVSpec
 
 ABOUT = "decode steps of all four backends, by batch size"
 
@@ -46,12 +46,14 @@ def run(quick: bool) -> Report:
                 for kv in BACKENDS:
                     backend = make_backend(
                         kv,
-                        shape,
-                        dtype=model.dtype,
-                        device=model.device,
-                        max_num_seqs=batch,
-                        max_model_len=longest,
-                        memory_budget="2GiB",
+                        KVSpec(
+                            shape,
+                            dtype=model.dtype,
+                            device=model.device,
+                            max_num_seqs=batch,
+                            max_model_len=longest,
+                            memory_budget="2GiB",
+                        ),
                     )
                     stack.enter_context(closing(backend))
                     loops[kv] = DecodeLoop(model, backend, batch=batch, length=context, max_length=longest)

@@ -22,6 +22,7 @@ from bench.harness.timing import interleave
 from vattn import packed
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "waste of larger blocks, cost of smaller ones"
@@ -57,14 +58,16 @@ def run(quick: bool) -> Report:
         def make(kv: str, block_size: int = 16, page_size: int | None = None) -> KVBackend:
             backend = make_backend(
                 kv,
-                shape,
-                dtype=model.dtype,
-                device=model.device,
-                max_num_seqs=_BATCH,
-                max_model_len=context + calls,
-                memory_budget="1GiB",
-                block_size=block_size,
-                kv_options=None if page_size is None else {"page_size": page_size, "layout": "layer"},
+                KVSpec(
+                    shape,
+                    dtype=model.dtype,
+                    device=model.device,
+                    max_num_seqs=_BATCH,
+                    max_model_len=context + calls,
+                    memory_budget="1GiB",
+                    block_size=block_size,
+                    kv_options=None if page_size is None else {"page_size": page_size, "layout": "layer"},
+                ),
             )
             stack.enter_context(closing(backend))
             return backend

@@ -14,6 +14,7 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import packed
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "blocks that each request uses, of those that a reservation would take"
@@ -44,8 +45,8 @@ def run(quick: bool) -> Report:
     reserved = _MAX_MODEL_LEN // _BLOCK_SIZE
     figures: list[Row] = []
     with (
-        closing(make_backend("paged", shape, **options)) as paged,
-        closing(make_backend("virtual", shape, **options)) as virtual,
+        closing(make_backend("paged", KVSpec(shape, **options))) as paged,
+        closing(make_backend("virtual", KVSpec(shape, **options))) as virtual,
     ):
         assert isinstance(virtual, VirtualKV)
         layout = virtual.cache.layout

@@ -21,6 +21,7 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
 
@@ -49,13 +50,15 @@ def run(quick: bool) -> Report:
         for case, lengths in (("equal", repeat(_TOKENS)), ("mixed", _mixed(max_model_len))):
             backend = make_backend(
                 kv,
-                _SHAPE,
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                max_num_seqs=512,
-                max_model_len=max_model_len,
-                memory_budget=budget,
-                kv_options=options,
+                KVSpec(
+                    _SHAPE,
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                    max_num_seqs=512,
+                    max_model_len=max_model_len,
+                    memory_budget=budget,
+                    kv_options=options,
+                ),
             )
             with closing(backend):
                 row[f"sequences, {case}"] = _fill(backend, lengths)

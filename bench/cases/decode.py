@@ -22,7 +22,9 @@ from bench.harness.timing import interleave
 from vattn import KVConfig, packed
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
+from vattn.packed import KVShape
 
 ABOUT = "attention and whole decode steps, virtual against paged"
 
@@ -59,13 +61,13 @@ def run(quick: bool) -> Report:
             )
             blocks = -(-(context + calls) // 16)
             paged = PagedKV(
-                num_layers=shape.num_layers,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
+                KVSpec(
+                    KVShape.uniform(shape.num_layers, layer.num_kv_heads, layer.head_dim, layer.head_dim),
+                    max_num_seqs=batch,
+                    max_model_len=_MAX_LENGTH,
+                    dtype=model.dtype,
+                ),
                 num_blocks=batch * blocks,
-                max_num_seqs=batch,
-                max_model_len=_MAX_LENGTH,
-                dtype=model.dtype,
             )
             with closing(VirtualKV(config)) as virtual, closing(paged):
                 geometry = repr(virtual.cache)

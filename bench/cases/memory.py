@@ -12,7 +12,7 @@ from typing import Any, Literal
 from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
-from vattn.engine.kv.base import BACKENDS
+from vattn.engine.kv.make import BACKENDS
 
 ABOUT = "memory of each kind of cache for the same requests, by how many run at a time"
 

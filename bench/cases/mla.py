@@ -22,8 +22,9 @@ from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 from vattn import attention
 from vattn.attention import AttentionParams, Case, PackedBatch, Span
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.static import StaticKV
-from vattn.packed import LatentAttention, find_latents, kv_shape, register
+from vattn.packed import KVShape, LatentAttention, find_latents, kv_shape, register
 
 ABOUT = "latents in place of keys and values: bytes per token, and the time of attention over them"
 
@@ -143,9 +144,11 @@ def _actions(latent: LatentAttention, shape: Shape, new: int, tokens: int) -> di
     caches = []
     for num_heads, key_dim, value_dim in ((1, shape.rank + shape.rope, 0), (heads, head_dim, shape.v_head_dim)):
         kv = StaticKV(
-            num_layers=1, num_kv_heads=num_heads, head_dim=key_dim, v_head_dim=value_dim, dtype=dtype, device="cpu",
-            num_slots=1, max_model_len=tokens,
-        )  # fmt: skip
+            KVSpec(
+                KVShape.uniform(1, num_heads, key_dim, value_dim), max_num_seqs=1, dtype=dtype, max_model_len=tokens
+            ),
+            num_slots=1,
+        )
         kv.prepare({kv.allocate(tokens): tokens})
         kv.write(0, everything, *(torch.randn(tokens, num_heads, dim).to(dtype) for dim in (key_dim, value_dim)))
         caches.append(kv)

@@ -22,7 +22,7 @@ from bench.harness.models import qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.llm import StepRecord
+from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "savings of a prefix cache: shared prompts, chats, trees; paged and virtual"
 
@@ -107,7 +107,7 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
                 records.clear()
                 outputs = llm.generate(prompts, sampling, use_tqdm=False)
                 token_bytes = llm.token_bytes
-                block[name] = llm.kv.block_tokens
+                block[name] = llm.kv.prefix_block_tokens
             metrics = [output.metrics for output in outputs]
             start = min(m.arrival_time for m in metrics)
             seconds[name].append(max(m.finished_time or 0.0 for m in metrics) - start)
@@ -169,7 +169,7 @@ def _chat(model: PreTrainedModel, goals: list[Goal], *, users: int, turns: int) 
                     old + output.outputs[0].token_ids + _tokens(model, rng, 40)
                     for old, output in zip(said, outputs, strict=True)
                 ]
-            block = llm.kv.block_tokens
+            block = llm.kv.prefix_block_tokens
             hit_rate = llm.scheduler.hit_tokens / llm.scheduler.query_tokens
         rows.append(
             {
@@ -201,7 +201,7 @@ def _tree(model: PreTrainedModel, goals: list[Goal], *, prefix: int) -> list[Row
             sampling = SamplingParams(n=count, temperature=1.0, seed=0, max_tokens=output, ignore_eos=True)
             llm.generate(prompt, sampling, use_tqdm=False)
             ideal = (prefix + count * output) * llm.token_bytes
-            block = llm.kv.block_tokens
+            block = llm.kv.prefix_block_tokens
         held = max(record.kv.used_bytes for record in records)
         computed = sum(record.prefill_tokens for record in records)
         rows.append(

@@ -20,8 +20,8 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.workload import make_requests
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.llm import StepRecord
 from vattn.engine.model.linears import Packed
+from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "where the time of an engine's step goes"
 
@@ -126,7 +126,7 @@ def _profile(
         memory_budget="1GiB",
     ) as llm:
         parts: list[tuple[Any, str, str]] = [
-            (llm, "step", "engine loop"),
+            (llm.core, "step", "engine loop"),
             (llm.scheduler, "schedule", "scheduler"),
             (llm.kv, "prepare", "step()"),
             (llm.runner, "run", "rest of the model"),
@@ -134,8 +134,8 @@ def _profile(
             (llm.runner.attention, "_prefill", "attention"),
             (llm.kv, "write", "KV writes"),
             (llm.kv, "read", "KV reads"),
-            (llm, "_outputs", "outputs"),
-            (llm._sampler, "sample", "sampler"),
+            (llm.core, "_outputs", "outputs"),
+            (llm.core.sampler, "sample", "sampler"),
         ]
         parts += [(Packed, name, "matrix products") for name in ("__call__", "plus", "times")]
         if not any("forward" in vars(module) for module in model.modules()):  # as transformers wrote it

@@ -27,6 +27,7 @@ from demo.prompts import prompts
 from vattn import packed
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
 from vattn.quantised import KVCacheDtype
 
 ABOUT = "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step"
@@ -156,12 +157,14 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
             loaded,
             make_backend(
                 "virtual",
-                shape,
-                dtype=loaded.dtype,
-                device=loaded.device,
-                max_num_seqs=_BATCH,
-                max_model_len=longest,
-                memory_budget="4GiB",
+                KVSpec(
+                    shape,
+                    dtype=loaded.dtype,
+                    device=loaded.device,
+                    max_num_seqs=_BATCH,
+                    max_model_len=longest,
+                    memory_budget="4GiB",
+                ),
                 kv_cache_dtype=kind,
             ),
             batch=_BATCH,

@@ -20,6 +20,8 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
+from vattn.packed import KVShape
 
 ABOUT = "time of step() with 256 running requests, against filling a padded block table"
 
@@ -109,14 +111,14 @@ def _advance(cache: vattn.KVCache, start: int, calls: int) -> Callable[[], None]
 
 def _fill_seconds(length: int, rounds: int) -> float:
     """Seconds to fill a padded block table for requests of `length` tokens, at the best thread count for it."""
-    kv = PagedKV(
-        **_SHAPE,
-        num_blocks=_SLOTS * -(-length // _BLOCK_SIZE),
+    spec = KVSpec(
+        KVShape.uniform(1, _SHAPE["num_kv_heads"], _SHAPE["head_dim"], _SHAPE["head_dim"]),
         max_num_seqs=_SLOTS,
         max_model_len=_MAX_CONTEXT,
         block_size=_BLOCK_SIZE,
         dtype=torch.bfloat16,
     )
+    kv = PagedKV(spec, num_blocks=_SLOTS * -(-length // _BLOCK_SIZE))
     slots = [kv.allocate(length) for _ in range(_SLOTS)]
     kv.prepare(dict.fromkeys(slots, length))
     table = torch.zeros((_SLOTS, kv.max_blocks), dtype=torch.int32)

@@ -12,7 +12,9 @@ from vattn import KVConfig
 from vattn.attention import Blocks, Contiguous
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
+from vattn.packed import KVShape
 
 BLOCK_SIZE = 256  # the smallest that FlashAttention 2 takes
 
@@ -48,15 +50,15 @@ def static(slots: int, tokens: int, *, layers: int = 1) -> StaticKV:
 def paged(slots: int, tokens: int, *, layers: int = 1, block_size: int = BLOCK_SIZE) -> PagedKV:
     """A paged cache whose free blocks are in random order, as in a server after a while."""
     kv = PagedKV(
-        num_layers=layers,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        KVSpec(
+            KVShape.uniform(layers, KV_HEADS, HEAD_DIM, HEAD_DIM),
+            max_num_seqs=slots,
+            max_model_len=tokens,
+            block_size=block_size,
+            dtype=DTYPE,
+            device="cuda",
+        ),
         num_blocks=slots * -(-tokens // block_size),
-        max_num_seqs=slots,
-        max_model_len=tokens,
-        block_size=block_size,
-        dtype=DTYPE,
-        device="cuda",
     )
     host_random.Random(0).shuffle(kv._free)
     return kv

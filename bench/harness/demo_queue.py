@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from demo.prompts import prompts as demo_prompts
-from vattn.engine.llm import LLM, StepRecord
+from vattn.engine.llm import LLM
 from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.scheduling.record import StepRecord
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 MAX_TOKENS = 600

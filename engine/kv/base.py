@@ -1,4 +1,4 @@
-"""Where keys and values live: one protocol, one backend per file, and `vattn.engine.kv.make` to choose one.
+"""The protocol of the stores for keys and values, and the register of those that there are.
 
 `available()`, `needed()` and `total()` count in the backend's own unit of memory (pages, blocks, tokens or slots). The
 units are comparable within one backend only.
@@ -8,28 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from vattn.attention import KVSource, PackedBatch
+from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
+from vattn.engine.kv.spec import KVSpec
 from vattn.prefix import Admission
+from vattn.quantised import KVCacheDtype
 
-BACKENDS = ("virtual", "paged", "static", "dynamic")
+StoredAs = type[Contiguous] | type[Blocks] | None
 
 
 @dataclass(frozen=True)
 class KVStats:
     """Memory and driver figures of a backend at one moment.
 
-    `live_bytes <= used_bytes <= physical_bytes`, and `waste_bytes = used_bytes - live_bytes`: memory that a running
-    request holds and has no token in.
+    `live_bytes <= used_bytes <= physical_bytes`, and `waste_bytes = used_bytes - live_bytes`: memory that running
+    requests hold without a token in it.
 
     Attributes:
-        reserved_bytes: address space, of which memory backs only `physical_bytes`.
-        physical_bytes, peak_physical_bytes: memory that the backend holds, now and at most.
-        used_bytes: of it, what running requests hold; what they share counts once.
-        live_bytes: bytes of the tokens that running requests have in the cache; shared ones count once.
+        reserved_bytes: address space; only `physical_bytes` of it are backed by memory.
+        physical_bytes, peak_physical_bytes: memory that the backend holds, now and at its peak.
+        used_bytes: the part that running requests hold; shared memory counts once.
+        live_bytes: bytes of the cached tokens of running requests; shared ones count once.
         map_calls: driver calls that mapped memory, since the start.
         wait_seconds: time that `prepare` waited for the driver, since the start.
     """
@@ -52,23 +54,47 @@ class KVBackend(KVSource, Protocol):
 
     A slot is one request's: `allocate` or `admit`, then any number of `prepare`, `write` and `read`, then `free`. A
     backend that keeps nothing for later requests inherits `NoPrefixCache`.
+
+    Attributes:
+        name: `LLM(kv=name)`.
+        kv_cache_dtype: what it stores: "auto" for the model's type.
+        stored_as: what `stored` returns; None if a layer is not in one tensor, so that kernels have to `read` request
+            by request.
+        forgets_windows: tokens behind a layer's window are given back, so that they cannot be copied out.
     """
 
-    name: str
+    name: ClassVar[str]
+    kv_cache_dtype: ClassVar[KVCacheDtype]
+    stored_as: ClassVar[StoredAs]
+    forgets_windows: ClassVar[bool]
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        """The backend for `spec`: as large as its budget allows, and no larger than can be used.
+
+        Raises:
+            ConfigError: it cannot hold such layers, or the budget is below its unit of memory.
+        """
+        ...
 
     @property
-    def block_tokens(self) -> int:
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        ...
+
+    @property
+    def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache: `admit` finds a multiple of it."""
         ...
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
-        """A free slot for a request that is expected to hold `num_tokens`; takes no memory yet.
+        """A free slot for a request of about `num_tokens` tokens; takes no memory yet.
 
         Args:
-            start: the first token that will be computed; those before it are written back from a copy.
+            start: the first token that will be computed; earlier ones are copied back by `copy_in`.
 
         Raises:
-            NoFreeSlot: as many requests hold one as may run, or as slots were made in advance.
+            NoFreeSlot: all slots are taken.
         """
         ...
 
@@ -76,37 +102,36 @@ class KVBackend(KVSource, Protocol):
         """`allocate` for these tokens, with the longest cached prefix of them in the slot; takes no memory either.
 
         Args:
-            token_ids: what is to be computed: all of the request's tokens, at least one.
-            salt: what else their keys and values depend on. Requests with different salts share nothing.
+            token_ids: all of the request's tokens, at least one.
+            salt: whatever else their keys and values depend on. Requests with different salts share nothing.
 
         Returns:
-            The slot, and how many tokens at its start are there: fewer than all.
+            The slot, and how many tokens at its start are cached: fewer than all.
 
         Raises:
             NoFreeSlot: `max_num_seqs` requests hold one.
-            InvalidTokens: ids that are no whole numbers, or a salt that is not bytes.
+            InvalidTokens: ids that are not whole numbers, or a salt that is not bytes.
             InvalidLength: no token, or more than a slot can hold.
         """
         ...
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let later requests find the whole token blocks of these tokens, which are stored.
+        """Publish the whole blocks of these tokens, which are stored, to later requests.
 
         Args:
             token_ids: all of the request's tokens up to some point.
 
         Raises:
             InvalidSlot: it is not allocated.
-            InvalidTokens: ids that are no whole numbers.
-            TokenMismatch: ids that cannot be those of the request.
+            InvalidTokens: ids that are not whole numbers.
+            TokenMismatch: they contradict what is known of the request's tokens.
         """
         ...
 
     def retract(self, slot: int) -> None:
-        """Forget the cached blocks that this slot committed first: later requests must not find them.
+        """Withdraw the blocks that this slot published, so that later requests do not find them.
 
-        Those that other requests committed, or that the slot was admitted with, stay. A running request that shares a
-        block keeps it.
+        Blocks that other requests published stay, and running requests keep blocks that they share.
 
         Raises:
             InvalidSlot: it is not allocated.
@@ -114,9 +139,9 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A second slot with the tokens of the first, written independently from there on.
+        """A second slot with the tokens of the first; writes to one do not change the other.
 
-        Whole token blocks are shared and the rest is copied; a backend that shares nothing copies all.
+        Whole blocks are shared and the rest is copied; a backend without sharing copies all.
 
         Raises:
             InvalidSlot: it is not allocated.
@@ -126,26 +151,25 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def evict_prefixes(self) -> int:
-        """Forget every cached block that no running request uses; how many units of memory that frees."""
+        """Evict every cached block that no running request uses; returns the units of memory that this frees."""
         ...
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        """Make tokens `[0, n)` of each slot writable; what was stored stays.
+        """Make tokens `[0, n)` of each slot writable; stored tokens stay.
 
         Args:
-            lengths: slot to n. A slot that is not named keeps what it has. An n that goes down gives nothing back by
-                itself, but a backend may use what is above it for other slots. What was above it is written again
-                only after a call that says so: rejected drafts are taken back before their request grows.
-            next_lengths: what the step after this one will need, where that is more than one token further.
+            lengths: slot to n; other slots are unchanged. A lower n frees nothing by itself, but the backend may reuse
+                memory above it for other slots. Rejected drafts are dropped by such a call before their request grows.
+            next_lengths: lengths of the step after this one, where they are more than one token higher.
 
         Raises:
-            OutOfPages: the memory does not suffice; nothing changed.
+            OutOfPages: not enough memory; nothing changed.
             InvalidSlot: a slot that is not allocated; nothing changed.
         """
         ...
 
     def free(self, slot: int) -> None:
-        """Give the slot back, and its memory, of which cached blocks stay until others need it.
+        """Free the slot and its memory; cached blocks stay until their memory is needed.
 
         Raises:
             InvalidSlot: it is not allocated.
@@ -153,15 +177,15 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def retain(self, slots: Collection[int]) -> None:
-        """Free all slots but these, whatever an interrupted call left of them; for when nobody knows who holds what."""
+        """Free all slots but these, whatever state an interrupted call left them in."""
         ...
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
-        """Units that `[0, num_tokens)` takes beyond those that the slot has; all of them for None."""
+        """Units that `[0, num_tokens)` needs beyond those that the slot has; without a slot, all."""
         ...
 
     def available(self) -> int:
-        """Units that `prepare` may still take."""
+        """Units that `prepare` can still take."""
         ...
 
     def total(self) -> int:
@@ -169,7 +193,7 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        """Store one row per token of the batch, which `prepare` has made writable.
+        """Store one row per token of the batch; `prepare` has made them writable.
 
         Args:
             key: `[num_tokens, num_kv_heads, head_dim]`, rows in the order of `batch`.
@@ -178,7 +202,7 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
-        """Copies in the machine's memory of what is stored of tokens `[start, length)`, each `[tokens, ...]`."""
+        """Copies in host memory of what is stored for tokens `[start, length)`, each `[tokens, ...]`."""
         ...
 
     def copy_in(self, layer: int, batch: PackedBatch, rows: Sequence[Tensor]) -> None:
@@ -192,12 +216,25 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back. After it every call raises or is undefined."""
+        """Free everything. Every later call raises or is undefined."""
         ...
 
 
-class CopiesWhatIsRead:
-    """Copies for a backend that stores keys and values as they are."""
+Registered = TypeVar("Registered", bound=KVBackend)
+REGISTERED: dict[tuple[str, KVCacheDtype], type[KVBackend]] = {}
+
+
+def register(backend: type[Registered]) -> type[Registered]:
+    """A class decorator: `LLM(kv=name, kv_cache_dtype=...)` finds the backend under what it declares."""
+    REGISTERED[backend.name, backend.kv_cache_dtype] = backend
+    return backend
+
+
+class PlainStore:
+    """What a backend has in common with others that store keys and values as they are."""
+
+    kv_cache_dtype: ClassVar[KVCacheDtype] = "auto"
+    forgets_windows: ClassVar[bool] = False
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -218,9 +255,9 @@ def to_host(*heads_first: Tensor) -> tuple[Tensor, ...]:
 
 
 class NoPrefixCache:
-    """The prefix cache of a backend that has none: nothing is ever found."""
+    """For a backend without a prefix cache: nothing is ever found."""
 
-    block_tokens = 1
+    prefix_block_tokens = 1
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Storing and reading where a slot's tokens lie in one strided tensor per layer.
+"""Reads and writes of backends that store each layer in one strided tensor, slot by slot.
 
 Single tokens are written with one indexed store for the batch, longer chunks as slices: measured for 8 decodes 6 us
 against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 indexed (4 heads of 64, float32, one core).
@@ -7,23 +7,26 @@ against 36 as slices, for a chunk of 256 tokens 14 us as a slice against 66 inde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
-from vattn.engine.kv.base import CopiesWhatIsRead
+from vattn.engine.kv.base import PlainStore, StoredAs
 
 
-class ContiguousKV(CopiesWhatIsRead):
-    """`write` and `read` over plain tensors: no block table, no gather, nothing before the kernel.
+class ContiguousKV(PlainStore):
+    """`write` and `read` over plain tensors: no block table and no gather.
 
     Args:
         layers: keys and values of each layer, `[slots, tokens, heads, dim]` with any strides but the last.
     """
 
+    stored_as: ClassVar[StoredAs] = Contiguous
+
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # Per layer, keys and values as [slots, tokens, heads, dim]; per layer and slot, the same as chunk stores and
-        # as kernels take them. Made once, since making a view costs a tenth of a short decode.
+        # Views per layer as [slots, tokens, heads, dim], and per layer and slot as chunks are stored and as kernels
+        # read them. Made once, since making a view takes a tenth of a short decode.
         self._layers = list(layers)
         self._stored = [Contiguous(key, value) for key, value in layers]
         self._slots = [(key.unbind(), value.unbind()) for key, value in layers]
@@ -44,7 +47,7 @@ class ContiguousKV(CopiesWhatIsRead):
                 slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Store what the first `length` tokens of one slot are in another one, which `prepare` has made writable."""
+        """Copy the first `length` tokens of a slot to another one, which `prepare` has made writable."""
         for layer in self._layers:
             for slots in layer:
                 slots[target, :length] = slots[source, :length]
@@ -62,5 +65,5 @@ class ContiguousKV(CopiesWhatIsRead):
         return self._stored[layer]
 
     def close(self) -> None:
-        """Let the tensors go."""
+        """Drop the tensors."""
         self._layers, self._stored, self._slots, self._heads_first = [], [], [], []

@@ -1,20 +1,22 @@
-"""A growing tensor per request and layer, copied whole whenever it grows: what transformers' DynamicCache does.
+"""A growing tensor per request and layer, copied whenever it grows, as in transformers' DynamicCache.
 
-It holds no token too many, and pays with a copy of the request's whole cache in every step.
+It wastes no memory, at the price of copying the request's whole cache in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from vattn.attention import PackedBatch
-from vattn.engine.kv.base import CopiesWhatIsRead, KVStats, NoPrefixCache
-from vattn.engine.kv.slots import Slots, check_sizes
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
+from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError, OutOfPages
 
 
@@ -23,10 +25,11 @@ class _Slot:
     """One request: tensors `[num_kv_heads, tokens, dim]`, keys and values of each layer."""
 
     layers: list[tuple[Tensor, Tensor]]
-    granted: int = 0  # most tokens that `prepare` was asked for
+    granted: int = 0  # tokens that `prepare` has granted
 
 
-class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
+@register
+class DynamicKV(NoPrefixCache, PlainStore):
     """Concatenation; the unit of memory is the token.
 
     Conservation law: a token of the budget is free, or granted to one slot; a slot stores no more than it was granted.
@@ -34,49 +37,33 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
     `peak_physical_bytes`.
 
     Args:
-        num_tokens: the budget, tokens of all requests together.
-        max_num_seqs: slots.
-        max_model_len: most tokens of a slot.
+        num_tokens: the budget for all requests together.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: no token, or layers that differ.
     """
 
-    name = "dynamic"
+    name: ClassVar[str] = "dynamic"
+    stored_as: ClassVar[StoredAs] = None
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        num_layers, num_kv_heads, head_dim, v_head_dim, num_tokens, max_num_seqs, max_model_len = check_sizes(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            num_tokens=num_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-        )
-        self._num_layers = num_layers
+    def __init__(self, spec: KVSpec, num_tokens: int) -> None:
+        layer, num_tokens = spec.plain_layer(self.name), checked_whole("num_tokens", num_tokens, 1)
+        self._num_layers = spec.shape.num_layers
         self._empty = tuple(
-            torch.empty((num_kv_heads, 0, dim), dtype=dtype, device=device) for dim in (head_dim, v_head_dim)
+            torch.empty((layer.num_kv_heads, 0, dim), dtype=spec.dtype, device=spec.device)
+            for dim in (layer.head_dim, layer.v_head_dim)
         )
-        self._token_bytes = num_layers * num_kv_heads * (head_dim + v_head_dim) * dtype.itemsize
+        self.token_bytes = spec.token_bytes
         self._total = num_tokens
         self._granted = 0
-        self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
+        self._slots: SlotBook[_Slot] = SlotBook(spec.max_num_seqs, spec.max_model_len)
         self._physical = 0
         self._peak = 0
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        spec.plain_layer(cls.name)
+        return cls(spec, spec.units("token", 1, "a smaller model"))
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         self._slots.checked_length(num_tokens)
@@ -118,7 +105,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         del self._slots[slot]
 
     def retain(self, slots: Collection[int]) -> None:
-        """As the protocol says: the books are made anew from the slots that stay."""
+        """As the protocol says; recomputes the totals from the slots that stay."""
         self._slots.retain(slots)
         self._granted = sum(slot.granted for slot in self._slots.values())
         self._physical = sum(map(_stored_bytes, self._slots.values()))
@@ -153,7 +140,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
         return key.narrow(1, start, count).unsqueeze(0), value.narrow(1, start, count).unsqueeze(0)
 
     def stored(self, layer: int) -> NoReturn:
-        """Not possible: there is no tensor that holds the whole of a layer.
+        """Not possible: no tensor holds a whole layer.
 
         Raises:
             ConfigError: always.
@@ -183,7 +170,7 @@ class DynamicKV(NoPrefixCache, CopiesWhatIsRead):
             f"room for {tokens} tokens is missing: {self.available()} of {self._total} are free; preempt or finish a "
             "request, or give the cache more memory",
             missing_pages=tokens,
-            missing_bytes=tokens * self._token_bytes,
+            missing_bytes=tokens * self.token_bytes,
         )
 
     def close(self) -> None:

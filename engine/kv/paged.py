@@ -1,6 +1,6 @@
-"""The baseline: fixed blocks, a block table per request, a gather before the kernel.
+"""The baseline: blocks of fixed size, a block table per request, and a gather before the kernel.
 
-What PagedAttention's allocator does, with the same unmodified kernel as the contiguous backend behind it.
+This is PagedAttention's allocator, in front of the same unmodified kernel as the contiguous backends.
 
 Layout, measured on a 2-core CPU, one decode of one sequence (gather and kernel; us on one core; `kv4 x 64`, 8
 query heads; contiguous K/V as the floor), at 64, 512 and 4096 cached tokens:
@@ -26,22 +26,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from vattn.attention import Blocks, PackedBatch
-from vattn.engine.kv.base import CopiesWhatIsRead, KVStats
-from vattn.engine.kv.slots import Slots, check_sizes
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import KVStats, PlainStore, StoredAs, register
+from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.spec import KVSpec
 from vattn.errors import InvalidLength, OutOfPages, TokenMismatch
 from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
 
 
 @dataclass(eq=False, kw_only=True)
 class _Block(Block):
-    """A block of the pool that requests use, or that is cached; `users` counts the former.
+    """A block of the pool that is in use or cached.
 
-    One that was `retracted` is never published again, whoever still uses it.
+    A `retracted` block is never published again, whoever still uses it.
     """
 
     number: int
@@ -52,8 +55,8 @@ class _Block(Block):
 class _Slot:
     """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`.
 
-    `tokens` are the ids that are known, of whole blocks; the keys of these start from `salt`. `published` are blocks
-    that this slot was the first to commit.
+    `tokens` are the known ids, of whole blocks, whose keys start from `salt`. `published` are the blocks that this slot
+    published.
     """
 
     blocks: list[_Block] = field(default_factory=list)
@@ -64,66 +67,36 @@ class _Slot:
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # gather indices by block range
 
 
-class PagedKV(CopiesWhatIsRead):
+@register
+class PagedKV(PlainStore):
     """Block allocator, block tables, scatter and gather, and a prefix cache with the policy of `vattn.prefix`.
 
-    Conservation law: every block is in exactly one of these: the free list, the blocks that slots use, the cached ones
-    that no slot uses; together they are `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)`
-    blocks, so a request wastes less than one block, unless `prepare` was asked for more than it has tokens. A block is
-    whole when it is shared, and lengths never go down into it, so nobody writes to it any more; the last block of a
-    forked request, which is not whole, is copied.
+    Conservation law: every block is in exactly one of: the free list, the blocks that slots use, the cached blocks that
+    no slot uses; together they are `num_blocks`. A slot whose greatest length was n has `ceil(n / block_size)` blocks,
+    so a request wastes less than one block, unless `prepare` was asked for more tokens than it has. Only whole blocks
+    are shared, and lengths never go down into one, so shared blocks are never written; the last block of a forked
+    request, which is not whole, is copied.
 
     Args:
         num_blocks: blocks in the pool; one block holds `block_size` tokens of every layer, keys and values.
-        max_num_seqs: slots.
-        max_model_len: most tokens of a slot.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: no block, or layers that differ.
     """
 
-    name = "paged"
+    name: ClassVar[str] = "paged"
+    stored_as: ClassVar[StoredAs] = Blocks
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        v_head_dim: int | None = None,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        (
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            v_head_dim,
-            num_blocks,
-            max_num_seqs,
-            max_model_len,
-            block_size,
-        ) = check_sizes(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-        )
+    def __init__(self, spec: KVSpec, num_blocks: int) -> None:
+        layer, num_blocks = spec.plain_layer(self.name), checked_whole("num_blocks", num_blocks, 1)
+        num_layers, num_kv_heads = spec.shape.num_layers, layer.num_kv_heads
+        block_size, dtype, device = spec.block_size, spec.dtype, spec.device
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = -(-spec.max_model_len // block_size)
+        self.token_bytes = spec.token_bytes
         self._heads = num_kv_heads
-        self._dims = (head_dim, v_head_dim)
-        self._token_bytes = num_layers * num_kv_heads * (head_dim + v_head_dim) * dtype.itemsize
+        self._dims = (layer.head_dim, layer.v_head_dim)
 
         # Explicitly outside inference mode: a tensor made inside could never be written outside it.
         with torch.inference_mode(False):
@@ -140,19 +113,24 @@ class PagedKV(CopiesWhatIsRead):
             ]
             self._buffers = buffers
             self._head_rows = torch.arange(num_kv_heads, device=device)[:, None] * num_blocks
-            self.block_table = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+            self.block_table = torch.zeros((spec.max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
             self._stored = [
                 Blocks(self._blocked(key), self._blocked(value), self.block_table)
                 for key, value in zip(*self._scatter_pools, strict=True)
             ]
 
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._slots: Slots[_Slot] = Slots(max_num_seqs, max_model_len)
+        self._slots: SlotBook[_Slot] = SlotBook(spec.max_num_seqs, spec.max_model_len)
         self._index: PrefixIndex[_Block] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
 
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        spec.plain_layer(cls.name)
+        return cls(spec, spec.units("block", spec.block_size, "a smaller block_size"))
+
     @property
-    def block_tokens(self) -> int:
+    def prefix_block_tokens(self) -> int:
         return self.block_size
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
@@ -220,7 +198,7 @@ class PagedKV(CopiesWhatIsRead):
         return len(self._free) - before
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        """As the protocol says. `next_lengths` has no use here: taking a block is popping a list."""
+        """As the protocol says. `next_lengths` is ignored: taking a block only pops a list."""
         lengths = self._slots.checked_lengths(lengths)
         for number, length in lengths.items():
             slot = self._slots[number]
@@ -249,7 +227,7 @@ class PagedKV(CopiesWhatIsRead):
         del self._slots[slot]
 
     def retain(self, slots: Collection[int]) -> None:
-        """As the protocol says: the books are made anew from the slots that stay. Cached prefixes are forgotten."""
+        """As the protocol says; rebuilds all state from the slots that stay. Cached prefixes are dropped."""
         self._slots.retain(slots)
         self._index, self._scatter = PrefixIndex(), None
         for slot in self._slots.values():
@@ -282,7 +260,7 @@ class PagedKV(CopiesWhatIsRead):
         self._scatter_pools[1][layer].index_copy_(1, rows, value.transpose(0, 1))
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """As the protocol says: a gather of the blocks that hold `[start, length)` into a buffer that is used again."""
+        """As the protocol says: gathers the blocks that hold `[start, length)` into a buffer that is reused."""
         first, last = start // self.block_size, self._blocks(length)
         rows = self._gather_rows(slot, first, last)
         tokens = (last - first) * self.block_size
@@ -299,7 +277,7 @@ class PagedKV(CopiesWhatIsRead):
         return self._stored[layer]
 
     def fill_block_tables(self, slots: list[int], out: Tensor) -> Tensor:
-        """The block tables of a step in one padded tensor, as a paged kernel takes them; padding means nothing.
+        """The block tables of a step in one padded tensor, as paged kernels take them; padding is arbitrary.
 
         Args:
             slots: the requests of the step, in its order.
@@ -314,7 +292,7 @@ class PagedKV(CopiesWhatIsRead):
         return torch.index_select(self.block_table[:, :used], 0, rows, out=view)
 
     def stats(self) -> KVStats:
-        block = self.block_size * self._token_bytes
+        block = self.block_size * self.token_bytes
         pool = self.num_blocks * block
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
         used = self.num_blocks - self.available()
@@ -325,7 +303,7 @@ class PagedKV(CopiesWhatIsRead):
             physical_bytes=pool,
             peak_physical_bytes=pool,
             used_bytes=used * block,
-            live_bytes=live * self._token_bytes,
+            live_bytes=live * self.token_bytes,
         )
 
     def check(self) -> None:
@@ -369,11 +347,11 @@ class PagedKV(CopiesWhatIsRead):
             f"{blocks} blocks of {self.block_size} tokens are missing: {self.available()} of {self.num_blocks} are "
             "free, or cached for nobody; preempt or finish a request, or give the pool more memory",
             missing_pages=blocks,
-            missing_bytes=blocks * self.block_size * self._token_bytes,
+            missing_bytes=blocks * self.block_size * self.token_bytes,
         )
 
     def _take(self, count: int, depth: int) -> list[_Block]:
-        """Blocks for one request, from its `depth`-th on; `available()` has them."""
+        """Free or evicted blocks for one request, from its `depth`-th on; `available()` covers them."""
         self._evict(count - len(self._free))
         blocks = [_Block(depth=depth + i, number=self._free.pop()) for i in range(count)]
         self._index.acquire(blocks)

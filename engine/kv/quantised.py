@@ -1,32 +1,37 @@
-"""The virtual backend with keys and values in 8 bits."""
+"""The virtual backend with 8-bit keys and values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
 from vattn.config import KVConfig
-from vattn.engine.kv.base import to_host
+from vattn.engine.kv.base import StoredAs, register, to_host
 from vattn.engine.kv.contiguous import ContiguousKV
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
-from vattn.quantised import dequantise, quantise, quantised_groups
+from vattn.quantised import KVCacheDtype, dequantise, quantise, quantised_groups
 
 
+@register
 class QuantisedKV(VirtualKV):
-    """`VirtualKV` that stores codes and scales: quantises what is written, and dequantises what a kernel reads.
+    """A `VirtualKV` of codes and scales: quantises what is written, and dequantises what a kernel reads.
 
     Args:
-        config: of a cache for the values in full, in the model's element type.
+        config: of the cache without quantisation, in the model's element type.
 
     Raises:
-        ConfigError: the configuration cannot fit, or an element type that has no scales.
+        ConfigError: the configuration does not fit, or its element type cannot be quantised.
     """
+
+    kv_cache_dtype: ClassVar[KVCacheDtype] = "int8"
+    stored_as: ClassVar[StoredAs] = None
 
     def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
         dtypes = {group.torch_dtype for group in config.tensor_groups}
@@ -71,7 +76,7 @@ class QuantisedKV(VirtualKV):
         super().close()
 
     def _buffer(self, side: int, shape: Sequence[int]) -> Tensor:
-        """Room for keys (0) or values (1) of a slot: the same memory for all, as a kernel reads one at a time."""
+        """Room for keys (0) or values (1) of a slot; reused for all slots, since a kernel reads one at a time."""
         size = math.prod(shape)
         if self._buffers[side].numel() < size:
             with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Slots of the backends that hand them out themselves."""
+"""Which slots are allocated, for backends that hand them out themselves."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from vattn.engine.checks import checked_whole, whole
+from vattn.engine.checks import whole
 from vattn.errors import InvalidLength, InvalidSlot, NoFreeSlot
 from vattn.integers import shown
 
 State = TypeVar("State")
 
 
-class Slots(dict[int, State]):
-    """What a backend keeps per allocated slot; looking another one up raises `InvalidSlot`.
+class SlotBook(dict[int, State]):
+    """The state of each allocated slot, by slot; looking up any other slot raises `InvalidSlot`.
 
     Args:
-        limit: slots in all.
-        max_model_len: most tokens of a slot.
+        limit: number of slots.
+        max_model_len: maximum tokens per slot.
     """
 
     def __init__(self, limit: int, max_model_len: int) -> None:
         super().__init__()
         self.limit = limit
         self.max_model_len = max_model_len
-        self._given = 0  # slots from here on were never taken
-        self._returned: list[int] = []  # a heap of those before that are free
+        self._given = 0  # slots from here on have never been taken
+        self._returned: list[int] = []  # a heap of the free ones before
 
     def __missing__(self, slot: int) -> State:
         raise InvalidSlot(f"slot {shown(slot)} is not allocated; those that are: {shown(sorted(self))}")
@@ -52,7 +52,7 @@ class Slots(dict[int, State]):
         return slot
 
     def retain(self, slots: Collection[int]) -> None:
-        """Forget all slots but these, whatever an interrupted call left."""
+        """Free all slots but these, whatever an interrupted call left."""
         kept = {slot: self[slot] for slot in slots}
         super().clear()
         self.update(kept)
@@ -63,7 +63,7 @@ class Slots(dict[int, State]):
         self.retain(())
 
     def checked(self, slot: int) -> int:
-        """A slot that is allocated, as an integer; raises `InvalidSlot` for any other value."""
+        """`slot` as an `int`; raises `InvalidSlot` unless it is allocated."""
         number = whole(slot)
         if number is None:
             raise InvalidSlot(f"slot {shown(slot)} is no whole number; those that are allocated: {shown(sorted(self))}")
@@ -71,11 +71,11 @@ class Slots(dict[int, State]):
         return number
 
     def checked_lengths(self, lengths: Mapping[int, int]) -> dict[int, int]:
-        """Slots that are allocated, and how many tokens they are to hold, as integers.
+        """`lengths` with slots and tokens as `int`.
 
         Raises:
-            InvalidSlot: a slot that is not.
-            InvalidLength: no whole number, below 0, or more than a slot can hold.
+            InvalidSlot: a slot is not allocated.
+            InvalidLength: not a whole number, below 0, or more than a slot can hold.
         """
         found = {}
         for slot, length in lengths.items():
@@ -83,7 +83,7 @@ class Slots(dict[int, State]):
         return found
 
     def checked_length(self, num_tokens: int, least: int = 0) -> int:
-        """As many tokens as a slot can hold, as an integer; raises `InvalidLength` for any other value."""
+        """`num_tokens` as an `int`; raises `InvalidLength` unless it is from `least` to `max_model_len`."""
         number = whole(num_tokens)
         if number is None or not least <= number <= self.max_model_len:
             raise InvalidLength(
@@ -93,18 +93,9 @@ class Slots(dict[int, State]):
         return number
 
     def check(self) -> None:
-        """Assert that every slot is allocated or free, and nothing else is."""
+        """Assert that every slot is either allocated or free."""
         free = set(self._returned)
         assert len(free) == len(self._returned), "a slot is free twice"
         assert free.isdisjoint(self), "a slot is allocated and free"
         assert free | set(self) == set(range(self._given)), "a slot is neither allocated nor free"
         assert self._given <= self.limit
-
-
-def check_sizes(**sizes: int) -> list[int]:
-    """These sizes as integers, in order.
-
-    Raises:
-        ConfigError: one is below 1; but values may have no elements, beside keys that are all there is.
-    """
-    return [checked_whole(name, size, 0 if name == "v_head_dim" else 1) for name, size in sizes.items()]

@@ -1,69 +1,58 @@
-"""Every slot at its longest, from the start: the reservation that wastes most, and the limit of speed.
+"""Every slot reserved at full length from the start: wastes most memory, and is the upper limit of speed.
 
-Nothing is mapped, gathered or copied while requests run, and every page has been touched before the first. Tokens lie
-as in a `vattn.KVCache` with default options, so that kernels read the same strides: what is left between the two
+Nothing is mapped, gathered or copied while requests run, and every page is touched in advance. Tokens have the layout
+of a `vattn.KVCache` with default options, so kernels read the same strides, and the difference in speed between the two
 backends is the price of mapping on demand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar, Self
 
 import torch
 
+from vattn import drivers
 from vattn.config import default_kv_order
-from vattn.engine.kv.base import KVStats, NoPrefixCache
+from vattn.engine.checks import checked_whole
+from vattn.engine.kv.base import KVStats, NoPrefixCache, register
 from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.slots import Slots, check_sizes
+from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.spec import KVSpec
+from vattn.errors import ConfigError
+from vattn.units import format_bytes
 
 
+@register
 class StaticKV(ContiguousKV, NoPrefixCache):
     """Tensors of `num_slots` times `max_model_len` tokens; the unit of memory is the slot.
 
-    Conservation law: a slot is free, allocated, or prepared; those that are prepared are what `available` lacks.
+    Conservation law: a slot is free, allocated, or allocated and prepared; `available` counts all but the prepared.
 
     Args:
-        num_slots: requests at a time. `allocate` hands out no more, whatever memory they would have needed.
-        max_model_len: most tokens of a slot.
+        num_slots: requests at a time; `allocate` hands out no more, however short they are.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: no slot, or layers that differ.
     """
 
-    name = "static"
+    name: ClassVar[str] = "static"
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_slots: int,
-        max_model_len: int,
-        v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        num_layers, num_kv_heads, head_dim, v_head_dim, num_slots, max_model_len = check_sizes(
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            num_slots=num_slots,
-            max_model_len=max_model_len,
-        )
-        self._token_bytes = num_layers * num_kv_heads * (head_dim + v_head_dim) * dtype.itemsize
-        self._lengths: Slots[int] = Slots(num_slots, max_model_len)
+    def __init__(self, spec: KVSpec, num_slots: int) -> None:
+        layer, num_slots = spec.plain_layer(self.name), checked_whole("num_slots", num_slots, 1)
+        num_kv_heads, max_model_len = layer.num_kv_heads, spec.max_model_len
+        dtype, device = spec.dtype, spec.device
+        self.token_bytes = spec.token_bytes
+        self._lengths: SlotBook[int] = SlotBook(num_slots, max_model_len)
         self._prepared: set[int] = set()
         by_head = default_kv_order(device) == "HND"
         layers = []
         # Explicitly outside inference mode: a tensor made inside could never be written outside it. Zeros, because
         # empty memory would be committed page by page while requests run.
         with torch.inference_mode(False):
-            for _ in range(num_layers):
+            for _ in range(spec.shape.num_layers):
                 pair = []
-                for dim in (head_dim, v_head_dim):
+                for dim in (layer.head_dim, layer.v_head_dim):
                     if by_head:
                         shape = (num_slots, num_kv_heads, max_model_len, dim)
                         pair.append(torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2))
@@ -72,6 +61,19 @@ class StaticKV(ContiguousKV, NoPrefixCache):
                         pair.append(torch.zeros(shape, dtype=dtype, device=device))
                 layers.append((pair[0], pair[1]))
         super().__init__(layers)
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        """As the protocol says; refuses what is not free, as all memory is committed at once."""
+        spec.plain_layer(cls.name)
+        slots = spec.units("slot", spec.max_model_len, "a smaller max_model_len")
+        needed, free = slots * spec.max_model_len * spec.token_bytes, drivers.find(spec.device).available_memory()
+        if needed > free:
+            raise ConfigError(
+                f"{slots} slots of {spec.max_model_len} tokens take {format_bytes(needed)}, but {format_bytes(free)} "
+                "is free; lower memory_budget, max_num_seqs or max_model_len"
+            )
+        return cls(spec, slots)
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
         self._lengths.checked_length(num_tokens)
@@ -87,7 +89,7 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         return child
 
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        """As the protocol says. Memory cannot run short here: `allocate` has no slot without it."""
+        """As the protocol says. Memory cannot run short: every slot has its own."""
         lengths = self._lengths.checked_lengths(lengths)
         self._lengths.update(lengths)
         self._prepared.update(lengths)
@@ -113,14 +115,14 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         return self._lengths.limit
 
     def stats(self) -> KVStats:
-        slot = self._lengths.max_model_len * self._token_bytes
+        slot = self._lengths.max_model_len * self.token_bytes
         physical = self.total() * slot
         return KVStats(
             reserved_bytes=physical,
             physical_bytes=physical,
             peak_physical_bytes=physical,
             used_bytes=len(self._prepared) * slot,
-            live_bytes=sum(self._lengths.values()) * self._token_bytes,
+            live_bytes=sum(self._lengths.values()) * self.token_bytes,
         )
 
     def check(self) -> None:

@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar, Self
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig
-from vattn.engine.kv.base import KVStats
+from vattn.engine.kv.base import KVStats, register
 from vattn.engine.kv.contiguous import ContiguousKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.prefix import Admission
 
 
+@register
 class VirtualKV(ContiguousKV):
     """A `vattn.KVCache` behind the engine's protocol; its unit of memory is the page.
 
     Args:
-        config: of the cache.
-        chunk_tokens: most tokens of a request in one step; what layers with a window need depends on it.
+        chunk_tokens: maximum tokens of a request in one step; the memory that layers with a window need depends on it.
 
     Raises:
-        ConfigError: the configuration cannot fit.
+        ConfigError: the configuration does not fit.
     """
 
-    name = "virtual"
+    name: ClassVar[str] = "virtual"
+    forgets_windows: ClassVar[bool] = True
 
     def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
         self.cache = KVCache(config)
         self._chunk_tokens = chunk_tokens
         super().__init__([self.cache.layer(i) for i in self.cache.layers])
 
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> Self:
+        config = KVConfig.from_options(
+            groups=spec.shape.groups(spec.max_model_len),
+            dtype=spec.dtype,
+            device=spec.device,
+            max_batch_size=spec.max_num_seqs,
+            max_context_len=spec.max_model_len,
+            memory_budget=spec.memory_budget,
+            **{"guard_rows": spec.guard_rows, **(spec.kv_options or {})},
+        )
+        return cls(config, chunk_tokens=spec.chunk_tokens)
+
     @property
-    def block_tokens(self) -> int:
+    def token_bytes(self) -> int:
+        return self.cache.layout.bytes_per_token
+
+    @property
+    def prefix_block_tokens(self) -> int:
         return self.cache.prefix_block_tokens
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:

@@ -1,8 +1,8 @@
-"""A decoder layer in a packed step, as few kernels: between the matrix products little more than norms and rotation.
+"""A decoder layer in a packed step with few kernels: little more than norms and rotation between the matrix products.
 
-transformers' own takes about fifty small operations per layer. Here the residual sums are in the epilogues of the
-products, queries and keys are rotated together where the product left them, and what the rotation needs of the
-positions is laid out once per step.
+transformers' own layer takes about fifty small operations. Here the residual sums are in the epilogues of the products,
+queries and keys are rotated together in the output of their product, and the rotation's factors are laid out once per
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vattn.engine.model.linears import Packed, PackedMLP
 
 
 class Norm:
-    """RMS norm over the last dimension, with the weight and the epsilon of a module of transformers."""
+    """RMS norm over the last dimension, with the weight and epsilon of a transformers module."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = dict(module.named_parameters())
@@ -57,10 +57,10 @@ class DecoderLayer:
     """`h = x + o(attention(qkv(norm(x))))`, then `h + mlp(norm(h))`.
 
     Attributes:
-        layer: the number by which the step knows it.
-        params: how it attends.
-        query_norm, key_norm: of each head, before rotation; None for none.
-        num_heads: of queries, keys and values.
+        layer: its index in the packed step.
+        params: of its attention.
+        query_norm, key_norm: norms of each head, before rotation; None without.
+        num_heads: numbers of query, key and value heads.
     """
 
     layer: int
@@ -94,7 +94,7 @@ class DecoderLayer:
 
 
 class Recorder:
-    """A packed step that keeps what a layer asked last, and answers with a function of all that it was given."""
+    """A packed step that records a layer's last call, and answers with a function of all its arguments."""
 
     def __init__(self) -> None:
         self.layer = -1

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one graph per batch size, captured when first needed, replayed as the cache grows.
 
-A step of single tokens launches the same kernels every time; what changes is which slots, positions and lengths they
-work on, and those are read from one tensor that is filled before a replay. Memory that is mapped meanwhile needs no new
-capture, as no address changes. A batch is padded to the next size that there is a graph for, with its shortest request
-again: the same computation, whose keys and values are stored twice in one place. (A row of less work would be another
-computation, and would store something else there.)
+A step of single tokens launches the same kernels every time; only slots, positions and lengths change, and they are
+read from one tensor that is filled before each replay. Newly mapped memory needs no new capture, since no address
+changes. A batch is padded to the next size with a graph by repeating its shortest request: the same computation, which
+stores the same keys and values twice in one place. (A cheaper padding row would be another computation, and would store
+other values there.)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vattn.attention.base import KVSource
 
 logger = logging.getLogger(__name__)
 
-# Runs a decode step: the batch, token ids `[n]`, and the rows whose logits are wanted, which are all.
+# Runs a decode step of the batch, token ids `[n]`, and the rows whose logits are wanted: all of them.
 Forward = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 
 
 class _Recorded(PackedBatch):
     """Single tokens whose index tensors are derived, on the device, from `inputs`: slots, positions and lengths.
 
-    Its spans say only how many there are: no host value that depends on a step can be part of a graph.
+    Its spans only have the right number: no host value that depends on the step can be part of a graph.
     """
 
     def __init__(self, inputs: Tensor, max_length: int) -> None:
@@ -45,8 +45,8 @@ class DecodeGraphs:
 
     Args:
         forward: runs a step; captured.
-        kv: whose layers tell the longest length; kernels size their grids by it, as lengths are not known.
-        max_batch_size: most requests of a step.
+        kv: its layers tell the longest length, by which kernels size their grids, as lengths are not known at capture.
+        max_batch_size: maximum number of requests in a step.
     """
 
     def __init__(self, forward: Forward, kv: KVSource, device: torch.device, max_batch_size: int) -> None:
@@ -110,15 +110,15 @@ class DecodeGraphs:
         try:
             return (inputs, *self._capture(step))
         except RuntimeError as error:
-            # The model looks at values on the host (routing of some mixtures of experts), say.
+            # For example, the model reads values on the host, as the routing of some mixtures of experts does.
             logger.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", error)
             self._failed = True
             return inputs, inputs, lambda: None
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """What `step` returns, and what computes it anew in the same place.
+        """The output of `step`, and a function that computes it again in the same place.
 
-        The first run, outside the capture, is what libraries need to set themselves up.
+        The first run is outside the capture, since libraries initialise themselves in it.
         """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -126,7 +126,7 @@ class DecodeGraphs:
             step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are watched: the worker maps memory meanwhile, which no graph is to repeat.
+        # thread_local: the worker thread maps memory meanwhile, which must not disturb the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step()
         self._pool = graph.pool()

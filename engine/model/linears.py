@@ -1,7 +1,7 @@
-"""Linear layers whose weights are laid out for oneDNN once, and the products that one call can do for several.
+"""Linear layers with weights packed for oneDNN once, and single products in place of several.
 
-Calling one is what the module would compute; `plus` and `times` do a sum or a product with another tensor in the
-epilogue of the matrix product, in float32, so that it costs no pass over memory.
+A call computes what the module would; `plus` and `times` add or multiply another tensor in the epilogue of the matrix
+product, in float32, without another pass over memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PackedMLP:
 
 
 class PackedTogether:
-    """Several linear layers that are called with the same tensor, as one; with different ones right, but slow."""
+    """Several linear layers that share their input, as one product; right but slow if inputs differ."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]

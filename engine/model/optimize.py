@@ -38,7 +38,7 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 def supported(model: PreTrainedModel) -> bool:
-    """Whether `optimize` can do something for this model, here."""
+    """Whether `optimize` can speed this model up on this machine."""
     return (
         model.device.type == "cpu"
         and model.dtype == torch.bfloat16
@@ -48,11 +48,11 @@ def supported(model: PreTrainedModel) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large blocks that are freed, for the next layer's activations, up to 512 MiB.
+    """Make the C library keep up to 512 MiB of freed large blocks, for the next layer's activations.
 
-    By default glibc gives blocks over 128 KiB back to the kernel at once, and every layer pays for zeroed pages again:
-    400,000 page faults, a second of eight, in the short set of `bench throughput`. It holds for the whole process; C
-    libraries without `mallopt` do better by themselves.
+    By default glibc returns blocks over 128 KiB to the kernel at once, and every layer pays for zeroed pages again:
+    400,000 page faults, a second of eight, in the short set of `bench throughput`. The setting is for the whole
+    process; C libraries without `mallopt` do not need it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -65,11 +65,11 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
 
     Args:
         model: in eval mode, and `supported`.
-        keep_weights: the packed weights are kept beside the original ones. False gives the originals' memory back;
-            the model is then good for inference alone, and only as it is.
+        keep_weights: keep the original weights beside the packed ones. False frees them; the model is then good only
+            for inference with the packed ones.
 
     Returns:
-        What takes the change back; with `keep_weights=False` it must not be called.
+        A function that undoes the change; with `keep_weights=False` it must not be called.
     """
     faster: dict[nn.Module, Callable[..., Tensor]] = {}
     packed: dict[nn.Module, Packed | PackedMLP | PackedTogether] = {}
@@ -105,7 +105,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
 def _gated_mlp(module: nn.Module) -> PackedMLP | None:
     """A faster `module`, where it is a gated MLP with SiLU.
 
-    Its attributes say that it might be; whether its forward computes just that, only its results say.
+    Its attributes show that it may be one; whether its forward computes just that, its results are compared.
     """
     linears = _linears(module, _MLP)
     if not linears or any(linear.bias is not None for linear in linears):
@@ -131,8 +131,8 @@ def _decoder_layers(
 ) -> dict[nn.Module, Callable[..., Tensor]]:
     """Faster forwards of the model's decoder layers, where they are of the usual kind.
 
-    As with the MLP, names say which might be, and results whether they are: of rows so small that what the layer adds
-    to them is most of its output.
+    As with the MLP, names select candidates and results decide; the test rows are so small that what the layer adds to
+    them is most of its output.
     """
     if model.config._attn_implementation != NAME:
         return {}
@@ -173,7 +173,7 @@ def _decoder_layer(
     rotary: Rotary,
     num_heads: tuple[int, int, int],
 ) -> DecoderLayer:
-    """What computes `module`, if it is what its names say; a KeyError or ValueError if it cannot be."""
+    """A faster `module`, if it is what its names say; raises a KeyError or ValueError if it cannot be."""
     attention = module.get_submodule("self_attn")
     norms = attention._modules.keys() - {*_QKV, "o_proj"}
     if norms not in (set(), {"q_norm", "k_norm"}):

@@ -1,9 +1,9 @@
-"""From a plan to logits: packs the plan's tokens into one row and runs the model once."""
+"""From a plan to logits: packs the plan's tokens into one batch and runs the model once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.model.graphs import DecodeGraphs
+from vattn.engine.model.rows import Forward, PromptRow, Row
 from vattn.engine.requests.request import Request
 from vattn.engine.scheduling.scheduler import Entry
 from vattn.packed import LatentAttention, handing_on, run_packed
@@ -20,7 +21,7 @@ from vattn.packed import LatentAttention, handing_on, run_packed
 
 @dataclass(frozen=True)
 class _Step:
-    """What the attention function of transformers reaches: store the new rows, then attend."""
+    """What transformers' attention function calls: store the new keys and values, then attend."""
 
     kv: KVBackend
     attention: Attention
@@ -35,35 +36,14 @@ class _Step:
         return self.attention(query, self.kv, layer, self.batch, params)
 
 
-@dataclass(frozen=True)
-class Forward:
-    """What a step computed.
-
-    Attributes:
-        sampled: the requests whose newest token was computed, each as often as its draft has tokens and once more;
-        ahead: for each, which of these: 0 for the newest token, 1 for the first of the draft, and so on; and
-        logits: of these tokens, `[len(sampled), vocab_size]`.
-        scored: prompt positions whose logits are asked for, in order, and
-        prompt_logits: of those, `[len(scored), vocab_size]`.
-        finite: for requests that publish, and had a chunk in the step: whether all of its tokens came out finite.
-    """
-
-    sampled: list[Request]
-    ahead: list[int]
-    logits: Tensor
-    scored: list[tuple[Request, int]]
-    prompt_logits: Tensor
-    finite: Mapping[Request, bool] = field(default_factory=dict)
-
-
 class ModelRunner:
     """One model over one backend.
 
     Args:
         model: in eval mode, its attention implementation set to `"vattn"`.
-        latents: the layers of which the backend stores latents; see `vattn.packed.latents`.
-        graphs_up_to: run decode steps of at most so many requests as CUDA graphs, where there is CUDA and the kernel
-            can be captured; None for none.
+        latents: the layers whose latents the backend stores; see `vattn.packed.latents`.
+        graphs_up_to: run decode steps of at most so many requests as CUDA graphs, if there is CUDA and the kernel can
+            be captured; None for no graphs.
     """
 
     def __init__(
@@ -84,7 +64,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
         self._watching = False
         self._hidden: Tensor | None = None
-        # Some heads call the decoder inside of the base model, and not the base model.
+        # Some model heads call the decoder inside the base model instead of the base model.
         bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
         self._hooks = [body.register_forward_hook(self._note_hidden) for body in bodies]
 
@@ -95,7 +75,7 @@ class ModelRunner:
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
-        # The batch's order (spans of one token first) is the order of everything below.
+        # Everything below is in the batch's order: spans of one token first.
         ordered = sorted(entries, key=lambda entry: entry.end - entry.start > 1)
         spans = []
         for entry in ordered:
@@ -104,49 +84,50 @@ class ModelRunner:
         batch = PackedBatch(tuple(spans), self.model.device)
 
         tokens: list[int] = []
-        sampled: list[Request] = []
-        ahead: list[int] = []
-        last_rows: list[int] = []
-        scored: list[tuple[Request, int]] = []
+        rows: list[Row] = []
+        prompt_rows: list[PromptRow] = []
+        places: list[int] = []  # of `rows`, among the tokens
+        prompt_places: list[int] = []
         chunks: dict[Request, slice] = {}
-        prompt_rows: list[int] = []
         for entry in ordered:
-            for position in entry.request.unscored(entry.start, entry.end):
-                scored.append((entry.request, position))
-                prompt_rows.append(len(tokens) + position - entry.start)
-            if len(entry) > 1 and entry.request.publishes:
-                chunks[entry.request] = slice(len(tokens), len(tokens) + len(entry))
-            tokens += entry.request.token_ids(entry.start, entry.end)
+            request = entry.request
+            for position in request.unscored(entry.start, entry.end):
+                prompt_rows.append(PromptRow(request, position))
+                prompt_places.append(len(tokens) + position - entry.start)
+            if len(entry) > 1 and request.publishes:
+                chunks[request] = slice(len(tokens), len(tokens) + len(entry))
+            tokens += request.token_ids(entry.start, entry.end)
             if entry.samples:
-                count = 1 + len(entry.draft)
-                sampled += [entry.request] * count
-                ahead += range(count)
-                last_rows += range(len(tokens) - 1, len(tokens) - 1 + count)
+                rows.append(Row(request))
+                places.append(len(tokens) - 1)
+                if entry.draft:
+                    rows += [Row(request, ahead) for ahead in range(1, 1 + len(entry.draft))]
+                    places += range(len(tokens), len(tokens) + len(entry.draft))
             tokens += entry.draft
 
-        if self.graphs is not None and not scored and len(sampled) == batch.num_singles == len(tokens):
+        if self.graphs is not None and not prompt_rows and len(rows) == batch.num_singles == len(tokens):
             logits = self.graphs.run(batch.spans, tokens)
             if logits is not None:
-                return Forward(sampled, ahead, logits, scored, logits[len(sampled) :])
+                return Forward(rows, logits, prompt_rows, logits[len(rows) :])
         device = self.model.device
         self._watching, self._hidden = bool(chunks), None
         try:
             logits = self._forward(
                 batch,
                 torch.tensor(tokens, device=device),
-                torch.tensor(last_rows + prompt_rows, dtype=torch.int64, device=device),
+                torch.tensor(places + prompt_places, dtype=torch.int64, device=device),
             )
             finite = self._finite(chunks) if chunks else {}
         finally:
             self._watching, self._hidden = False, None
-        return Forward(sampled, ahead, logits[: len(sampled)], scored, logits[len(sampled) :], finite)
+        return Forward(rows, logits[: len(rows)], prompt_rows, logits[len(rows) :], finite)
 
     def _finite(self, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
         """Whether the last hidden states of these rows are finite.
 
-        A token attends to itself in every layer, whatever its window: where its keys or values are NaN, or its values
-        infinite, so is what comes out of its own row. The last row of a chunk would not do, since a window may not
-        reach back to what is wrong.
+        A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
+        infinite, the output of its own row is not finite. The last row of a chunk is not enough, since windows may hide
+        the wrong tokens from it.
         """
         if self._hidden is None:
             return dict.fromkeys(chunks, False)

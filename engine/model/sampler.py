@@ -1,8 +1,8 @@
 """From logits to tokens, for a whole batch at once.
 
-What depends only on who is in the batch (parameters as tensors, the tokens that penalties look at) is kept from step to
-step and rebuilt when somebody comes or goes. Nothing of the vocabulary's size is sorted with its indices or summed up
-token by token: filters are thresholds, and a token is drawn from sums of blocks first, then inside its block.
+State that depends only on the requests of the batch (parameters as tensors, tokens that penalties look at) is kept from
+step to step and rebuilt when the batch changes. The vocabulary is never sorted with indices nor summed up token by
+token: filters are thresholds, and a token is drawn from sums of blocks first, then inside its block.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vattn.engine.model.rows import Row
 from vattn.engine.requests.request import Request
 
 _BLOCK = 128  # tokens whose weights are summed up first
@@ -24,10 +25,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Sampler:
-    """One token per request.
+    """Chooses tokens.
 
-    A drawn token is where one uniform number falls in the request's cumulative distribution. That number depends on the
-    request's seed and on how many tokens it has, so a seed gives the same tokens whatever else is in the batch.
+    A sampled token is where a uniform number falls in the row's cumulative distribution. The number depends only on the
+    request's seed and on the index of the token, so a seed gives the same tokens whatever else is in the batch.
     """
 
     def __init__(self) -> None:
@@ -36,25 +37,20 @@ class Sampler:
         self._weights = _Scratch()
 
     @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int] | None = None
-    ) -> list[int | None]:
-        """Choose a token for each request.
+    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[int | None]:
+        """Choose a token for each row.
 
         Args:
-            logits: `[len(requests), vocab_size]`; not changed.
-            requests: each once. One that was in the last call's batch has got its token from there since.
-            ahead: for each row, how many tokens of a draft are before it, which its request does not have yet; rows of
-                drafts repeat their request, whose logits must not depend on its tokens. None for none.
+            logits: `[len(rows), vocab_size]`; not changed.
+            rows: each request once, and once more for each token of its draft; the logits of a request with a draft
+                must not depend on its tokens. A request from the last call's batch has got its token from there since.
 
         Returns:
-            A token per request; None where the row says nothing: its largest logit is infinite or NaN, or every token
-            is excluded.
+            A token per row; None where its largest logit is infinite or NaN, or every token is excluded.
         """
         batch = self._batch
-        drafted = ahead is not None and any(ahead)
-        if batch is None or drafted or batch.drafted or batch.requests != requests or batch.device != logits.device:
-            batch = self._batch = Batch(requests, logits.device, batch, ahead if drafted else None)
+        if batch is None or batch.drafted or batch.rows != rows or batch.device != logits.device:
+            batch = self._batch = Batch(rows, logits.device, batch)
         if batch.edits():
             logits = self._edited.rows(len(logits), logits.shape[1], logits.device).copy_(logits)
             batch.edit(logits)
@@ -93,36 +89,36 @@ def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Scratch:
-    """Memory that is used again in every step: fresh pages would cost more than the arithmetic on them."""
+    """Memory that is reused in every step: fresh pages would cost more than the arithmetic on them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def rows(self, count: int, width: int, device: torch.device) -> Tensor:
-        """float32 `[count, width]`, contiguous, with anything in it."""
+        """float32 `[count, width]`, contiguous, uninitialised."""
         if self._memory.numel() < count * width or self._memory.device != device:
             self._memory = torch.empty(count * width, device=device)
         return self._memory[: count * width].view(count, width)
 
 
 class Batch:
-    """The requests of a step as tensors.
+    """The rows of a step as tensors.
 
     Attributes:
-        drafted: it has rows of drafts, so it says nothing about the next step.
+        drafted: it has rows of drafts, so it cannot be used for the next step.
         drawn: `[D]`, the rows that are not greedy. Of these rows are `temperatures` `[D, 1]`, the filters (see
             `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
     """
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        rows: Sequence[Row],
         device: torch.device,
         previous: Batch | None,
-        ahead: Sequence[int] | None = None,
     ) -> None:
-        self.requests = list(requests)
-        self.drafted = ahead is not None
+        self.rows = list(rows)
+        self.requests = requests = [row.request for row in rows]
+        self.drafted = any(row.ahead for row in rows)
         self.device = device
         params = [request.sampling for request in requests]
         drawn = [row for row, param in enumerate(params) if not param.greedy]
@@ -133,7 +129,7 @@ class Batch:
         self.top_p = _filter([params[row].top_p for row in drawn], 1, device)
         self.seeds = np.array([requests[row].seed % 2**64 for row in drawn], dtype=np.uint64)
         self.num_tokens = np.array(
-            [len(requests[row].output_token_ids) + (ahead[row] if ahead else 0) for row in drawn], dtype=np.uint64
+            [len(requests[row].output_token_ids) + rows[row].ahead for row in drawn], dtype=np.uint64
         )
 
         self._allowed = [
@@ -159,7 +155,7 @@ class Batch:
         return bool(self._allowed or self._bad_words or self._held or len(self._biases) or self.history)
 
     def edit(self, logits: Tensor) -> None:
-        """Apply, in place, what changes logits before temperature."""
+        """Apply, in place, all changes of logits that come before temperature."""
         for row, allowed in self._allowed:
             kept = logits[row, allowed]
             logits[row] = -math.inf
@@ -184,14 +180,14 @@ class Batch:
 
 
 class _History:
-    """The tokens that each of some requests has had, and how often its output holds each of them.
+    """The tokens of requests with penalties, and how often each of them is in the output.
 
     A step looks at these tokens only, not at the vocabulary. Row i holds prompt and output of request i in its first
     `lengths[i]` columns, and copies of the first token in the others, so that each column is right by itself.
 
     Args:
-        rows: where in the batch the requests are.
-        known: an older history, from which requests that were in it are copied.
+        rows: the rows of the requests in the batch.
+        known: an older history, to copy requests from that are in it.
     """
 
     def __init__(self, rows: list[int], requests: list[Request], device: torch.device, known: _History | None) -> None:
@@ -227,7 +223,7 @@ class _History:
         values = logits[self._rows, tokens]
         values = torch.where(values > 0, values / self._repetition, values * self._repetition)
         values -= self._frequency * counts + self._presence * (counts > 0)
-        logits[self._rows, tokens] = values  # a token that is there twice is written twice, with the same value
+        logits[self._rows, tokens] = values  # a repeated token is written repeatedly, with the same value
 
     def append(self, batch_tokens: Tensor) -> None:
         """Add the newest token of each request; `batch_tokens` is the whole batch's."""
@@ -246,7 +242,7 @@ class _History:
 
 
 def filter_weights(weights: Tensor, min_p: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> None:
-    """Set to 0, in place, the weights of tokens that the filters exclude.
+    """Set the weights of tokens that the filters exclude to 0, in place.
 
     min_p comes first, then top_k, then top_p over what is left. Tokens as probable as the last one that is kept are
     kept too.

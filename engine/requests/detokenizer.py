@@ -1,9 +1,9 @@
 """From output tokens to text, token by token.
 
-A token need not be a character: byte-level and byte-fallback tokenizers cut characters in pieces, and sentencepiece
-ones take the space before the first word away. So a token is decoded with a few tokens before it, and its text is what
-that adds. What ends in the middle of a character waits for the rest; what may be the beginning of a stop string waits
-until it is known not to be one.
+A token need not be whole characters: byte-level and byte-fallback tokenizers split characters, and sentencepiece ones
+strip the space before the first word. So a token is decoded together with a few tokens before it, and its text is what
+it adds to theirs. Text that ends inside a character is held back until the rest comes, and text that may begin a stop
+string until it is known not to.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 
-_WINDOW = 8  # tokens that are decoded together, and most tokens that wait for the end of a character
+_WINDOW = 8  # tokens that are decoded together, and the maximum that waits for the end of a character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
     """The text of one output, at a cost per token that does not grow with its length.
 
-    All of it together is `decode` of all tokens at once, up to a stop string. (Only where a byte-fallback tokenizer's
-    output is no UTF-8, that may differ in how many replacement characters stand for it.)
+    The whole text is `decode` of all tokens at once, up to a stop string. (If the output of a byte-fallback
+    tokenizer is not valid UTF-8, the number of replacement characters may differ.)
 
     Args:
         decode: text of a list of tokens.
@@ -47,7 +47,7 @@ class Detokenizer:
             may_stop: whether a stop string that this token completes counts.
 
         Returns:
-            The stop string that ends the output; nothing may be pushed after it.
+            The stop string that ends the output, after which nothing may be pushed; or None.
         """
         text = self._next(token_id)
         if not self._stop:
@@ -56,7 +56,7 @@ class Detokenizer:
         known = len(self._held)
         text = self._held + text
         if may_stop:
-            # One that was complete before did not count then, and does not now: only those that this token completes.
+            # Only stop strings that this token completes count; those complete before were not allowed to.
             places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop]
             found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
             if found:
@@ -70,17 +70,17 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """Give out what waits: no further token will come."""
+        """Release text that is held back: no further token will come."""
         self._texts.append(self._held + self._pending)
         self._held = self._pending = ""
 
     def text(self) -> str:
-        """All text so far, without what waits, since the last `take`."""
+        """All text since the last `take`, without what is held back."""
         self._texts = ["".join(self._texts)]
         return self._texts[0]
 
     def take(self) -> str:
-        """Text that has come since the last `take`."""
+        """As `text`, and starts anew."""
         text = self.text()
         self._texts.clear()
         return text
@@ -110,5 +110,5 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, `stop` itself excluded."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

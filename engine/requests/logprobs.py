@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and of the most probable ones beside them."""
+"""Log probabilities of tokens, and of the most probable alternatives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DecodeToken = Callable[[int], str | None]
 def token_logprobs(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int], decode: DecodeToken
 ) -> list[dict[int, Logprob]]:
-    """What is reported for each row: its token first, then the most probable ones in order.
+    """The report for each row: its own token first, then the most probable ones in order.
 
     Args:
         logits: `[len(tokens), vocab_size]`.

@@ -1,4 +1,4 @@
-"""What a caller gets back, shaped as in vLLM, and the group of requests that it is made from."""
+"""Outputs for callers, shaped as in vLLM, and the groups of requests that they are made from."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request as it stood when this was made; later steps do not change it.
+    """A snapshot of a request; later steps do not change it.
 
     Attributes:
-        prompt: the text, where the prompt was one.
+        prompt: the prompt's text, if it was given as text.
         prompt_logprobs: for each prompt token, as `CompletionOutput.logprobs`, None for the first; None unless
             `prompt_logprobs` was asked for and the whole prompt has been computed.
         outputs: `n` completions; of a DELTA output, only those with news, and of them only the news.
-        error: what went wrong, where a finish reason is "error".
+        error: the error behind a finish reason "error".
         num_cached_tokens: prompt tokens that were in the prefix cache.
     """
 
@@ -84,7 +84,7 @@ class RequestOutput:
 
 
 class RequestGroup:
-    """The requests that complete one prompt, one for each of `n`, which share nothing but the prompt.
+    """The requests that complete one prompt, one for each of `n` completions.
 
     Args:
         requests: in order of their `index`.
@@ -102,11 +102,11 @@ class RequestGroup:
         return [request for request in self.requests if request.state is not State.DONE]
 
     def falls_with(self, request: Request) -> list[Request]:
-        """Those that an error in one of them ends."""
+        """The requests that an error in `request` ends."""
         return [request]
 
     def output(self) -> RequestOutput | None:
-        """How things stand; None where the kind of output has nothing to say yet."""
+        """The current output; None if the output kind calls for none yet."""
         finished = not self.unfinished()
         if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, and how it becomes token ids that the model has."""
+"""The forms that a prompt may have, and how it becomes token ids of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def cache_salt(prompt: Prompt) -> bytes:
-    """The prompt's `"cache_salt"`: prompts of different ones share no prefix in the cache.
+    """The prompt's `"cache_salt"`; prompts with different salts share no prefix in the cache.
 
     Raises:
-        InvalidRequest: it is no text.
+        InvalidRequest: it is not text.
     """
     salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
     if not isinstance(salt, str):
@@ -45,7 +45,7 @@ class PromptReader:
         self.max_model_len = max_model_len
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text, where the prompt is one, and token ids.
+        """The prompt's text, if it is given as text, and its token ids.
 
         Raises:
             InvalidRequest: says what is wrong with the prompt.
@@ -82,7 +82,7 @@ class PromptReader:
         return sequences
 
     def apply_chat_template(self, conversation: Conversation, **options: Any) -> Prompt:
-        """The prompt that a conversation makes, by the tokenizer's chat template.
+        """The prompt that the tokenizer's chat template makes of a conversation.
 
         Args:
             conversation: messages with "role" and "content", and whatever else the template knows.
@@ -107,7 +107,7 @@ class PromptReader:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         check_encodable("the conversation", cast(str, text), InvalidRequest)
-        # The template wrote the special tokens already.
+        # The template has already added the special tokens.
         return {
             "prompt": text,
             "prompt_token_ids": self.tokenizer(cast(str, text), add_special_tokens=False)["input_ids"],

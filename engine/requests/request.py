@@ -6,7 +6,7 @@
        |                   v  |                  v
                           PREEMPTED <------------+
 
-The request owns its transitions; one that the picture lacks raises `IllegalTransition`.
+The request owns its transitions; any other raises `IllegalTransition`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class InvalidRequest(VattnError, ValueError):
 
 
 class IllegalTransition(VattnError, RuntimeError):
-    """A step that the request's state does not allow: a bug in the caller."""
+    """A transition that the request's state does not allow: a bug in the caller."""
 
 
 class State(enum.Enum):
@@ -58,11 +58,10 @@ _LEGAL = {
 
 @dataclass(frozen=True)
 class SavedKV:
-    """What a preempted request had in the cache of tokens `[0, length)`.
+    """A copy of a preempted request's cache for tokens `[0, length)`.
 
     Attributes:
-        layers: what the backend's `copy_out` gave of each layer: of all tokens, or of the last ones where a window
-            shows no others.
+        layers: the backend's `copy_out` of each layer: of all tokens, or of those in the layer's window.
     """
 
     length: int
@@ -77,26 +76,26 @@ class Request:
     DONE, since the newest token has never been through the model.
 
     Attributes:
-        parent_id, index: whose completion it is, and which of `n`; its own id and 0 where it is the only one.
-        seed: of its random numbers.
-        stop_token_ids: tokens that end it; the end-of-sequence token is no `stop_reason`, any other one is.
+        parent_id, index: the id of the prompt's group, and which of `n` completions this is.
+        seed: seed of its random numbers.
+        stop_token_ids: tokens that end it; any but the end-of-sequence token is a `stop_reason`.
         held_token_ids: tokens that are not sampled before `min_tokens`.
-        detokenizer: its output as text; None without a tokenizer.
+        detokenizer: turns its output into text; None without a tokenizer.
         bad_words_ids: token sequences that the output must not have.
-        logprobs: of its output tokens, where they were asked for, and `cumulative_logprob`, their sum.
-        prompt_logprobs: of as many prompt tokens as have been computed, where they were asked for.
+        logprobs: of its output tokens, if they were asked for; `cumulative_logprob` is their sum.
+        prompt_logprobs: of the prompt tokens computed so far, if they were asked for.
         num_computed_tokens: tokens whose keys and values are in the cache.
-        priority: lower runs earlier, where the scheduler looks at it.
-        arrival_number: the scheduler's count of requests when this one came.
+        priority: lower runs earlier, under the scheduler's policy "priority".
+        arrival_number: the scheduler's count of requests at its arrival.
         slot: the backend's slot; None while nothing is cached.
         saved: a copy of the cache from before a preemption, until it is back in a slot.
-        cache_salt: what else its keys and values depend on; prefixes are shared only under the same one.
-        takes_drafts: whether its next tokens may be guessed; those of beams depend on the other beams.
+        cache_salt: whatever else its keys and values depend on; only requests with the same salt share prefixes.
+        takes_drafts: whether it may get drafts; the next tokens of beams depend on the other beams.
         num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
-        publishes: whether later requests may find its prefix: its slot came from the prefix cache.
-        error: what went wrong, where `finish_reason` is ERROR.
+        publishes: whether later requests may find its prefix; its slot was then admitted by the prefix cache.
+        error: the error behind the `finish_reason` ERROR.
         arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
-        num_preemptions: how often its cache was taken away, to be computed again.
+        num_preemptions: how often it was preempted.
     """
 
     def __init__(

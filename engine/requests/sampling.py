@@ -1,4 +1,4 @@
-"""What a request asks of sampling and of its end: `SamplingParams`, names and meanings as in vLLM."""
+"""`SamplingParams`: how a request samples and when it stops; names and meanings as in vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SamplingParams:
     Tokens are chosen in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then,
     unless greedy, `temperature`, `min_p`, `top_k`, `top_p`.
 
-    Numbers may be numpy's; what is stored is Python's own. None stands for no texts, and for no token ids.
+    Numbers may be NumPy's, and are stored as Python's own. None means no texts, or no token ids.
 
     Attributes:
         n: completions of the prompt, each with random numbers of its own.
@@ -54,8 +54,8 @@ class SamplingParams:
         stop: text or texts that end the output; cut off unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output; in its token ids, and in its text if `include_stop_str_in_output`.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: most output tokens; None for as many as the context holds, 0 to compute the prompt only, for its
-            `prompt_logprobs`.
+        max_tokens: maximum number of output tokens; None for as many as the context holds, 0 to compute only the
+            prompt, for its `prompt_logprobs`.
         min_tokens: no stop of any kind before this many: tokens that would end the output, and those that
             `ignore_eos` lets pass, are not sampled, and a stop string that is complete by then never counts.
         logprobs: report each output token's log probability and that many of the most probable; -1 for all of them,

@@ -1,9 +1,9 @@
-"""Speculative decoding by prompt lookup: what followed the last tokens before is what follows them now, perhaps.
+"""Speculative decoding by prompt lookup: a draft is what followed an earlier occurrence of the last tokens.
 
-A draft of some tokens is computed together with a request's newest token, in one step. Each position is then sampled
-as if it were alone, and the next one counts if its token is the drafted one: the output is the one without drafts,
-whether greedy or drawn, since a request's random numbers depend on the token's number only. What is not accepted is
-taken back by a lower length.
+The draft is computed together with the request's newest token, in one step. Each position is sampled as without a
+draft, and a position counts if all drafted tokens before it match what was sampled. So the output does not depend on
+drafts, whether greedy or sampled: a request's random numbers depend only on the index of the token. Rejected tokens are
+dropped from the cache by lowering the slot's length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vattn.engine.requests.request import Request
 from vattn.errors import ConfigError
 from vattn.integers import shown
 
-# A dictionary per length, and an entry per token in each.
+# Each length up to it costs a dictionary with an entry per token.
 MOST_LOOKED_UP = 64
 
 
@@ -27,9 +27,9 @@ class SpeculativeConfig:
     """What `LLM(speculative_config={...})` takes; names as in vLLM.
 
     Attributes:
-        num_speculative_tokens: most tokens of a draft.
-        method: "ngram": a draft is what followed an earlier occurrence, the newest, of the last tokens.
-        prompt_lookup_max, prompt_lookup_min: how many last tokens are looked for: first the most, then fewer.
+        num_speculative_tokens: maximum length of a draft.
+        method: "ngram": a draft is what followed the latest earlier occurrence of the last tokens.
+        prompt_lookup_max, prompt_lookup_min: how many of the last tokens have to match; longer matches are tried first.
 
     Raises:
         ConfigError: a value out of its range.
@@ -58,7 +58,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
-        """From a mapping, whose unknown keys raise a ConfigError."""
+        """From a mapping; raises a ConfigError for unknown keys."""
         if not isinstance(options, Mapping):
             raise ConfigError(
                 f"speculative_config is {shown(options)}; give a mapping, such as {{'method': 'ngram', ...}}"
@@ -75,11 +75,11 @@ class SpeculativeConfig:
 
 @dataclass
 class SpeculationStats:
-    """What came of drafts so far.
+    """Statistics of drafts so far.
 
     Attributes:
-        num_drafts: steps of a request that had a draft.
-        num_drafted_tokens, num_accepted_tokens: tokens of drafts, and those of them that were right.
+        num_drafts: drafts that were computed.
+        num_drafted_tokens, num_accepted_tokens: their tokens, and how many of these were accepted.
     """
 
     num_drafts: int = 0
@@ -87,27 +87,27 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """One draft, and how much of it was right."""
+        """Count one draft."""
         self.num_drafts += 1
         self.num_drafted_tokens += drafted
         self.num_accepted_tokens += accepted
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafted tokens that were right; 0 where there were none."""
+        """Accepted share of drafted tokens; 0 without drafts."""
         return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
 
     @property
     def accepted_per_draft(self) -> float:
-        """Tokens that a draft saved a step each, in the mean; 0 where there were none."""
+        """Mean number of accepted tokens per draft, each of which saves a step; 0 without drafts."""
         return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
 
 class NgramProposer:
     """Drafts for requests, from their own tokens.
 
-    What penalties, `bad_words` and `min_tokens` exclude depends on the tokens before, which a draft does not know to be
-    right: such requests decode plainly, the last kind until it has its `min_tokens`.
+    Penalties, `bad_words` and `min_tokens` make logits depend on earlier tokens, which may be wrong in a draft.
+    Requests with penalties or `bad_words` get no drafts, and those with `min_tokens` none until they have as many.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -115,8 +115,8 @@ class NgramProposer:
         self._known: WeakKeyDictionary[Request, _Occurrences] = WeakKeyDictionary()
 
     def propose(self, request: Request, most: int) -> tuple[int, ...]:
-        """At most `most` tokens that may follow the newest one of a decoding request; none is always right."""
-        # The last token of all needs no draft: it is sampled from the position before.
+        """At most `most` tokens that may follow the newest one of a decoding request; possibly none."""
+        # The last token of the output needs no draft: it is sampled from the position before it.
         most = min(most, self.config.num_speculative_tokens, request.max_total_tokens - request.num_tokens - 1)
         if most < 1 or not request.takes_drafts or not request.may_stop:
             return ()
@@ -130,9 +130,9 @@ class NgramProposer:
 
 
 class _Occurrences:
-    """The tokens of a request, and what has followed each run of `least` to `most` of them, the last time.
+    """The tokens of a request, and where each n-gram of `least` to `most` of them last ended.
 
-    A dictionary entry per token and length of run: constant time per token, however long the context is.
+    One dictionary entry per token and n: constant time per token, however long the context.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -148,7 +148,7 @@ class _Occurrences:
             self.tokens.append(token)
 
     def continuation(self, count: int) -> tuple[int, ...]:
-        """What followed the longest known run that the tokens end with; a text that repeats itself goes on doing so."""
+        """What followed the last occurrence of the longest known n-gram at the end, repeated to `count` tokens."""
         for n, places in self._followed.items():
             place = places.get(tuple(self.tokens[-n:]))
             if place is not None:

@@ -1,13 +1,13 @@
 """Which tokens the next step computes: by rank, under a token budget and the cache's memory.
 
-Continuous batching: every step is planned anew from the requests that run, decodes and chunks of prefills together.
-Running requests come first; then waiting ones, as far as tokens, slots and memory reach. A request's rank is its
-arrival, or its priority and then its arrival. Where memory runs short, the running request of the last rank gives its
-slot up and goes back into the queue, with a copy of its cache where that is cheaper than to compute it again.
+Continuous batching: every step is planned anew, and mixes decodes with chunks of prefills. Running requests come first,
+then waiting ones as far as tokens, slots and memory allow. Requests are ranked by arrival, or by priority and then
+arrival. When memory runs short, the running request of the lowest rank is preempted: it loses its slot and is queued
+again, with a copy of its cache if copying is cheaper than recomputing.
 
-Why it cannot deadlock or thrash: a request that does not fit the whole pool alone is refused when it comes; only
-requests of a later rank are preempted for others, and ranks never change; so the first always gets what it needs, and
-finishes. Nobody is admitted in a step that preempts, nor before there is room for some tokens more.
+Why it cannot deadlock or thrash: a request that would not fit an empty cache is refused on arrival; a request is
+preempted only for one of a higher rank, and ranks never change, so the highest-ranked request always gets the memory it
+needs, and finishes. No request is admitted in a step that preempts, nor without headroom for some more tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from vattn.engine.checks import checked_whole
+from vattn.engine.checks import checked_choice, checked_whole
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
 from vattn.engine.scheduling.drafts import NgramProposer
 from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
-from vattn.integers import shown
 
-# A newcomer must leave room for this many more tokens of every request, or it would be preempted within a few steps.
+# An admission leaves room for this many more tokens of every running request; with less it would soon be preempted.
 HEADROOM_TOKENS = 64
-# A request waits for another that computes the same prompt up to here; less is not worth waiting for.
+# A request waits for another one to compute a shared prefix of at least this many tokens.
 HEAD_TOKENS = 64
 
-# Slots have books of their own, and a step has a row per token: more than any machine computes at a time.
+# Above what any machine can run: each slot costs bookkeeping, and each token of a step a row.
 MOST_SEQS = 2**16
 MOST_BATCHED_TOKENS = 2**24
 
@@ -41,7 +40,7 @@ SCHEDULING = ("continuous", "static")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Tokens `[start, end)` of a request, to be computed in this step; the last of them are those of the draft."""
+    """Tokens `[start, end)` of a request, to be computed in this step; the draft comes last."""
 
     request: Request
     start: int
@@ -63,8 +62,8 @@ class Plan:
 
     Attributes:
         entries: what to compute, running requests first.
-        preempted: requests that lost their cache to make this plan possible.
-        reserve: slot to tokens that memory is taken for before it is prepared for `lengths`.
+        preempted: requests that were preempted to make this plan possible.
+        reserve: slot to the tokens that memory is reserved for before `lengths` are prepared.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -81,17 +80,17 @@ class Plan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Of them, tokens of requests that are decoding."""
+        """Tokens of requests that are decoding."""
         return sum(len(entry) for entry in self.entries if entry.request.state is State.DECODING)
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Slot to the tokens that it must hold in this step."""
+        """Slot to its length in this step."""
         return {_slot(entry.request): entry.end for entry in self.entries}
 
     @property
     def next_lengths(self) -> dict[int, int]:
-        """Slot to the tokens that it will hold in the next step, for prefills that go on: another such chunk."""
+        """Slot to its expected length in the next step, for prefills with another chunk to come."""
         return {
             _slot(entry.request): min(entry.request.num_tokens, 2 * entry.end - entry.start)
             for entry in self.entries
@@ -121,16 +120,16 @@ class Scheduler:
     Args:
         max_num_seqs: most running requests.
         max_num_batched_tokens: most tokens of one step.
-        policy: how requests rank: "fcfs" by arrival, "priority" by their priority, the lower the earlier, then by
-            arrival. The last one is preempted first.
-        swap: where caches of preempted requests may go; None to compute them again.
-        prefix_caching: admit requests with what the backend's prefix cache has of them.
-        proposer: of drafts for decoding requests; None for none. Drafts get what the step has no other use for: no
-            token that another request needs, and no memory for which somebody would be preempted.
+        policy: how requests are ranked: "fcfs" by arrival, "priority" by priority, lower first, then by arrival. The
+            request of the lowest rank is preempted first.
+        swap: stores the caches of preempted requests; None to recompute them.
+        prefix_caching: look requests up in the backend's prefix cache.
+        proposer: makes drafts for decoding requests; None for no drafts. Drafts only use tokens of the step that no
+            other request needs, and never memory that would require a preemption.
 
     Attributes:
-        query_tokens: tokens that were looked up in the prefix cache, those of a request when it was first admitted.
-        hit_tokens: those of them that were there.
+        query_tokens: tokens looked up in the prefix cache; a request counts when it is first admitted.
+        hit_tokens: how many of them were found.
 
     Raises:
         ConfigError: a limit below 1, or a step too small for one token of every running request.
@@ -148,8 +147,7 @@ class Scheduler:
         proposer: NgramProposer | None = None,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
-        if policy not in get_args(Policy):
-            raise ConfigError(f"scheduling_policy={shown(policy)} is not one of {', '.join(get_args(Policy))}")
+        checked_choice("scheduling_policy", policy, get_args(Policy))
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -167,10 +165,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that the whole pool could not hold alone.
+        """Refuse a request that would not fit an empty cache.
 
         Raises:
-            InvalidRequest: with what it would take and what there is.
+            InvalidRequest: says what it may need and what there is.
         """
         needed, total = self.kv.needed(request.max_total_tokens), self.kv.total()
         if needed > total:
@@ -216,13 +214,13 @@ class Scheduler:
                 budget -= end - start
                 free -= claim
 
-        # Memory that was just taken from one request is not for a newcomer.
+        # Memory that was just taken from a request must not go to a newcomer.
         admit = admit and not preempted
         room = self._room() if self.waiting and admit else 0
         underway = _Underway(
-            self.running if self.waiting and admit else (), self.kv.block_tokens if self.prefix_caching else None
+            self.running if self.waiting and admit else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
-        held = 0  # requests at the head of the queue whose slots will be forks of one that computes their prompt
+        held = 0  # requests at the head of the queue that will fork the slot of one that computes their prompt
         while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
             request = self.waiting[held]
             room -= self._reserve(request)
@@ -238,20 +236,20 @@ class Scheduler:
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
             budget -= len(entries[request])
         if admit and not entries and self.running and self.waiting:
-            # Beams that were heard wait for others of theirs, which need what the last of them has.
+            # Running beams with scores wait for queued beams of their search, which need the memory of one of them.
             victim = self.preempt_last()
             plan = self.schedule()
             return replace(plan, preempted=(victim, *plan.preempted))
         return Plan(tuple(entries.values()), tuple(preempted))
 
     def fork(self, parent: Request, child: Request, room: int | None = None) -> bool:
-        """Start a request that has the tokens of a running one, all of them computed, in a fork of its slot.
+        """Start a request with the tokens of a running one, all of them computed, in a fork of its slot.
 
         Args:
-            room: units that no running request is about to take, where that is known.
+            room: `_room()`, if known.
 
         Returns:
-            Whether there was a slot, and memory for the copy and some tokens more; if not, nothing changed.
+            Whether there was a slot, and memory for the copy and some more tokens; if not, nothing changed.
         """
         assert parent.slot is not None
         headroom = min(HEADROOM_TOKENS, child.max_total_tokens - child.num_tokens)
@@ -261,7 +259,7 @@ class Scheduler:
             return False
         try:
             slot = self.kv.fork(parent.slot)
-        except VattnError:  # it can still be computed; what is wrong for good, the next step will say
+        except VattnError:  # it can still be computed; the next step reports a lasting error
             return False
         child.publishes = parent.publishes
         child.admit(slot, child.num_tokens)
@@ -269,14 +267,14 @@ class Scheduler:
         return True
 
     def requeue(self, request: Request) -> None:
-        """Queue a request that has the rank of one that was added."""
+        """Queue a request whose arrival number is set."""
         self._enqueue(request)
 
     def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
-        """Start the other completions of prompts that were just computed; where room ends, they wait for their turn.
+        """Start the other completions of prompts that were just computed, as far as there is room.
 
         Returns:
-            Each that was started, after the one whose slot was forked.
+            Pairs of the request whose slot was forked, and the one that was started.
         """
         by_parent = {leader.parent_id: leader for leader in leaders}
         forked = []
@@ -292,7 +290,7 @@ class Scheduler:
         return forked
 
     def preempt_last(self) -> Request:
-        """Take the slot of the running request that comes last; it waits for its turn again."""
+        """Preempt the running request of the lowest rank: free its slot and queue it again."""
         request = max(self.running, key=self._rank)
         slot = request.slot
         assert slot is not None
@@ -306,7 +304,7 @@ class Scheduler:
         return request
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a request from outside, in any state, and free what it holds; one that is done already stays as it is."""
+        """End a request in any state and free what it holds; no effect on one that is done."""
         if request.state is not State.DONE:
             request.finish(reason, error)
             self.release(request)
@@ -320,7 +318,7 @@ class Scheduler:
             self.waiting.remove(request)
             return
         if request.finish_reason is FinishReason.ERROR:
-            self.kv.retract(request.slot)  # what is wrong with it may be in what it computed before
+            self.kv.retract(request.slot)  # what it computed before may be wrong, too
         else:
             self.publish(request)
         self.running.remove(request)
@@ -364,7 +362,7 @@ class Scheduler:
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
 
     def _spare_tokens(self) -> int:
-        """What is left of a step for drafts when all tokens are in it that running and next waiting requests need."""
+        """Tokens of a step that are left for drafts, after all that running and next waiting requests need."""
         if self.proposer is None:
             return 0
         comers = self.waiting[: self.max_num_seqs - len(self.running)]
@@ -372,7 +370,7 @@ class Scheduler:
         return max(0, self.max_num_batched_tokens - needed)
 
     def _draft(self, request: Request, most: int, free: int) -> tuple[int, ...]:
-        """Tokens to try after the newest of a decoding request, as far as `free` units of memory hold them."""
+        """A draft for a decoding request, if `free` units of memory can hold it."""
         if not most or self.proposer is None or request.state is not State.DECODING:
             return ()
         draft = self.proposer.propose(request, most)
@@ -388,20 +386,20 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self._rank)
 
     def _reserve(self, request: Request) -> int:
-        """Units that a request still takes, to hold the tokens it has and some to come."""
+        """Units that a request still needs for its tokens and some headroom."""
         return self.kv.needed(min(request.num_tokens + HEADROOM_TOKENS, request.max_total_tokens), request.slot)
 
     def _room(self) -> int:
-        """Units that no running request is about to take."""
+        """Units that are available beyond what running requests still need."""
         return self.kv.available() - sum(self._reserve(request) for request in self.running)
 
 
 class _Underway:
-    """Prompts that running requests compute, for those that wait to be looked up in.
+    """Prompts that running requests are computing, so that waiting ones can be compared with them.
 
     Args:
-        running: requests that run; `add` takes further ones.
-        block_tokens: of the prefix cache; None where there is none.
+        running: running requests; `add` takes further ones.
+        block_tokens: tokens per block of the prefix cache; None without one.
     """
 
     def __init__(self, running: Sequence[Request], block_tokens: int | None) -> None:
@@ -420,18 +418,18 @@ class _Underway:
             self._by_head.setdefault(head, []).append(request)
 
     def leads(self, request: Request) -> bool:
-        """Whether a request that waits is another completion of a prompt that is computed, and will be forked."""
+        """Whether a waiting request is another completion of a prompt that is being computed, and will be forked."""
         return _may_be_fork(request) and request.parent_id in self._leaders
 
     def computes_prefix(self, request: Request) -> bool:
-        """Whether a block is computed that this prompt has, too: it will soon be in the cache."""
+        """Whether a block of this prompt is being computed: it will soon be in the cache."""
         head = self._head(request)
         return head is not None and any(
             self._shares_next_block(other, request) for other in self._by_head.get(head, ())
         )
 
     def _head(self, request: Request) -> tuple[bytes, tuple[int, ...]] | None:
-        """What prompts have in common that may share a block which is worth waiting for."""
+        """A key that prompts with a shared block worth waiting for have in common."""
         if self._block is None or len(request.prompt_token_ids) < HEAD_TOKENS:
             return None
         return request.cache_salt, tuple(request.prompt_token_ids[:HEAD_TOKENS])
@@ -444,7 +442,7 @@ class _Underway:
 
 
 def _may_fork(leader: Request, request: Request) -> bool:
-    """Whether a request that waits is another completion of the prompt that `leader` computes, and not begun."""
+    """Whether a waiting request is another completion, not yet started, of the prompt that `leader` computes."""
     return (
         leader.parent_id == request.parent_id
         and leader.state is State.PREFILLING

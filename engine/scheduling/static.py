@@ -1,8 +1,8 @@
-"""Static batching, to compare with: a batch is padded to its longest and runs until its slowest request ends.
+"""Static batching, for comparison: a batch is padded to its longest request and runs until its slowest one ends.
 
-What continuous batching replaced. Kinder than the original in one way: no step computes padding or a finished request,
-since a packed step has no rows for them. What is lost is memory (every slot is reserved at the batch's longest prompt
-and longest output, and a finished one is kept) and time (nobody is admitted before the batch has ended).
+This is what continuous batching replaced, with one advantage over the original: packed steps compute neither padding
+nor finished requests. It costs memory (every slot is reserved at the batch's longest prompt and longest output, and
+kept after its request has finished) and time (no request is admitted before the batch has ended).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
 
 
 class StaticScheduler(Scheduler):
-    """Admits a batch when the one before has ended, first come first served.
+    """Admits a batch when the previous one has ended, first come first served.
 
-    Invariants: those of `Scheduler`; the slots of requests that have finished are in `finished_slots` until the batch
-    ends, and nothing is in it while nothing runs.
+    Invariants: those of `Scheduler`; `finished_slots` has the slots of finished requests until the batch ends, and is
+    empty while nothing runs.
 
     Args:
         max_num_seqs: most requests of a batch.
@@ -37,7 +37,7 @@ class StaticScheduler(Scheduler):
         self._padded_tokens = 0
 
     def schedule(self, *, admit: bool = True) -> Plan:
-        """Plan a step of the batch; the first of a request reserves its slot up to the padding."""
+        """Plan a step of the batch; the first step of a request reserves its slot up to the padded length."""
         if not self.running and admit:
             self._admit_batch()
         budget = self.max_num_batched_tokens
@@ -53,7 +53,7 @@ class StaticScheduler(Scheduler):
         return Plan(tuple(entries), reserve=reserve)
 
     def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
-        """Nothing: the slots of a batch are given out when it starts."""
+        """Nothing: a batch gets all its slots when it starts."""
         return []
 
     def release(self, request: Request) -> None:
@@ -71,7 +71,7 @@ class StaticScheduler(Scheduler):
             self.finished_slots.clear()
 
     def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-        """As `Scheduler.restore`; the slots of those that have finished go, too."""
+        """As `Scheduler.restore`; drops the slots of finished requests, too."""
         super().restore(running, waiting)
         self.finished_slots.clear()
 
@@ -84,7 +84,7 @@ class StaticScheduler(Scheduler):
         assert len(slots) + len(self.finished_slots) <= self.max_num_seqs
 
     def _admit_batch(self) -> None:
-        """Start the first of the queue, and as many after it as memory holds when all are padded alike."""
+        """Start as many requests from the head of the queue, at least one, as memory holds when padded alike."""
         batch: list[Request] = []
         for request in self.waiting[: self.max_num_seqs]:
             if batch and len(batch) + 1 > self.kv.available() // self.kv.needed(self._padded([*batch, request])):
@@ -97,7 +97,7 @@ class StaticScheduler(Scheduler):
             self.running.append(request)
 
     def _padded(self, batch: Sequence[Request]) -> int:
-        """Tokens of a slot: the longest prompt and the longest output, which need not be the same request's."""
+        """Padded length of a slot: the longest prompt plus the longest output, possibly of different requests."""
         prompts = [len(request.prompt_token_ids) for request in batch]
         outputs = [request.max_total_tokens - prompt for request, prompt in zip(batch, prompts, strict=True)]
         return min(max(prompts) + max(outputs), self.max_model_len)

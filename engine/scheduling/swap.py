@@ -1,8 +1,7 @@
-"""Caches of preempted requests, kept in the machine's memory until there is room for them again.
+"""Caches of preempted requests, kept in host memory until there is room for them again.
 
-The tokens of a preempted request can be computed again, or copied out and back. Which is cheaper depends on the model
-and the machine, so both are estimated from what this engine has seen: seconds per prefilled token, and seconds per byte
-copied.
+The cache of a preempted request can be recomputed, or copied out and back. Which is cheaper depends on the model and
+the machine, so both are estimated from measurements: seconds per prefilled token, and seconds per byte copied.
 """
 
 from __future__ import annotations
@@ -14,33 +13,32 @@ from typing import Literal, get_args
 import torch
 
 from vattn.attention import PackedBatch, Span
+from vattn.engine.checks import checked_choice
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.requests.request import Request, SavedKV
-from vattn.errors import ConfigError
-from vattn.integers import shown
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
 # The weight of the newest measurement in a running mean.
 _NEWEST = 0.3
-# Bytes per second until a copy was measured.
+# Bytes per second, until a copy has been measured.
 _FIRST_GUESS = 2e9
 
 
 class SwapSpace:
-    """What preempted requests had in the cache, as far as a budget allows.
+    """Copies of the caches of preempted requests, within a budget.
 
     Args:
-        windows: per layer, how many tokens a query sees, its own included, if no others are kept; None for all.
-        budget: most bytes that are kept.
+        windows: per layer, its window in tokens, if the backend keeps no others; None for all.
+        budget: maximum size of all copies, in bytes.
         token_bytes: bytes of a token in all layers.
         device: the backend's.
-        mode: "auto" saves where copying out and back is estimated cheaper than computing again; "swap" wherever there
+        mode: "auto" copies if copying out and back is estimated to be cheaper than recomputing; "swap" whenever there
             is room; "recompute" never.
 
     Attributes:
-        used_bytes: bytes that are kept now.
-        num_saved, num_loaded: requests copied out and back so far.
+        used_bytes: size of all copies now.
+        num_saved, num_loaded: how many were copied out and back so far.
 
     Raises:
         ConfigError: an unknown mode.
@@ -56,8 +54,7 @@ class SwapSpace:
         mode: PreemptionMode = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
-        if mode not in get_args(PreemptionMode):
-            raise ConfigError(f"preemption_mode={shown(mode)} is not one of {', '.join(get_args(PreemptionMode))}")
+        checked_choice("preemption_mode", mode, get_args(PreemptionMode))
         self._kv = kv
         self._windows = windows
         self._token_bytes = token_bytes
@@ -71,18 +68,18 @@ class SwapSpace:
         self.num_loaded = 0
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed that many tokens of prompts, and took that long."""
+        """Take a step's prefill speed into the estimate."""
         self._seconds_per_token = _mean(self._seconds_per_token, seconds / num_tokens)
 
     def save(self, request: Request) -> SavedKV | None:
-        """A copy of what a running request has in the cache; None where it is to be computed again."""
-        length = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest has yet to say what follows
+        """A copy of a running request's cache; None if it is to be recomputed."""
+        length = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest is recomputed for its logits
         if request.slot is None or not self._worthwhile(length):
             return None
         start = time.perf_counter()
         layers = []
         for layer, window in enumerate(self._windows):
-            # What no later query sees may be gone already.
+            # Tokens that no later query sees may be gone already.
             first = 0 if window is None else max(0, length - window + 1)
             layers.append(self._kv.copy_out(layer, request.slot, length, first))
         num_bytes = sum(tensor.nbytes for layer in layers for tensor in layer)
@@ -93,7 +90,7 @@ class SwapSpace:
         return saved
 
     def load(self, request: Request) -> None:
-        """Store a running request's saved tokens in its slot, which is prepared for them, and forget the copy."""
+        """Copy a running request's saved tokens back into its slot, which is prepared for them, and drop the copy."""
         saved, slot = request.saved, request.slot
         assert saved is not None
         assert slot is not None
@@ -106,7 +103,7 @@ class SwapSpace:
         self.forget(request)
 
     def recount(self, requests: Sequence[Request]) -> None:
-        """After an interrupted call: the copies of these requests are all there are."""
+        """Recompute `used_bytes` after an interrupted call, from all requests that may have a copy."""
         self.used_bytes = sum(request.saved.num_bytes for request in requests if request.saved is not None)
 
     def forget(self, request: Request) -> None:

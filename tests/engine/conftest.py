@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vattn.engine.kv.base import BACKENDS
+from vattn.engine.kv.make import BACKENDS
 
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)

@@ -274,9 +274,9 @@ def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.Monkey
     async def test() -> None:
         llm = make_llm()
         if reason == "abort":
-            step, calls = llm.step, iter(range(10_000))
+            step, calls = llm.core.step, iter(range(10_000))
             slow = threading.Event()
-            monkeypatch.setattr(llm, "step", lambda: (slow.wait(0.05) if next(calls) else None, step())[1])
+            monkeypatch.setattr(llm.core, "step", lambda: (slow.wait(0.05) if next(calls) else None, step())[1])
         engine = AsyncEngine(llm)
         stream = await engine.add([2, 3, 4], LONG)
         waiting = asyncio.create_task(engine.shutdown(timeout=timeout))

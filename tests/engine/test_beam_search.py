@@ -131,7 +131,7 @@ def test_the_same_beams_as_without_a_cache(kv: str, options: dict[str, Any], mon
 
     want = plain_beams(SHORT, params)
     with make_llm(kv, on_step=count) as llm:
-        monkeypatch.setattr(llm, "_eos_token_ids", EOS)
+        monkeypatch.setattr(llm.core.intake, "eos_token_ids", EOS)
         output = llm.beam_search(SHORT, params)[0]
         idle(llm)
     same(output, [tokens for tokens, _ in want], [total for _, total in want])
@@ -176,7 +176,7 @@ def test_fewer_slots_than_all_want(kv: str) -> None:
         for name, prompt in zip("abc", prompts, strict=True):
             limits = {"max_num_seqs": 4, "max_model_len": 200}
             beams = make_beams(name, None, prompt, params, kv=llm.kv, cache_salt=b"", eos_token_ids=EOS, **limits)
-            llm.add_group(beams)
+            llm.core.add_group(beams)
             llm.add_request(f"request {name}", prompt, SamplingParams(temperature=0, max_tokens=30))
             groups.append(beams)
         answers = {}

@@ -421,13 +421,13 @@ def drive(llm: LLM) -> tuple[dict[str, Any], int]:
             return call()
         except KeyboardInterrupt:
             interrupts += 1
-            if not llm._torn:
+            if not llm.core._torn:
                 llm.check()
             return None
 
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         name = str(number)
-        while name not in llm._groups and name not in ended:
+        while name not in llm.core._groups and name not in ended:
             attempt(lambda name=name, prompt=prompt, params=params: llm.add_request(name, prompt, params))
         for output in attempt(llm.step) or ():
             if output.finished:

@@ -120,8 +120,8 @@ def test_short_of_memory(growing_kv: str, caching: bool, mode: str) -> None:
 
 def test_one_that_ends_early_takes_nothing_from_the_others(kv: str) -> None:
     with make_llm(kv) as llm:
-        group = llm.make_group("x", PROMPT, several(4), kind=None)  # type: ignore[arg-type]
-        llm.add_group(group)
+        group = llm.core.make_group("x", PROMPT, several(4), kind=None)  # type: ignore[arg-type]
+        llm.core.add_group(group)
         for ended in (0, 2):  # the one whose slot was forked is the first
             llm.step()
             llm.scheduler.finish(group.requests[ended], FinishReason.ABORT)
@@ -148,7 +148,7 @@ def test_an_abort_frees_all(kv: str, steps: int) -> None:
 def test_what_fails_after_the_fork_fails_all_and_loses_nothing(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(kv) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(llm._sampler, "sample", lambda logits, requests: 1 / 0)
+            patch.setattr(llm.core.sampler, "sample", lambda logits, requests: 1 / 0)
             output = llm.generate(PROMPT, several(3), use_tqdm=False)[0]
         assert [completion.finish_reason for completion in output.outputs] == ["error"] * 3
         idle(llm)

@@ -18,8 +18,10 @@ from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
+from vattn.packed import KVShape
 
 SLOTS, LENGTH, LAYERS, HEADS, GROUP, DIM = 5, 600, 2, 2, 3, 8
 CUDA = torch.device("cuda")
@@ -43,13 +45,13 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def make_backend(kv: str, block_size: int = 256, kv_heads: int = HEADS, **options: object) -> KVBackend:
     if kv == "paged":
         return PagedKV(
-            num_layers=LAYERS,
-            num_kv_heads=kv_heads,
-            head_dim=DIM,
+            KVSpec(
+                KVShape.uniform(LAYERS, kv_heads, DIM, DIM),
+                max_num_seqs=SLOTS,
+                max_model_len=LENGTH,
+                block_size=block_size,
+            ),
             num_blocks=SLOTS * -(-LENGTH // block_size),
-            max_num_seqs=SLOTS,
-            max_model_len=LENGTH,
-            block_size=block_size,
         )
     config = KVConfig.from_options(
         num_layers=LAYERS,

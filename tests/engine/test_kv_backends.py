@@ -19,12 +19,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from vattn import drivers
 from vattn.attention import PackedBatch, Span
 from vattn.engine.kv import make
 from vattn.engine.kv.base import KVBackend, NoPrefixCache
 from vattn.engine.kv.dynamic import DynamicKV
 from vattn.engine.kv.paged import PagedKV
-from vattn.engine.kv.slots import Slots
+from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.static import StaticKV
 from vattn.errors import (
     ConfigError,
@@ -48,13 +50,15 @@ SHAPE = KVShape.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_h
 def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
     return make.make_backend(
         kv,
-        SHAPE,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_num_seqs=SLOTS,
-        max_model_len=LENGTH,
-        memory_budget=budget,
-        kv_options={"page_size": 4096, "eager_pages": 0, "guard": "strict"} if kv == "virtual" else None,
+        KVSpec(
+            SHAPE,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_num_seqs=SLOTS,
+            max_model_len=LENGTH,
+            memory_budget=budget,
+            kv_options={"page_size": 4096, "eager_pages": 0, "guard": "strict"} if kv == "virtual" else None,
+        ),
     )
 
 
@@ -398,7 +402,7 @@ def test_retract_takes_back_what_a_slot_committed_first(caching_kv: str) -> None
     backend = make_backend(caching_kv)
     first, _ = backend.admit(PROMPT)
     backend.prepare({first: len(PROMPT)})
-    half = PROMPT[: backend.block_tokens]
+    half = PROMPT[: backend.prefix_block_tokens]
     backend.commit(first, half)
     second, found = backend.admit(PROMPT)
     assert found > 0
@@ -504,7 +508,7 @@ def test_check_sees_books_that_are_wrong() -> None:
 
 
 def test_slots_are_handed_out_from_the_first() -> None:
-    slots: Slots[int] = Slots(3, 10)
+    slots: SlotBook[int] = SlotBook(3, 10)
     assert [slots.take(0) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(NoFreeSlot):
         slots.take(0)
@@ -669,7 +673,7 @@ def test_paged_block_tables() -> None:
 
 def test_paged_bad_sizes() -> None:
     with pytest.raises(ConfigError, match="block_size is 0"):
-        PagedKV(num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=1, max_num_seqs=1, max_model_len=1, block_size=0)
+        PagedKV(KVSpec(KVShape.uniform(1, 1, 1, 1), max_num_seqs=1, max_model_len=1, block_size=0), num_blocks=1)
 
 
 # The static backend's own
@@ -703,7 +707,7 @@ def test_static_has_as_many_slots_as_the_budget_holds() -> None:
 
 
 def test_static_refuses_what_the_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make.drivers.find("cpu"), "available_memory", lambda: 1 << 10, raising=False)
+    monkeypatch.setattr(drivers.find("cpu"), "available_memory", lambda: 1 << 10, raising=False)
     with pytest.raises(ConfigError, match="4 slots of 300 tokens"):
         make_backend("static")
 

@@ -14,8 +14,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from vattn import VirtualCache, packed
 from vattn.attention import AttentionParams, PackedBatch, Span, TorchMatmul, TorchSDPA
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.static import StaticKV
-from vattn.packed import LatentAttention, find_latents, kv_shape
+from vattn.packed import KVShape, LatentAttention, find_latents, kv_shape
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"),
@@ -53,10 +54,7 @@ def test_bytes_per_token(family: str, kv: str) -> None:
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (40, 41), (0, 40), (23, 40)])
 def test_absorbed_and_expanded_agree(model: Any, kernel: TorchSDPA, start: int, end: int) -> None:
     latent = find_latents(model, kv_shape(model))[1]
-    kv = StaticKV(
-        num_layers=LAYERS, num_kv_heads=1, head_dim=RANK + ROPE, v_head_dim=0, dtype=torch.float32, device="cpu",
-        num_slots=1, max_model_len=end,
-    )  # fmt: skip
+    kv = StaticKV(KVSpec(KVShape.uniform(LAYERS, 1, RANK + ROPE, 0), max_num_seqs=1, max_model_len=end), num_slots=1)
     generator = torch.Generator().manual_seed(5)
     kv.prepare({kv.allocate(end): end})
     rows = torch.randn(end, 1, RANK + ROPE, generator=generator)

@@ -83,7 +83,7 @@ def test_a_start_that_is_computed_in_chunks_is_computed_once(caching_kv: str) ->
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
         prompts = [PREFIX + tail for tail in make_prompts([5] * 4)]
         outputs = run(llm, prompts)
-        block = llm.kv.block_tokens
+        block = llm.kv.prefix_block_tokens
     assert tokens(outputs) == [expected("llama", prompt, MAX_TOKENS) for prompt in prompts]
     assert [output.num_cached_tokens for output in outputs] == [0] + [len(PREFIX) // block * block] * 3
     assert sum(computed) == 4 * len(prompts[0]) - 3 * (len(PREFIX) // block * block)
@@ -98,7 +98,7 @@ def test_requests_with_a_cached_start_are_computed_together(caching_kv: str, com
     with make_llm("llama", caching_kv, **options) as llm:
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
         outputs = run(llm, [start + tail for tail in make_prompts([60] * 6)])
-        found = common // llm.kv.block_tokens * llm.kv.block_tokens
+        found = common // llm.kv.prefix_block_tokens * llm.kv.prefix_block_tokens
     assert [output.num_cached_tokens for output in outputs] == [0] + [found] * 5
     assert computed[:3] == [common + 60, 5 * (common - found + 60), 0]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from vattn.engine import SamplingParams
+from vattn.engine.model.rows import Row
 from vattn.engine.model.sampler import Batch, Sampler, draw, filter_weights, uniform
 from vattn.engine.requests.request import Request
 
@@ -39,6 +40,14 @@ def make(
     return request
 
 
+def batch_of(requests: Sequence[Request]) -> Batch:
+    return Batch(list(map(Row, requests)), CPU, None)
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
+    return Sampler().sample(logits, list(map(Row, requests)))
+
+
 def random_logits(rows: int, vocab_size: int, scale: float = 3.0) -> Tensor:
     return scale * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
 
@@ -51,7 +60,7 @@ def test_greedy_takes_the_largest() -> None:
     logits = random_logits(5, 40)
     for dtype in (torch.float32, torch.bfloat16):
         rows = logits.to(dtype)
-        assert Sampler().sample(rows, [make(temperature=0) for _ in rows]) == rows.argmax(-1).tolist()
+        assert sample(rows, [make(temperature=0) for _ in rows]) == rows.argmax(-1).tolist()
 
 
 FILTERS: list[tuple[dict[str, Any], list[Any]]] = [
@@ -86,7 +95,7 @@ def expected_probabilities(logits: Tensor, temperature: float, warpers: list[Any
 def test_filters_as_in_transformers(vocab_size: int, temperature: float) -> None:
     """All of them in one batch, so that rows with and without a filter, and with short and long heads, are mixed."""
     logits = random_logits(len(FILTERS), vocab_size)
-    batch = Batch([make(temperature=temperature, **params) for params, _ in FILTERS], CPU, None)
+    batch = batch_of([make(temperature=temperature, **params) for params, _ in FILTERS])
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
     filter_weights(weights, batch.min_p, batch.top_k, batch.top_p)
     for row, (params, warpers) in enumerate(FILTERS):
@@ -105,7 +114,7 @@ def test_repetition_penalty_as_in_transformers() -> None:
         for row, penalty in enumerate(penalties)
     ]
     edited = logits.clone()
-    Batch(requests, CPU, None).edit(edited)
+    batch_of(requests).edit(edited)
     for row, request in enumerate(requests):
         ids = torch.tensor([request.token_ids(0, request.num_tokens)])
         want = hf.RepetitionPenaltyLogitsProcessor(penalties[row])(ids, logits[row : row + 1].clone())
@@ -116,7 +125,7 @@ def test_bias_as_in_transformers() -> None:
     logits = random_logits(2, 20)
     biases = {5: 2.5, 7: -100.0}
     edited = logits.clone()
-    Batch([make(), make(logit_bias=biases)], CPU, None).edit(edited)
+    batch_of([make(), make(logit_bias=biases)]).edit(edited)
     want = hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])(
         torch.zeros(2, 1, dtype=torch.int64), logits.clone()
     )
@@ -127,7 +136,7 @@ def test_bias_as_in_transformers() -> None:
 def test_allowed_tokens_as_in_transformers() -> None:
     logits = random_logits(2, 20)
     edited = logits.clone()
-    Batch([make(allowed_token_ids=[4, 9]), make()], CPU, None).edit(edited)
+    batch_of([make(allowed_token_ids=[4, 9]), make()]).edit(edited)
     others = [token for token in range(20) if token not in (4, 9)]
     want = hf.SuppressTokensLogitsProcessor(others)(torch.empty(0), logits.clone())
     assert torch.equal(edited[0], want[0])
@@ -139,7 +148,7 @@ def test_bad_words_as_in_transformers(output: list[int]) -> None:
     logits = random_logits(2, 20)
     bad = [[7], [4, 5, 6], [4, 5], [5, 9]]
     edited = logits.clone()
-    Batch([make(output=output, bad_words_ids=bad), make()], CPU, None).edit(edited)
+    batch_of([make(output=output, bad_words_ids=bad), make()]).edit(edited)
     processor = hf.NoBadWordsLogitsProcessor(bad, eos_token_id=3)
     want = processor(torch.tensor([[1, 1, 1, *output]]), logits[:1].clone())
     assert torch.equal(edited[0], want[0])
@@ -150,7 +159,7 @@ def test_bad_words_as_in_transformers(output: list[int]) -> None:
 def test_minimum_length_as_in_transformers(num_output: int) -> None:
     logits = random_logits(2, 20)
     requests = [make(min_tokens=5, stop_token_ids=[8], output=[1] * num_output), make(min_tokens=5, ignore_eos=True)]
-    batch = Batch(requests, CPU, None)
+    batch = batch_of(requests)
     edited = logits.clone()
     if batch.edits():
         batch.edit(edited)
@@ -189,7 +198,7 @@ def test_penalties_are_kept_up_to_date_while_requests_come_and_go() -> None:
         logits = torch.randn(len(present), vocab_size, generator=generator)
         want = [int(naive_penalties(logits[i], request).argmax()) for i, request in enumerate(present)]
         before = logits.clone()
-        tokens = sampler.sample(logits, present)
+        tokens = sampler.sample(logits, list(map(Row, present)))
         assert tokens == want, f"step {step}"
         assert torch.equal(logits, before)
         for request, token in zip(present, tokens, strict=True):
@@ -201,7 +210,7 @@ def test_penalties_are_kept_up_to_date_while_requests_come_and_go() -> None:
 def test_frequencies_follow_the_distribution(temperature: float) -> None:
     count, logits = 8000, torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     requests = [make(temperature=temperature, seed=seed) for seed in range(count)]
-    tokens = torch.tensor(Sampler().sample(logits.expand(count, -1), requests))
+    tokens = torch.tensor(sample(logits.expand(count, -1), requests))
     frequencies = torch.bincount(tokens, minlength=5) / count
     wanted = (logits / temperature).softmax(-1)
     assert torch.allclose(frequencies, wanted, atol=4 * math.sqrt(0.25 / count))
@@ -232,41 +241,41 @@ def test_a_stream_of_random_numbers() -> None:
 
 def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     logits = random_logits(6, 100)
-    alone = [Sampler().sample(logits[i : i + 1], [make(seed=i)])[0] for i in range(6)]
-    assert Sampler().sample(logits, [make(seed=i) for i in range(6)]) == alone
-    mixed = Sampler().sample(logits, [make(temperature=i % 2, seed=i) for i in range(6)])
+    alone = [sample(logits[i : i + 1], [make(seed=i)])[0] for i in range(6)]
+    assert sample(logits, [make(seed=i) for i in range(6)]) == alone
+    mixed = sample(logits, [make(temperature=i % 2, seed=i) for i in range(6)])
     assert mixed[1::2] == alone[1::2]
     assert mixed[::2] == logits.argmax(-1).tolist()[::2]
-    filtered = Sampler().sample(logits, [make(seed=i, **({"top_p": 0.5} if i % 2 else {})) for i in range(6)])
+    filtered = sample(logits, [make(seed=i, **({"top_p": 0.5} if i % 2 else {})) for i in range(6)])
     assert filtered[::2] == alone[::2]
-    assert alone != [Sampler().sample(logits[i : i + 1], [make(seed=i + 100)])[0] for i in range(6)]
+    assert alone != [sample(logits[i : i + 1], [make(seed=i + 100)])[0] for i in range(6)]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-320])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = 1e4 * random_logits(4, 30)
-    assert Sampler().sample(logits, [make(temperature=temperature) for _ in range(4)]) == logits.argmax(-1).tolist()
+    assert sample(logits, [make(temperature=temperature) for _ in range(4)]) == logits.argmax(-1).tolist()
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 6), float("-inf"))
     logits[:, 2] = logits[:, 4] = 0.0
-    assert set(Sampler().sample(logits, [make(seed=seed) for seed in range(2000)])) == {2, 4}
+    assert set(sample(logits, [make(seed=seed) for seed in range(2000)])) == {2, 4}
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"repetition_penalty": 1.5}])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "every token -inf"])
 def test_a_row_that_says_nothing_fails_alone(params: dict[str, Any], bad: float | str) -> None:
     logits = random_logits(3, 300)
-    want = Sampler().sample(logits, [make(seed=i, **params) for i in range(3)])
+    want = sample(logits, [make(seed=i, **params) for i in range(3)])
     if isinstance(bad, str):
         logits[1] = float("-inf")
     else:
         logits[1, 2] = bad
-    tokens = Sampler().sample(logits, [make(seed=i, **params) for i in range(3)])
+    tokens = sample(logits, [make(seed=i, **params) for i in range(3)])
     assert tokens == [want[0], None, want[2]]
 
 
 def test_everything_excluded() -> None:
     request = make(allowed_token_ids=[3], min_tokens=2)
-    assert Sampler().sample(random_logits(2, 9), [request, make(temperature=0)])[0] is None
+    assert sample(random_logits(2, 9), [request, make(temperature=0)])[0] is None

@@ -9,9 +9,11 @@ import pytest
 
 from vattn.engine import FinishReason, InvalidRequest, SamplingParams
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
 from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
 from vattn.errors import ConfigError
+from vattn.packed import KVShape
 
 BLOCK = 4
 
@@ -20,13 +22,8 @@ def make_scheduler(
     *, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched_tokens: int = 16, policy: Policy = "fcfs"
 ) -> Scheduler:
     kv = PagedKV(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        KVSpec(KVShape.uniform(1, 1, 1, 1), max_num_seqs=max_num_seqs, max_model_len=10_000, block_size=BLOCK),
         num_blocks=blocks,
-        max_num_seqs=max_num_seqs,
-        max_model_len=10_000,
-        block_size=BLOCK,
     )
     return Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, policy=policy)
 
@@ -273,9 +270,7 @@ def test_admission_costs_the_same_per_request_however_many_run() -> None:
     """Function calls, which unlike seconds are the same every time."""
 
     def calls_per_request(count: int) -> float:
-        kv = PagedKV(
-            num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=8 * count, max_num_seqs=count, max_model_len=128
-        )
+        kv = PagedKV(KVSpec(KVShape.uniform(1, 1, 1, 1), max_num_seqs=count, max_model_len=128), num_blocks=8 * count)
         scheduler = Scheduler(kv, max_num_seqs=count, max_num_batched_tokens=128 * count, prefix_caching=True)
         for number in range(count):
             prompt = [number, *range(70)]

@@ -9,23 +9,20 @@ from tiny_models import expected, make_model, make_prompts
 
 from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
 from vattn.engine.scheduling.scheduler import Plan
 from vattn.engine.scheduling.static import StaticScheduler
 from vattn.errors import OutOfPages
+from vattn.packed import KVShape
 
 BLOCK, LENGTH = 4, 1000
 
 
 def make_scheduler(*, blocks: int = 1000, max_num_seqs: int = 4, max_num_batched_tokens: int = 16) -> StaticScheduler:
     kv = PagedKV(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
+        KVSpec(KVShape.uniform(1, 1, 1, 1), max_num_seqs=max_num_seqs, max_model_len=LENGTH, block_size=BLOCK),
         num_blocks=blocks,
-        max_num_seqs=max_num_seqs,
-        max_model_len=LENGTH,
-        block_size=BLOCK,
     )
     return StaticScheduler(
         kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=LENGTH

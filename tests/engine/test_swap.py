@@ -9,16 +9,18 @@ from tiny_models import make_model
 from vattn.attention import PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request
 from vattn.engine.scheduling.swap import PreemptionMode, SwapSpace
 from vattn.errors import ConfigError
+from vattn.packed import KVShape
 
 TOKEN_BYTES = 2 * 2 * 8 * 4  # one layer, keys and values, 2 heads of 8 floats
 
 
 def make(*, budget: int = 1 << 20, mode: PreemptionMode = "auto") -> tuple[SwapSpace, PagedKV, Request]:
     """A swap space, its backend, and a request of 20 computed tokens."""
-    kv = PagedKV(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=9, max_num_seqs=2, max_model_len=64)
+    kv = PagedKV(KVSpec(KVShape.uniform(1, 2, 8, 8), max_num_seqs=2, max_model_len=64), num_blocks=9)
     request = Request("r", [1] * 30, SamplingParams(), max_total_tokens=40, seed=0)
     request.admit(kv.allocate(20))
     assert request.slot is not None

@@ -10,7 +10,9 @@ from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
+from vattn.packed import KVShape
 
 SLOTS, LENGTH, LAYERS, HEADS, GROUP = 5, 1500, 2, 8, 4
 
@@ -39,15 +41,15 @@ def usable(name: str, **wanted: object) -> Attention:
 def make_backend(kv: str, head_dim: int, block_size: int = 256, **options: object) -> KVBackend:
     if kv == "paged":
         return PagedKV(
-            num_layers=LAYERS,
-            num_kv_heads=HEADS,
-            head_dim=head_dim,
+            KVSpec(
+                KVShape.uniform(LAYERS, HEADS, head_dim, head_dim),
+                max_num_seqs=SLOTS,
+                max_model_len=LENGTH,
+                block_size=block_size,
+                dtype=torch.bfloat16,
+                device=torch.device("cuda"),
+            ),
             num_blocks=SLOTS * -(-LENGTH // block_size),
-            max_num_seqs=SLOTS,
-            max_model_len=LENGTH,
-            block_size=block_size,
-            dtype=torch.bfloat16,
-            device=torch.device("cuda"),
         )
     config = KVConfig.from_options(
         num_layers=LAYERS,

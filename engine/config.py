@@ -1,0 +1,255 @@
+"""`EngineConfig`: what an engine can be asked for, checked before a model is loaded.
+
+Its fields are the keywords of `LLM`, under the same names and with the same defaults. Those with a `Flag` are also the
+flags of the command line, which are generated from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from vattn.config import budget_bytes
+from vattn.engine.checks import checked_choice, checked_whole, number, whole
+from vattn.engine.kv.make import BACKENDS, find_backend
+from vattn.engine.scheduling.drafts import SpeculativeConfig
+from vattn.engine.scheduling.scheduler import SCHEDULING, Policy, check_limits
+from vattn.engine.scheduling.swap import PreemptionMode
+from vattn.errors import ConfigError
+from vattn.integers import shown
+from vattn.quantised import KVCacheDtype
+from vattn.units import parse_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from vattn.attention import Attention
+    from vattn.engine.scheduling.record import StepRecord
+
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+_BUDGET = "4GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How the command line offers a field; a bool becomes a switch.
+
+    Attributes:
+        name: without its dashes; the field's own by default.
+        parse: from text to the field's type.
+        choices: the only values, where they are few.
+        metavar: what stands for the value in the help.
+    """
+
+    help: str
+    name: str | None = None
+    parse: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+
+
+def _flag(help: str, **how: Any) -> dict[str, Flag]:
+    return {"flag": Flag(help=help, **how)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineConfig:
+    """The keywords of `LLM`, which documents them, as one checked value.
+
+    Numbers may be NumPy's and paths `os.PathLike`; Python's own int and str are stored, and a `torch.dtype`
+    where `dtype` names one.
+
+    Raises:
+        ConfigError: an argument that is unknown, contradictory or impossible for any model.
+    """
+
+    model: str | os.PathLike[str] | PreTrainedModel
+    kv: str = field(default="virtual", metadata=_flag("KV-cache backend", choices=BACKENDS))
+    scheduling: str = field(
+        default="continuous", metadata=_flag("static: batches that wait for their slowest request", choices=SCHEDULING)
+    )
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = field(
+        default=None, metadata=_flag("path or hub id of the tokenizer; default: the model's", metavar="PATH")
+    )
+    skip_tokenizer_init: bool = False
+    trust_remote_code: bool = field(default=False, metadata=_flag("run Python code from the checkpoint"))
+    dtype: str | torch.dtype = field(
+        default="auto", metadata=_flag("element type of weights and cache", choices=("auto", *_DTYPES))
+    )
+    max_num_seqs: int = field(default=64, metadata=_flag("maximum number of requests that run at a time", parse=int))
+    max_num_batched_tokens: int = field(default=512, metadata=_flag("maximum number of tokens per step", parse=int))
+    max_model_len: int | None = field(
+        default=None, metadata=_flag("maximum number of tokens per request; default: the model's limit", parse=int)
+    )
+    memory_budget: int | str | None = field(
+        default=None,
+        metadata=_flag(
+            f"size of the cache: bytes, text such as 512MiB, or auto; default: {_BUDGET}",
+            name="kv-cache-memory-bytes",
+            metavar="SIZE",
+        ),
+    )
+    gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata=_flag("share of the free memory for the cache, instead of a size", parse=float, metavar="SHARE"),
+    )
+    block_size: int = field(default=16, metadata=_flag("tokens per block of --kv paged", parse=int))
+    kv_cache_dtype: KVCacheDtype = field(
+        default="auto",
+        metadata=_flag(
+            "element type of the cache: the model's, or 8 bits with a scale per token and head (--kv virtual)",
+            choices=get_args(KVCacheDtype),
+        ),
+    )
+    kv_options: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_flag(
+            'options of vattn.KVConfig for --kv virtual: {"page_size": 65536}', parse=json.loads, metavar="JSON"
+        ),
+    )
+    enable_prefix_caching: bool = field(
+        default=True, metadata=_flag("reuse what earlier requests with the same start have computed")
+    )
+    scheduling_policy: Policy = field(
+        default="fcfs", metadata=_flag("order in which requests run", choices=get_args(Policy))
+    )
+    preemption_mode: PreemptionMode = field(
+        default="auto",
+        metadata=_flag("what happens to the cache of a preempted request", choices=get_args(PreemptionMode)),
+    )
+    swap_space: int | str = field(
+        default="1GiB", metadata=_flag("host memory for caches of preempted requests", metavar="SIZE")
+    )
+    attention: str | Attention = field(default="auto", metadata=_flag("attention kernel; `vattn doctor` lists them"))
+    enforce_eager: bool = field(
+        default=False, metadata=_flag("the model as transformers wrote it: no CUDA graphs, no packed weights")
+    )
+    speculative_config: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_flag(
+            'draft tokens where text repeats itself: {"method": "ngram", "num_speculative_tokens": 4}',
+            parse=json.loads,
+            metavar="JSON",
+        ),
+    )
+    seed: int | None = field(default=0, metadata=_flag("seed of requests and of the engine", parse=int))
+    on_step: Callable[[StepRecord], None] | None = None
+
+    def __post_init__(self) -> None:
+        max_num_seqs, max_num_batched_tokens = check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        self._set("max_num_seqs", max_num_seqs)
+        self._set("max_num_batched_tokens", max_num_batched_tokens)
+        self._set("block_size", checked_whole("block_size", self.block_size, 1))
+        self._check_types()
+        self._check_model()
+        find_backend(self.kv, self.kv_cache_dtype)
+        self._check_memory()
+        self._check_scheduling()
+
+    @classmethod
+    def flags(cls) -> dict[Field[Any], Flag]:
+        """The fields that the command line offers, in order."""
+        return {each: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata}
+
+    # What depends on the model or the machine.
+
+    def resolved_max_model_len(self, limit: int | None) -> int:
+        """Most tokens of a request.
+
+        Args:
+            limit: the longest context of the model; None where its config states none.
+
+        Raises:
+            ConfigError: more than the model's limit, or neither of the two is known.
+        """
+        asked = self.max_model_len
+        if asked is None:
+            if limit is None:
+                raise ConfigError("the model's config states no longest context; give max_model_len")
+            return limit
+        if limit is not None and asked > limit:
+            raise ConfigError(
+                f"max_model_len is {asked}, but the model's positions reach to {limit}; give at most {limit}"
+            )
+        return asked
+
+    def resolved_memory_budget(self, device: torch.device) -> int | str:
+        """The size of the cache: bytes or text; a share is measured now, so after the model is loaded."""
+        if self.gpu_memory_utilization is not None:
+            return budget_bytes("auto", device, self.gpu_memory_utilization)
+        return _BUDGET if self.memory_budget is None else self.memory_budget
+
+    def _check_types(self) -> None:
+        if self.on_step is not None and not callable(self.on_step):
+            raise ConfigError(f"on_step is {shown(self.on_step)}; give a function of a StepRecord, or None")
+        if self.seed is not None:
+            seed = whole(self.seed)
+            if seed is None:
+                raise ConfigError(f"seed is {shown(self.seed)}; give a whole number, or None")
+            self._set("seed", seed)
+        options = self.kv_options
+        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
+            raise ConfigError(f"kv_options is {shown(options)}; give a mapping of options of KVConfig")
+        for name in ("skip_tokenizer_init", "trust_remote_code", "enable_prefix_caching", "enforce_eager"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {shown(value)}; give True or False")
+        if not isinstance(self.attention, str) and not hasattr(self.attention, "refusal"):
+            raise ConfigError(f"attention is {shown(self.attention)}; give the name of a kernel, or an adapter")
+
+    def _check_model(self) -> None:
+        for name in ("model", "tokenizer"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                self._set(name, os.fspath(path))
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str) and not hasattr(self.tokenizer, "decode"):
+            raise ConfigError(f"tokenizer is {shown(self.tokenizer)}; give a path, a hub id or a tokenizer")
+        if not isinstance(self.dtype, str | torch.dtype):
+            raise ConfigError(f"dtype is {shown(self.dtype)}; give auto, {', '.join(_DTYPES)}, or a torch.dtype")
+        if isinstance(self.dtype, str) and self.dtype != "auto":
+            if self.dtype not in _DTYPES:
+                raise ConfigError(f"dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+            self._set("dtype", _DTYPES[self.dtype])
+        if not isinstance(self.model, str | torch.nn.Module):
+            raise ConfigError(f"model is {shown(self.model)}; give a path, a hub id, or a loaded causal language model")
+        if self.max_model_len is not None:
+            asked = checked_whole("max_model_len", self.max_model_len, 0)
+            if asked < 2:
+                raise ConfigError(f"max_model_len is {asked}; a prompt and an output need at least 2 tokens")
+            self._set("max_model_len", asked)
+
+    def _check_memory(self) -> None:
+        parse_bytes(self.swap_space, "swap_space")
+        if self.gpu_memory_utilization is None:
+            if self.memory_budget is not None and self.memory_budget != "auto":
+                parse_bytes(self.memory_budget, "memory_budget")
+            return
+        if self.memory_budget is not None:
+            raise ConfigError(
+                f"memory_budget={shown(self.memory_budget)} and gpu_memory_utilization="
+                f"{shown(self.gpu_memory_utilization)} both size the cache; give one"
+            )
+        share = number(self.gpu_memory_utilization)
+        if share is None or not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {shown(self.gpu_memory_utilization)}; give a share over 0 and up to 1"
+            )
+
+    def _check_scheduling(self) -> None:
+        if self.scheduling not in SCHEDULING:
+            raise ConfigError(
+                f"scheduling={shown(self.scheduling)} is not known; choose one of {', '.join(SCHEDULING)}"
+            )
+        checked_choice("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        checked_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        if self.speculative_config is not None:
+            SpeculativeConfig.from_options(self.speculative_config)
+            if self.scheduling != "continuous":
+                raise ConfigError(f"speculative_config needs scheduling='continuous', not {self.scheduling!r}")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)

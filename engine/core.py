@@ -1,0 +1,573 @@
+"""`EngineCore`: the loop that drives a model, a cache and a scheduler, under the faces `LLM` and `AsyncEngine`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from vattn.engine.beam_search import take_beams
+from vattn.engine.config import EngineConfig
+from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
+from vattn.engine.kv.base import KVBackend
+from vattn.engine.kv.make import make_backend
+from vattn.engine.kv.spec import KVSpec
+from vattn.engine.loading import LoadedModel
+from vattn.engine.model.rows import Forward, Row
+from vattn.engine.model.runner import ModelRunner
+from vattn.engine.model.sampler import Sampler
+from vattn.engine.requests.intake import Intake
+from vattn.engine.requests.logprobs import Logprob, token_logprobs
+from vattn.engine.requests.outputs import RequestGroup, RequestOutput
+from vattn.engine.requests.prompts import Prompt, PromptReader
+from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.requests.text import TokenText
+from vattn.engine.scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
+from vattn.engine.scheduling.record import StepRecord
+from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
+from vattn.engine.scheduling.static import StaticScheduler
+from vattn.engine.scheduling.swap import SwapSpace
+from vattn.errors import OutOfPages, VattnError
+from vattn.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+# Which part of the books a call changes, or which part of a step is under way.
+_QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
+
+
+class EngineCore:
+    """Requests in, outputs out, one step at a time.
+
+    One thread at a time may use it, as `gate` sees to; `make_group` and `close` may be called by any.
+
+    Invariants: `_groups` has every request that has not ended, and only these are in the scheduler's queues. `_torn`
+    names the change of the books that was interrupted; the next call mends them first.
+
+    Attributes:
+        loaded: the model and what belongs to it.
+        kv: the cache.
+        intake: makes requests of prompts.
+        speculation: statistics of drafts so far.
+        on_step: called with a `StepRecord` after each step.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or not be served as the config asks.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.loaded = loaded = LoadedModel(config)
+        self.on_step = config.on_step
+        self.speculation = SpeculationStats()
+        self.gate = Gate()
+        self.sampler = Sampler()
+        self.intake = Intake(
+            PromptReader(loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
+            TokenText(loaded.tokenizer),
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            eos_token_id=loaded.eos_token_id,
+            seed=config.seed,
+        )
+        self._decode_token = self.intake.text.of_token
+        self._on_closing: Callable[[], None] = _nothing
+        self._names = itertools.count()
+        self._groups: dict[str, RequestGroup] = {}
+        self._closed = False
+        self._phase = ""  # which part of a step is under way
+        self._torn = ""  # which change of the books is under way, or was interrupted
+        self._changed: list[Request] = []  # requests with news for the next outputs
+        try:
+            self.kv = _make_kv(config, loaded)
+            self.scheduler = _make_scheduler(config, loaded, self.kv)
+            self._swap = self.scheduler.swap
+            if not config.enforce_eager:
+                loaded.optimize()
+        except BaseException:
+            loaded.close()
+            raise
+        self.runner = ModelRunner(
+            loaded.model,
+            self.kv,
+            loaded.attention,
+            latents=loaded.latents,
+            graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
+        )
+
+    def close(self) -> None:
+        """End all requests, free the cache and restore the model's attention. Idempotent.
+
+        Waits for a step in another thread, whose `generate` then raises `EngineClosed`. A call from `on_step` takes
+        effect when the outermost call on this engine ends, right after this one.
+        """
+        self.gate.closing = True
+        self._on_closing()
+        use = Use(threading.current_thread(), "close")
+        try:
+            if self.gate.wait(use):
+                self._tear_down()
+        finally:
+            if self.gate.user is use:
+                self.gate.user = None
+
+    def _tear_down(self) -> None:
+        if self._closed:
+            return
+        self._groups.clear()
+        self._changed.clear()
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
+        self.runner.close()
+        self.kv.close()
+        self.loaded.close()
+        self._closed = True
+
+    @property
+    def closing(self) -> bool:
+        """Whether the engine is closed, or `close` waits for a step."""
+        return self.gate.closing
+
+    def lend(self, thread: threading.Thread, name: str, on_closing: Callable[[], None]) -> None:
+        """Reserve the engine for one thread, which need not have started, until `take_back`.
+
+        Args:
+            name: of the thread's owner, for the error that other threads get.
+            on_closing: called by `close`, in the thread that calls it.
+
+        Raises:
+            EngineBusy: another thread uses the engine.
+            EngineClosed: it is closed.
+        """
+        self.gate.enter(Use(thread, name, lent=True))
+        self._on_closing = on_closing
+        if self.gate.closing:
+            self.take_back(thread)
+            raise EngineClosed("this LLM is closed; make a new one")
+
+    def take_back(self, thread: threading.Thread) -> None:
+        """End `lend`; no effect if the engine was not lent to this thread."""
+        user = self.gate.user
+        if user is not None and user.thread is thread:
+            self._on_closing = _nothing
+            self.gate.user = None
+            if self.gate.closing:
+                self.close()
+
+    @property
+    def num_groups(self) -> int:
+        """Prompts whose requests have not all ended."""
+        return len(self._groups)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups)
+
+    def new_id(self) -> str:
+        """A request id that no unfinished request has."""
+        return next(name for name in map(str, self._names) if name not in self._groups)
+
+    def make_group(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
+    ) -> RequestGroup:
+        """Check a prompt and build its requests, which `add_group` then queues. Any thread may do this.
+
+        Raises:
+            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+            EngineClosed: the engine is closed.
+        """
+        self._check_open()
+        group = self.intake.make_group(request_id, prompt, sampling, kind=kind, priority=priority)
+        self.scheduler.check_fits(group.requests[0])
+        return group
+
+    @exclusive
+    def add_group(self, group: RequestGroup) -> None:
+        """Queue what `make_group` made.
+
+        Raises:
+            InvalidRequest: an unfinished request has the same name.
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        self._check_usable("add_request")
+        if group.request_id in self._groups:
+            raise InvalidRequest(
+                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first"
+            )
+        self.scheduler.check_fits(group.requests[0])
+        with self._mending(_QUEUES):
+            for request in group.requests:
+                self.scheduler.add(request)
+            self._groups[group.request_id] = group
+
+    @exclusive
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request with all its completions now, and free its memory.
+
+        Returns:
+            Its last output; None for a request that is unknown or finished.
+
+        Raises:
+            EngineBusy: another thread uses this LLM.
+        """
+        if self._closed:
+            return None
+        self._check_usable("abort", closing=False)
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        with self._mending(_QUEUES):
+            del self._groups[request_id]
+            for request in group.unfinished():
+                self.scheduler.finish(request, FinishReason.ABORT)
+        return group.output()
+
+    @exclusive
+    def step(self) -> list[RequestOutput]:
+        """One iteration: plan, prepare memory, run the model once, sample.
+
+        An exception of `on_step` is raised here, and the step counts: its outputs come with the next one's.
+
+        Returns:
+            One output for each request that got a token or ended, as its `output_kind` says. An exception in the model
+            fails the requests of that step, with finish reason "error", and the others continue. An interrupt is
+            raised, and fails all requests that ran.
+
+        Raises:
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        self._check_usable("step")
+        if self._phase:
+            raise EngineBusy("step() was called from on_step; the next step begins when this one has ended")
+        start = time.monotonic()
+        accepted_before = self.speculation.num_accepted_tokens
+        try:
+            with self._mending(_STEP):
+                self._phase = _STEP
+                plan, num_preempted, prepare_seconds = self._plan(self._changed)
+                planned = time.monotonic()
+                decode_tokens = plan.num_decode_tokens
+                if plan.entries:
+                    self._compute(plan, self._changed)
+                if self._swap is not None and 2 * decode_tokens < plan.num_tokens:
+                    self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
+            if plan.entries and self.on_step is not None:
+                record = StepRecord(
+                    start_time=start,
+                    schedule_seconds=planned - start - prepare_seconds,
+                    prepare_seconds=prepare_seconds,
+                    forward_seconds=time.monotonic() - planned,
+                    decode_tokens=decode_tokens,
+                    prefill_tokens=plan.num_tokens - decode_tokens,
+                    num_running=len(self.scheduler.running),
+                    num_waiting=len(self.scheduler.waiting),
+                    num_preempted=num_preempted,
+                    kv=self.kv.stats(),
+                    drafted_tokens=sum(len(entry.draft) for entry in plan.entries),
+                    accepted_tokens=self.speculation.num_accepted_tokens - accepted_before,
+                )
+                self._phase = _ON_STEP
+                self.on_step(record)
+        finally:
+            self._phase = ""
+        return self._outputs()
+
+    def check(self) -> None:
+        """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
+        self.kv.check()
+        self.scheduler.check()
+        unfinished = sum(len(group.unfinished()) for group in self._groups.values())
+        assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def check_idle(self, name: str) -> None:
+        """Refuse the call `name`, which runs its own requests to completion, while others are unfinished.
+
+        Raises:
+            VattnError: some are; their outputs would be lost.
+            EngineBusy, EngineClosed: as for `add_group`.
+        """
+        self._check_usable(name)
+        if self._groups:
+            raise VattnError(
+                f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
+                "use add_request() and step()"
+            )
+
+    def abandon(self, error: BaseException) -> None:
+        """Drop all requests; they are those of the call that is about to raise `error`."""
+        self._torn = _STEP
+        self._groups.clear()
+        self._changed.clear()
+        self._mend(error)
+
+    @contextmanager
+    def _mending(self, what: str) -> Iterator[None]:
+        """A change of queues and slots; if it is interrupted or fails unexpectedly, `_mend` repairs them."""
+        self._torn = what
+        try:
+            yield
+        except BaseException as error:
+            self._mend(error)
+            raise
+        self._torn = ""
+
+    def _mend(self, error: BaseException) -> None:
+        """Restore the invariants after an interrupt at any point; if this is interrupted, too, the next call does it.
+
+        `_groups` is right at any moment. An interrupted step may have left any running request half changed, so these
+        fail. An interrupted change of the queues leaves requests intact, and each says whether it holds a slot.
+        """
+        ran = {*self.scheduler.running} if self._torn == _QUEUES else set()
+        running, waiting = [], []
+        fallen: dict[Request, None] = {}
+        for group in self._groups.values():
+            for request in group.requests:
+                if request in ran and request.runs:
+                    running.append(request)
+                elif request.queued:
+                    waiting.append(request)
+                elif request.finished_time is None:  # the last that `finish` stores
+                    fallen |= dict.fromkeys([request, *group.falls_with(request)])
+                else:
+                    request.slot = None
+            if not group.unfinished():
+                self._changed += group.requests
+        for request in fallen:
+            self._changed.append(request)
+            request.fail(VattnError(f"a step of this request was interrupted by {type(error).__name__}"))
+        self.sampler = Sampler()
+        self.scheduler.restore(running, [request for request in waiting if request not in fallen])
+        self._torn = ""
+
+    def _check_open(self) -> None:
+        if self.gate.closing:
+            raise EngineClosed("this LLM is closed; make a new one")
+
+    def _check_usable(self, name: str, *, closing: bool = True) -> None:
+        if closing:
+            self._check_open()
+        if self._phase == _STEP:
+            raise EngineBusy(
+                f"{name}() was called in the middle of a step, by a signal handler or the model; wait for it"
+            )
+        if self._torn:
+            self._mend(KeyboardInterrupt())
+
+    def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
+        """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
+
+        The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
+        request of the lowest rank is then preempted; a request that is refused alone fails, and joins `changed`.
+        """
+        preempted = 0
+        seconds = 0.0
+        refused = False
+        while True:
+            plan = self.scheduler.schedule(admit=not refused)
+            preempted += len(plan.preempted)
+            if not plan.entries:
+                return plan, preempted, seconds
+            start = time.monotonic()
+            try:
+                if plan.reserve:
+                    self.kv.prepare(plan.reserve)
+                self.kv.prepare(plan.lengths, plan.next_lengths)
+                for entry in plan.entries:
+                    if entry.request.saved is not None:
+                        assert self._swap is not None
+                        self._swap.load(entry.request)
+                return plan, preempted, seconds + time.monotonic() - start
+            except OutOfPages as error:
+                refused = True
+                if len(self.scheduler.running) > 1:
+                    self.scheduler.preempt_last()
+                    preempted += 1
+                else:
+                    self._fail(plan.requests, error, changed)
+            except VattnError as error:
+                self._fail(plan.requests, error, changed)
+            seconds += time.monotonic() - start
+
+    def _compute(self, plan: Plan, changed: list[Request]) -> None:
+        """Run a prepared plan; requests that got a token or failed join `changed`."""
+        forked: list[Request] = []
+        try:
+            forward = self._fork(self.runner.run(plan.entries), forked)
+            forward, beams = take_beams(forward, self._groups)
+            tokens = self.sampler.sample(forward.logits, forward.rows)
+            reports = self._token_logprobs(forward, tokens)
+            self._note_prompt_logprobs(forward)
+        except Exception as error:
+            self._fail([*plan.requests, *forked], error, changed)
+            return
+        drafts: dict[Request, tuple[int, ...]] = {}
+        for entry in plan.entries:
+            entry.request.advance(entry.end - len(entry.draft))
+            if entry.draft:
+                drafts[entry.request] = entry.draft
+            elif len(entry) > 1:
+                self._publish(entry, forward)
+        for (request, ahead), token, report in zip(forward.rows, tokens, reports, strict=True):
+            changed.append(request)
+            if request.finish_reason is not None or request.num_uncomputed_tokens:
+                continue  # an earlier token of its draft was rejected, or ended the request
+            if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+                self.scheduler.finish(request, FinishReason.LENGTH)
+                continue
+            if token is None:
+                reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
+                self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
+                continue
+            if report is not None and request.logprobs is not None:
+                request.logprobs.append(report)
+                request.cumulative_logprob += report[token].logprob
+            try:
+                request.append(token)
+            except Exception as error:  # the tokenizer, which is not ours, cannot decode it
+                self.scheduler.finish(request, FinishReason.ERROR, error)
+                continue
+            if request.state is State.DONE:
+                self.scheduler.release(request)
+            elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
+                request.advance(request.num_tokens)
+        self._take_back(plan)
+        for group, requests, logits in beams:
+            changed += requests
+            try:
+                group.advance(requests, logits, self.scheduler)
+            except Exception as error:
+                self._fail(requests, error, changed)
+
+    def _publish(self, entry: Entry, forward: Forward) -> None:
+        """Publish a chunk of a prompt to the prefix cache, if the model's outputs for it are finite."""
+        request = entry.request
+        finite = forward.finite.get(request)
+        if finite is False:
+            request.publishes = False  # nor later tokens, which attend to it
+        elif finite:
+            self.scheduler.publish(request)
+
+    def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
+        """Start the other completions of prompts that were computed, and sample them from the same logits.
+
+        Args:
+            forked: receives the completions that were started, even if this fails.
+        """
+        leaders = {row.request: place for place, row in enumerate(forward.rows) if row.request.sampling.n > 1}
+        pairs = self.scheduler.fork_siblings(list(leaders)) if leaders else []
+        if not pairs:
+            return forward
+        forked += [sibling for _, sibling in pairs]
+        places = [*range(len(forward.rows)), *(leaders[leader] for leader, _ in pairs)]
+        return replace(
+            forward,
+            rows=[*forward.rows, *map(Row, forked)],
+            logits=forward.logits[places],
+        )
+
+    def _take_back(self, plan: Plan) -> None:
+        """Count the drafts of a step, and cut slots back to the accepted tokens."""
+        lengths = {}
+        for entry in plan.entries:
+            if entry.draft:
+                request = entry.request
+                right = request.num_computed_tokens
+                self.speculation.observe(len(entry.draft), right - entry.end + len(entry.draft))
+                if right < entry.end and request.slot is not None:
+                    lengths[request.slot] = right
+        if lengths:
+            self.kv.prepare(lengths)
+
+    def _token_logprobs(self, forward: Forward, tokens: Sequence[int | None]) -> list[dict[int, Logprob] | None]:
+        """For each row the log probabilities of its token, where its request asked for them; None for others."""
+        found: list[dict[int, Logprob] | None] = [None] * len(tokens)
+        asked = [
+            (place, row.request, token)
+            for place, (row, token) in enumerate(zip(forward.rows, tokens, strict=True))
+            if token is not None and row.request.logprobs is not None
+        ]
+        if asked:
+            places, requests, chosen = zip(*asked, strict=True)
+            counts = [request.sampling.logprobs or 0 for request in requests]
+            reports = token_logprobs(forward.logits[list(places)], chosen, counts, self._decode_token)
+            for place, report in zip(places, reports, strict=True):
+                found[place] = report
+        return found
+
+    def _note_prompt_logprobs(self, forward: Forward) -> None:
+        """Store the log probabilities of prompt tokens, where requests asked for them."""
+        if forward.prompt_rows:
+            targets = [request.prompt_token_ids[position + 1] for request, position in forward.prompt_rows]
+            counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.prompt_rows]
+            reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
+            for (request, _), report in zip(forward.prompt_rows, reports, strict=True):
+                assert request.prompt_logprobs is not None
+                request.prompt_logprobs.append(report)
+
+    def _fail(self, requests: Sequence[Request], error: Exception, changed: list[Request]) -> None:
+        logger.error("a step of %d requests failed", len(requests), exc_info=error)
+        error.__traceback__ = None  # its frames would keep the step's tensors alive as long as the outputs
+        for request in requests:
+            for fallen in self._groups[request.parent_id].falls_with(request):
+                self.scheduler.finish(fallen, FinishReason.ERROR, error)
+            changed.append(request)
+
+    def _outputs(self) -> list[RequestOutput]:
+        """Outputs of requests that changed, but for those aborted since; groups that ended are dropped."""
+        changed = dict.fromkeys(request.parent_id for request in self._changed)
+        groups = [group for parent_id in changed if (group := self._groups.get(parent_id)) is not None]
+        outputs = [output for group in groups if (output := group.output()) is not None]
+        for group in groups:
+            if not group.unfinished():
+                del self._groups[group.request_id]
+        self._changed.clear()
+        return outputs
+
+
+def _nothing() -> None:
+    pass
+
+
+def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
+    spec = KVSpec(
+        loaded.shape,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        dtype=loaded.model.dtype,
+        device=loaded.model.device,
+        memory_budget=config.resolved_memory_budget(loaded.model.device),
+        block_size=config.block_size,
+        guard_rows=loaded.attention.guard_rows,
+        chunk_tokens=config.max_num_batched_tokens,
+        kv_options=config.kv_options,
+    )
+    return make_backend(config.kv, spec, kv_cache_dtype=config.kv_cache_dtype)
+
+
+def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> Scheduler:
+    limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
+    if config.scheduling == "static":
+        return StaticScheduler(kv, **limits, max_model_len=loaded.max_model_len)
+    swap = SwapSpace(
+        kv,
+        windows=[layer.window if kv.forgets_windows else None for layer in loaded.shape.layers],
+        token_bytes=kv.token_bytes,
+        budget=parse_bytes(config.swap_space, "swap_space"),
+        mode=config.preemption_mode,
+        device=loaded.model.device,
+    )
+    proposer = None
+    if config.speculative_config is not None:
+        proposer = NgramProposer(SpeculativeConfig.from_options(config.speculative_config))
+    return Scheduler(
+        kv,
+        **limits,
+        policy=config.scheduling_policy,
+        swap=swap,
+        prefix_caching=config.enable_prefix_caching,
+        proposer=proposer,
+    )

@@ -1,0 +1,154 @@
+"""From a config to a model that is ready for packed steps: weights, tokenizer, what is stored per token, the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from vattn import packed
+from vattn.attention import Attention, Blocks, Case
+from vattn.attention import get as get_attention
+from vattn.engine.config import EngineConfig
+from vattn.engine.kv.make import find_backend
+from vattn.engine.model import optimize
+from vattn.errors import ConfigError
+
+
+class LoadedModel:
+    """A model whose attention implementation is `"vattn"` until `close`, and what the engine needs to know of it.
+
+    Attributes:
+        tokenizer: None without one.
+        max_model_len: most tokens of a request.
+        vocab_size: token ids are `0 .. vocab_size - 1`.
+        eos_token_ids: the tokens that end an output.
+        eos_token_id: the one that does so without being a `stop_reason`; others count as stop tokens, as in vLLM.
+        shape: what is stored per token, layer by layer.
+        latents: the layers of which latents are stored.
+        attention: the kernel.
+
+    Raises:
+        ConfigError: it cannot be loaded or served, or not as the config asks.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.model = _load_model(config)
+        self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config)
+        packed.check_supported(self.model)
+        self.max_model_len = config.resolved_max_model_len(packed.max_context(self.model.config))
+        embedding: Any = self.model.get_input_embeddings()
+        self.vocab_size: int = embedding.num_embeddings
+        self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
+        self.eos_token_id = _eos_token_id(self.tokenizer, self.eos_token_ids)
+        self.latents: Mapping[int, packed.LatentAttention] = {}
+        self._is_ours = isinstance(config.model, str)
+        self._restore_weights: Callable[[], None] = _nothing
+
+        if self.model.device.type == "cpu":
+            optimize.keep_freed_memory()
+        packed.register()
+        self._previous_attention = self.model.config._attn_implementation
+        self.model.set_attn_implementation(packed.NAME)
+        try:
+            self.shape = packed.kv_shape(self.model)
+            if not config.enforce_eager:
+                self.latents = packed.find_latents(self.model, self.shape)
+            self.shape = packed.store_latents(self.shape, self.latents)
+            self.attention = _choose_kernel(config, self.model, self.shape)
+        except BaseException:
+            self.close()
+            raise
+
+    def optimize(self) -> None:
+        """Pack the weights, where that helps here; a model that was given as an object gets them back in `close`."""
+        if optimize.supported(self.model):
+            restore = optimize.optimize(self.model, keep_weights=not self._is_ours)
+            if not self._is_ours:
+                self._restore_weights = restore
+
+    def close(self) -> None:
+        """Leave a model that was given as an object as it was."""
+        self._restore_weights()
+        self.model.set_attn_implementation(self._previous_attention)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape) -> Attention:
+    """The kernel for every pair of head sizes that the model has."""
+    backend = find_backend(config.kv, config.kv_cache_dtype)
+    cases = [
+        Case(
+            model.device,
+            model.dtype,
+            head_dim,
+            v_head_dim,
+            config.block_size if backend.stored_as is Blocks else None,
+            shape.softcap,
+            shape.sinks,
+            whole_layers=backend.stored_as is not None,
+        )
+        for head_dim, v_head_dim in shape.head_dims
+    ]
+    return get_attention(config.attention, *cases)
+
+
+@contextmanager
+def _loading(what: str, path: str) -> Iterator[None]:
+    """One ConfigError for the many types that transformers raises about files that are missing or unreadable."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"the {what} {path!r} cannot be loaded: {error}") from error
+
+
+def _load_model(config: EngineConfig) -> PreTrainedModel:
+    """The model in eval mode: read from a path, or the given object, whose type is then not changed."""
+    model, dtype = config.model, config.dtype
+    if isinstance(model, str):
+        with _loading("model", model):
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        loaded.train(False)
+        return loaded
+    given = cast(PreTrainedModel, model)
+    if isinstance(dtype, torch.dtype) and given.dtype != dtype:
+        raise ConfigError(f"the loaded model is {given.dtype}, not dtype={dtype}; convert it first: model.to({dtype})")
+    given.train(False)
+    return given
+
+
+def _load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    tokenizer = config.tokenizer
+    if tokenizer is None and isinstance(config.model, str):
+        tokenizer = config.model
+    if isinstance(tokenizer, str):
+        with _loading("tokenizer", tokenizer):
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=config.trust_remote_code
+            )
+        return loaded
+    return cast(PreTrainedTokenizerBase | None, tokenizer)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _eos_token_id(tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: frozenset[int]) -> int | None:
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return cast(int, tokenizer.eos_token_id)
+    return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None

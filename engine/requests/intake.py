@@ -1,0 +1,97 @@
+"""From a prompt and its parameters to the requests that complete it."""
+
+from __future__ import annotations
+
+import random
+
+from vattn.engine.checks import LARGEST, whole
+from vattn.engine.requests.outputs import RequestGroup
+from vattn.engine.requests.prompts import Prompt, PromptReader, cache_salt
+from vattn.engine.requests.request import InvalidRequest, Request
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.requests.text import TokenText
+from vattn.integers import shown
+
+
+class Intake:
+    """Checks what callers ask for and makes requests of it. Any thread may use it.
+
+    Args:
+        max_model_len: most tokens of a request, prompt and output.
+        eos_token_ids, eos_token_id: as `Request` has them.
+        seed: of the seeds of requests that bring none; None to draw one.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptReader,
+        text: TokenText,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        eos_token_id: int | None,
+        seed: int | None,
+    ) -> None:
+        self.prompts = prompts
+        self.text = text
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_id
+        self._seeds = random.Random(seed)
+
+    def make_group(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
+    ) -> RequestGroup:
+        """The requests for one prompt, one for each of its completions.
+
+        Raises:
+            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+        """
+        sampling = as_params(sampling)
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
+        rank = whole(priority)
+        if rank is None or not -LARGEST <= rank <= LARGEST:
+            raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits")
+        text, token_ids = self.prompts.read(prompt)
+        salt = cache_salt(prompt)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
+        stop, bad_words = tuple(sampling.stop or ()), tuple(sampling.bad_words or ())
+        if self.text.tokenizer is None and (stop or bad_words):
+            name = "stop" if stop else "bad_words"
+            raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
+        longest = self.max_model_len
+        if sampling.max_tokens is not None:
+            longest = min(longest, len(token_ids) + sampling.max_tokens)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        bad_words_ids = self.prompts.words_ids(bad_words)
+        requests = [
+            Request(
+                request_id if sampling.n == 1 else f"{index}_{request_id}",
+                token_ids,
+                sampling,
+                max_total_tokens=longest,
+                seed=seed + index,
+                priority=rank,
+                cache_salt=salt,
+                eos_token_ids=self.eos_token_ids,
+                eos_token_id=self.eos_token_id,
+                prompt=text,
+                detokenizer=self.text.detokenizer(sampling),
+                bad_words_ids=bad_words_ids,
+                parent_id=request_id,
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+        return RequestGroup(request_id, requests, kind)
+
+
+def as_params(params: object) -> SamplingParams:
+    """`params`, or an InvalidRequest for a value of another type."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"sampling_params is {shown(params)}; give SamplingParams, or a list of one for each prompt"
+        )
+    return params

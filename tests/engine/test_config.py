@@ -1,0 +1,81 @@
+"""One source for the keywords of `LLM`, the flags of the command line and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from dataclasses import MISSING, FrozenInstanceError, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vattn.engine import LLM
+from vattn.engine.cli import parser
+from vattn.engine.config import EngineConfig
+from vattn.errors import ConfigError
+
+FIELDS = {field.name: field for field in fields(EngineConfig)}
+# What a shell cannot say, and what would leave the commands without text.
+WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init"}
+# Of the commands themselves, and of sampling.
+OWN = {"help", "prompts", "system", "n", "no_progress", "max_tokens", "min_tokens", "temperature", "top_p", "top_k"}
+OWN |= {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"}
+
+
+def test_the_keywords_of_llm_are_the_fields() -> None:
+    keywords = dict(inspect.signature(LLM).parameters)
+    assert list(keywords) == list(FIELDS)
+    for name, keyword in keywords.items():
+        default = FIELDS[name].default
+        assert keyword.default == (inspect.Parameter.empty if default is MISSING else default), name
+        assert keyword.annotation == FIELDS[name].type, name
+
+
+def test_every_keyword_is_documented_in_order() -> None:
+    args = (inspect.getdoc(LLM) or "").split("Args:\n")[1].split("\n\n")[0]
+    assert re.findall(r"^    (\w+):", args, flags=re.MULTILINE) == list(FIELDS)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_flags_are_the_fields(command: str) -> None:
+    commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    flags = {action.dest: action for action in commands.choices[command]._actions}
+    assert set(flags) - OWN == set(FIELDS) - WITHOUT_FLAG | {"model"}
+    for name in set(FIELDS) - WITHOUT_FLAG:
+        assert flags[name].help, name
+        assert name == "max_num_seqs" or flags[name].default == FIELDS[name].default, name
+
+
+def test_values_are_pythons_own() -> None:
+    config = EngineConfig(
+        model=Path("a/b"), tokenizer=Path("c"), max_num_seqs=np.int64(3), dtype="bfloat16", seed=np.int8(5)
+    )
+    assert (config.model, config.tokenizer, config.dtype) == ("a/b", "c", torch.bfloat16)
+    assert [type(value) for value in (config.max_num_seqs, config.seed)] == [int, int]
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+
+
+def test_what_no_model_could_serve_is_refused_before_one_is_loaded() -> None:
+    for keywords, message in (
+        ({"kv": "stack"}, "'stack' is not a backend"),
+        ({"kv": "paged", "kv_cache_dtype": "int8"}, "kv='virtual'"),
+        ({"memory_budget": "much"}, "memory_budget='much' is not a size"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"dtype": "int4"}, "'int4' is not one of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM("/nowhere/at/all", **keywords)  # type: ignore[arg-type]
+
+
+def test_the_longest_request() -> None:
+    assert EngineConfig(model="m").resolved_max_model_len(64) == 64
+    assert EngineConfig(model="m", max_model_len=32).resolved_max_model_len(64) == 32
+    assert EngineConfig(model="m", max_model_len=32).resolved_max_model_len(None) == 32
+    with pytest.raises(ConfigError, match="states no longest context"):
+        EngineConfig(model="m").resolved_max_model_len(None)
+    with pytest.raises(ConfigError, match="give at most 16"):
+        EngineConfig(model="m", max_model_len=32).resolved_max_model_len(16)
