@@ -50,7 +50,8 @@ sanitize-native:
 
 # The library's tests over a native module with AddressSanitizer and UBSan, which lies in build/asan and is loaded by the
 # environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for.
-ASAN_TESTS := $(addprefix tests/vattn/test_,cache faults fork pool sharing sharing_machine state_machine vmm_host windows zero_on_free)
+ASAN_TESTS := $(addprefix tests/vattn/,test_cache.py drivers/test_vmm_host.py $(addprefix memory/test_,faults.py pool.py \
+  sharing.py sharing_machine.py state_machine.py windows.py zero_on_free.py))
 sanitize-python: $(VENV)/.installed
 	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
 	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
@@ -61,7 +62,7 @@ sanitize-python: $(VENV)/.installed
 	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \
-	$$python -m pytest -q -p no:cacheprovider $(addsuffix .py,$(ASAN_TESTS))
+	$$python -m pytest -q -p no:cacheprovider $(ASAN_TESTS)
 
 bench: $(VENV)/.installed
 	for name in step admission overlap fragmentation windows mla quantised decode batching memory blocks capacity backends block_size prefix cache speculate; do $(BIN)/python -m bench $$name || exit 1; done

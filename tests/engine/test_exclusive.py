@@ -236,8 +236,8 @@ def test_an_engine_thread_at_the_interpreters_exit() -> None:
     """It is stopped before memory is given back, without a word."""
     code = """
 import asyncio, sys
-sys.path[:0] = ["tests/support", "tests/engine"]
-from test_exclusive import make_llm, AsyncEngine, SamplingParams
+sys.path.insert(0, "tests/support")
+from tests.engine.test_exclusive import make_llm, AsyncEngine, SamplingParams
 
 async def main():
     engine = AsyncEngine(make_llm("virtual"))

@@ -18,13 +18,13 @@ import stub
 INNER = sorted(path.name for path in Path(__file__).with_name("inner").glob("test_*.py"))
 LIBRARY = [
     "test_cache.py",
-    "test_contents.py",
-    "test_faults.py",
-    "test_pool.py",
-    "test_sharing.py",
-    "test_sharing_machine.py",
-    "test_state_machine.py",
-    "test_zero_on_free.py",
+    "memory/test_contents.py",
+    "memory/test_faults.py",
+    "memory/test_pool.py",
+    "memory/test_sharing.py",
+    "memory/test_sharing_machine.py",
+    "memory/test_state_machine.py",
+    "memory/test_zero_on_free.py",
 ]
 
 

@@ -14,7 +14,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, invariant, rule
 from stub import Stub
-from test_state_machine import CacheMachine
+
+from tests.vattn.memory.test_state_machine import CacheMachine
 
 
 class KernelMachine(CacheMachine):

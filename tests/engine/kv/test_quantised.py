@@ -18,7 +18,7 @@ from vattn.engine.kv.quantised import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(Path(__file__).parents[3] / "demo" / "model")
 FAMILIES = ("llama", "gemma2", "gpt-oss", "mistral-window", "deepseek-v2")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

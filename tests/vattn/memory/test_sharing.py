@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faults import FaultyTable
-from target import DEVICE, host_only
-from test_cache import memory_calls
+from target import DEVICE, host_only, memory_calls
 
 import vattn
 

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([20]))
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(IDS)}
