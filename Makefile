@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test campaign soak check format lint types sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast campaign soak check format lint types sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -14,6 +14,10 @@ demo: $(VENV)/.installed
 # A process per core, each with one thread: two threads on two cores wait for each other under any other load.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# While developing: all but the slow tests.
+test-fast: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others.

@@ -11,6 +11,11 @@ from vattn.engine.kv.base import BACKENDS
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: one that starts last keeps a worker busy after the others are done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(params=BACKENDS)
 def kv(request: pytest.FixtureRequest) -> str:
     """Every test that takes this runs over every backend."""

@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_block_runs(block: str) -> None:
     done = subprocess.run(

@@ -21,12 +21,14 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", BUDGETS)
 def test_a_short_campaign_finds_nothing(mode: str) -> None:
     options = ("--mode", mode, "--calls", str(BUDGETS[mode]), "--seed", "1", "--shrink-seconds", "30")
     assert "0 found" in run("tests.campaign", *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "mode"),
     [

@@ -19,6 +19,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(

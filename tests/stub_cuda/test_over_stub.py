@@ -15,22 +15,26 @@ from pathlib import Path
 import pytest
 import stub
 
-INNER = sorted(path.name for path in Path(__file__).with_name("inner").glob("test_*.py"))
-LIBRARY = [
-    "test_cache.py",
-    "memory/test_contents.py",
-    "memory/test_faults.py",
-    "memory/test_pool.py",
-    "memory/test_sharing.py",
-    "memory/test_sharing_machine.py",
-    "memory/test_state_machine.py",
-    "memory/test_zero_on_free.py",
-]
+INNER = "tests/stub_cuda/inner"
+LIBRARY = "tests/vattn"
+# Each is a process. The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
+PARTS = {
+    "driver": [
+        f"{INNER}/{name}" for name in ("test_driver.py", "test_fences.py", "test_preconditions.py", "test_vmm_stub.py")
+    ],
+    "calls": [
+        f"{LIBRARY}/test_cache.py",
+        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),
+    ],
+    "machines": [
+        f"{INNER}/test_random_kernels.py",
+        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("sharing_machine", "state_machine")),
+    ],
+}
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    # The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
-    small = any("tests/vattn" in argument or "test_random_kernels" in argument for argument in arguments)
+    small = any(LIBRARY in argument or "test_random_kernels" in argument for argument in arguments)
     environment = stub.environment(granularity_log2=12) if small else stub.environment(devices=2)
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
@@ -40,14 +44,18 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
-@pytest.mark.parametrize(
-    "file", [f"tests/stub_cuda/inner/{name}" for name in INNER] + [f"tests/vattn/{name}" for name in LIBRARY]
-)
-def test_over_the_stub(file: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_over_the_stub(part: str) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     assert stub.ACTIVE not in os.environ, "already over the stub"
-    done = run([file])
+    done = run(PARTS[part])
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+
+
+def test_every_file_is_in_a_part() -> None:
+    inner = {f"{INNER}/{path.name}" for path in Path(__file__).with_name("inner").glob("test_*.py")}
+    assert inner <= {file for files in PARTS.values() for file in files}
 
 
 if __name__ == "__main__":

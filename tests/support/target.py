@@ -12,7 +12,7 @@ import pytest
 from vattn import CacheStats, CallStats, _native, drivers
 
 DEVICE = os.environ.get("VATTN_TEST_DEVICE", "cpu")
-EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "150"))  # runs of a state machine
+EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "50"))  # runs of what is random
 host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the host driver")
 
 if DEVICE != "cpu":

@@ -383,6 +383,7 @@ def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTra
             torch.testing.assert_close(got, model(part, past_key_values=reference).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tensor) -> None:
     """The update is not traced, and lengths that grow do not make a graph each."""

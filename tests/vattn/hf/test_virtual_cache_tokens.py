@@ -63,11 +63,12 @@ def dynamic(model: PreTrainedModel) -> Cache:
 
 def tokens(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:
     torch.manual_seed(3)
-    keywords = {"max_new_tokens": 14, "do_sample": False, **options}
+    keywords = {"max_new_tokens": 10, "do_sample": False, **options}
     output: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, **keywords)
     return output.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "implementation"), CASES)
 def test_tokens_equal_those_of_a_dynamic_cache(family: str, implementation: str) -> None:
     with attending(make_model(family), implementation) as model:
