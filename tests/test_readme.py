@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import scripts
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/kernels.md", "docs/transformers.md", "docs/your-own-engine.md")
 BLOCKS = [
     block for name in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
@@ -19,9 +17,7 @@ BLOCKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_block_runs(block: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(block, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

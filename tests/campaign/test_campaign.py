@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from paths import ROOT
 
 # Calls on the public interface, per mode: about a minute in all.
 BUDGETS = {"random": 15_000, "fuzz": 6_000, "interrupts": 6_000, "faults": 2_500, "processes": 60_000}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import scripts
 from target import EXAMPLES
 from tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 
@@ -248,7 +248,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = scripts.run(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

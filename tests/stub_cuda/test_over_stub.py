@@ -1,7 +1,8 @@
 """Runs, in processes that have the stub libcuda.so.1 on their path: the tests in inner/, and those of the library that
 hold on any device.
 
-By hand, for one of them: python tests/stub_cuda/test_over_stub.py tests/stub_cuda/inner/test_fences.py -k name
+By hand, for one of them:
+    PYTHONPATH=tests/support python tests/stub_cuda/test_over_stub.py tests/stub_cuda/inner/test_fences.py -k name
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import stub
+from paths import ROOT
 
 INNER = "tests/stub_cuda/inner"
 LIBRARY = "tests/vattn"
@@ -40,7 +42,7 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         environment["VATTN_TEST_DEVICE"] = "cuda"
     options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]  # which test hangs, if one does
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    return subprocess.run(command, env=environment, cwd=stub.ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")

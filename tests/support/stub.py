@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from paths import ROOT
+
 LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
 SOURCES = [
     ROOT / "tests" / "stub_cuda" / "libcuda.cpp",
