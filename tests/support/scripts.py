@@ -21,15 +21,21 @@ from typing import Any
 SECONDS = 120  # that a script may take
 
 
-def run(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """What the script printed, and its exit status: negative is the signal that ended it."""
+def run(
+    script: str, *arguments: str, cwd: Path | None = None, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What the script printed, and its exit status: negative is the signal that ended it.
+
+    `variables` are added to the environment in which the first script of this process was run.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        request = {"argv": ["-c", *arguments], "cwd": str(cwd or Path.cwd()), "out": str(out), "err": str(err)}
-        server.stdin.write(json.dumps({"script": script, **request}) + "\n")
+        request = {"script": script, "argv": ["-c", *arguments], "cwd": str(cwd or Path.cwd())}
+        files = {"out": str(out), "err": str(err)}
+        server.stdin.write(json.dumps({**request, **files, "variables": variables or {}}) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
         assert answer, "the server of scripts has ended"
@@ -73,6 +79,7 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
         os.close(file)
     os.close(nothing)
     os.chdir(request["cwd"])
+    os.environ.update(request["variables"])
     sys.argv = request["argv"]
     sys.path[0] = ""
     warnings.simplefilter("error")
