@@ -45,20 +45,23 @@ def test_late_arrivals(kv: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
-def test_preemption(family: str, kv: str, mode: PreemptionMode) -> None:
+def test_preemption(family: str, kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
     prompts = make_prompts([20, 21, 22, 23])
-    max_tokens = 100  # more than the scheduler's headroom, so admission cannot foresee it
+    longest = 128 if kv == "virtual" else 88  # two pages of a layer, or several blocks
+    max_tokens = longest - 28
+    # Admission cannot foresee how long they become.
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", max_tokens - 36)
     model = make_model(family)
     options = {"page_size": 4096, "eager_pages": 0} if kv == "virtual" else {}
     with LLM(model, max_num_seqs=1) as llm:
-        budget = 12 * 128 * llm.token_bytes // 5  # 2.4 requests of 128 tokens
+        budget = 12 * longest * llm.token_bytes // 5  # 2.4 of the longest requests
     with LLM(
         model,
         kv=kv,
         max_num_seqs=4,
         max_num_batched_tokens=32,
-        max_model_len=128,
+        max_model_len=longest,
         memory_budget=budget,
         kv_options=options,
         preemption_mode=mode,
