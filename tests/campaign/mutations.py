@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.campaign.campaign import MODES, run
-from vattn import bands, cache, journal, layout, pool, prefix, rows, sharing, slots
+from vattn import cache, layout, prefix
+from vattn.memory import bands, journal, pool, rows, sharing, slots
 
 Patch = Callable[[], None]
 
