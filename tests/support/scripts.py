@@ -81,7 +81,8 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
     os.chdir(request["cwd"])
     os.environ.update(request["variables"])
     sys.argv = request["argv"]
-    sys.path[0] = ""
+    if not sys.flags.safe_path:
+        sys.path[0] = ""
     warnings.simplefilter("error")
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
