@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -15,6 +15,10 @@ demo: $(VENV)/.installed
 # A process per core, each with one thread: two threads on two cores wait for each other under any other load.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# While developing: all but the slow tests.
+test-fast: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others.
@@ -55,7 +59,8 @@ sanitize-native:
 
 # The library's tests over a native module with AddressSanitizer and UBSan, which lies in build/asan and is loaded by the
 # environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for.
-ASAN_TESTS := $(addprefix tests/vattn/test_,cache faults fork pool sharing sharing_machine state_machine vmm_host windows zero_on_free)
+ASAN_TESTS := $(addprefix tests/vattn/,test_cache.py drivers/test_vmm_host.py $(addprefix memory/test_,faults.py pool.py \
+  sharing.py sharing_machine.py state_machine.py windows.py zero_on_free.py))
 sanitize-python: $(VENV)/.installed
 	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
 	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
@@ -66,7 +71,7 @@ sanitize-python: $(VENV)/.installed
 	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \
-	$$python -m pytest -q -p no:cacheprovider $(addsuffix .py,$(ASAN_TESTS))
+	$$python -m pytest -q -p no:cacheprovider $(ASAN_TESTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import scripts
+from paths import ROOT
 
 import vattn
 from vattn import engine, errors
 from vattn.engine import cli
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
@@ -25,11 +23,10 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = scripts.run(block, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

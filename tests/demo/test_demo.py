@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from demo import corpus, run
 from demo.prompts import prompts
 from vattn.engine import LLM, SamplingParams
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

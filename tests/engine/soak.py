@@ -21,12 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import test_stress as stress
 import torch
 
+from tests.engine import test_stress as stress
 from vattn.engine import LLM, BeamSearchParams, SamplingParams
 from vattn.engine.scheduling import scheduler
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import scripts
+from target import EXAMPLES
 from tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 
 from vattn import engine as engine_package
@@ -236,8 +237,8 @@ def test_an_engine_thread_at_the_interpreters_exit() -> None:
     """It is stopped before memory is given back, without a word."""
     code = """
 import asyncio, sys
-sys.path[:0] = ["tests/support", "tests/engine"]
-from test_exclusive import make_llm, AsyncEngine, SamplingParams
+sys.path.insert(0, "tests/support")
+from tests.engine.test_exclusive import make_llm, AsyncEngine, SamplingParams
 
 async def main():
     engine = AsyncEngine(make_llm("virtual"))
@@ -247,7 +248,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = scripts.run(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -345,14 +346,15 @@ class Interrupter:
 
 
 def moments(call: Callable[[], object]) -> list[int]:
-    """An entry of each function that a call enters, in the middle of it, by number."""
+    """An entry of each function that a call enters, in the middle of it, by number; `EXAMPLES` of them at most."""
     counter = Interrupter()
     with counter.watching():
         call()
     places: dict[CodeType, list[int]] = {}
     for number, code in enumerate(counter.entered, start=1):
         places.setdefault(code, []).append(number)
-    return sorted(numbers[len(numbers) // 2] for numbers in places.values())
+    middles = sorted(numbers[len(numbers) // 2] for numbers in places.values())
+    return middles[:: -(-len(middles) // EXAMPLES)]
 
 
 def small_llm(kv: str, **keywords: Any) -> LLM:
@@ -379,13 +381,14 @@ def run_all(llm: LLM) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_generate(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with small_llm(kv, speculative_config=drafts) as llm:
         want = run_all(llm)
         interrupted = 0
-        for moment in moments(lambda: run_all(llm))[::2]:
+        for moment in moments(lambda: run_all(llm)):
             try:
                 with Interrupter(moment).watching():
                     run_all(llm)
@@ -399,6 +402,7 @@ def test_an_interrupt_of_generate(kv: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert interrupted > 25
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_beam_search(caching_kv: str) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6)
     with small_llm(caching_kv) as llm:
@@ -443,11 +447,12 @@ def drive(llm: LLM) -> tuple[dict[str, Any], int]:
     return ended, interrupts
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     with small_llm(kv) as llm:
         want = run_all(llm)
-        for moment in moments(lambda: drive(llm))[::2]:
+        for moment in moments(lambda: drive(llm)):
             with Interrupter(moment).watching():
                 ended, interrupts = drive(llm)
             assert interrupts <= 1
@@ -463,6 +468,7 @@ def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(kv: str, monke
                         assert completion.token_ids == whole
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_an_interrupt_is_mended(caching_kv: str) -> None:
     """The next call does what is left."""
     with small_llm(caching_kv) as llm:

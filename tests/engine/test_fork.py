@@ -102,19 +102,22 @@ def test_fewer_slots_than_completions(kv: str, caching: bool) -> None:
         assert sum(record.prefill_tokens for record in records) == 3 * len(PROMPT) + 2 * len(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_short_of_memory(growing_kv: str, caching: bool, mode: str) -> None:
+def test_short_of_memory(growing_kv: str, caching: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 4)
     with make_llm(growing_kv) as llm:
         token_bytes = llm.token_bytes
     records = []
-    options = {"memory_budget": 260 * token_bytes, "max_num_batched_tokens": 32, "on_step": records.append}
+    sizes = {"memory_budget": 160 * token_bytes, "max_model_len": 120}
+    options = {**sizes, "max_num_batched_tokens": 32, "on_step": records.append}
     with make_llm(growing_kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
         for _ in range(2):
-            outputs = llm.generate([PROMPT, PROMPT[:30]], several(4, max_tokens=100), use_tqdm=False)
+            outputs = llm.generate([PROMPT, PROMPT[:30]], several(4, max_tokens=40), use_tqdm=False)
             idle(llm)
-            assert tokens(outputs[0]) == alone(PROMPT, 4, max_tokens=100)
-            assert tokens(outputs[1]) == alone(PROMPT[:30], 4, max_tokens=100)
+            assert tokens(outputs[0]) == alone(PROMPT, 4, max_tokens=40)
+            assert tokens(outputs[1]) == alone(PROMPT[:30], 4, max_tokens=40)
     assert sum(record.num_preempted for record in records) > 0
 
 

@@ -1,4 +1,4 @@
-"""Thousands of random requests through a pool that is too small for them, beside the same ones undisturbed.
+"""Hundreds of random requests through a pool that is too small for them, beside the same ones undisturbed.
 
 Everything that comes from outside happens at random, by a seed: late arrivals, priorities, prompts with common starts,
 sampling parameters of all kinds, requests that must be refused, aborts in every state, exceptions and NaN in the model.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from target import EXAMPLES
 from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
@@ -297,9 +298,11 @@ def assert_right(run: Run, jobs: Sequence[Job], want: Tokens) -> None:
             assert len(output.prompt_logprobs) == len(job.prompt)
 
 
-COUNTS = {"virtual": 700, "paged": 700, "dynamic": 200, "static": 200}
+# With the default of 50 examples; tests.engine.soak runs for as long as asked.
+COUNTS = {"virtual": 5 * EXAMPLES, "paged": 5 * EXAMPLES, "dynamic": 2 * EXAMPLES, "static": 2 * EXAMPLES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
@@ -324,6 +327,7 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_seed_repeats(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
     jobs = make_jobs(3, 120)

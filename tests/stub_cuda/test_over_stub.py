@@ -1,7 +1,8 @@
 """Runs, in processes that have the stub libcuda.so.1 on their path: the tests in inner/, and those of the library that
 hold on any device.
 
-By hand, for one of them: python tests/stub_cuda/test_over_stub.py tests/stub_cuda/inner/test_fences.py -k name
+By hand, for one of them:
+    PYTHONPATH=tests/support python tests/stub_cuda/test_over_stub.py tests/stub_cuda/inner/test_fences.py -k name
 """
 
 from __future__ import annotations
@@ -14,40 +15,49 @@ from pathlib import Path
 
 import pytest
 import stub
+from paths import ROOT
 
-INNER = sorted(path.name for path in Path(__file__).with_name("inner").glob("test_*.py"))
-LIBRARY = [
-    "test_cache.py",
-    "test_contents.py",
-    "test_faults.py",
-    "test_pool.py",
-    "test_sharing.py",
-    "test_sharing_machine.py",
-    "test_state_machine.py",
-    "test_zero_on_free.py",
-]
+INNER = "tests/stub_cuda/inner"
+LIBRARY = "tests/vattn"
+# Each is a process. The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
+PARTS = {
+    "driver": [
+        f"{INNER}/{name}" for name in ("test_driver.py", "test_fences.py", "test_preconditions.py", "test_vmm_stub.py")
+    ],
+    "calls": [
+        f"{LIBRARY}/test_cache.py",
+        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),
+    ],
+    "machines": [
+        f"{INNER}/test_random_kernels.py",
+        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("sharing_machine", "state_machine")),
+    ],
+}
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    # The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
-    small = any("tests/vattn" in argument or "test_random_kernels" in argument for argument in arguments)
+    small = any(LIBRARY in argument or "test_random_kernels" in argument for argument in arguments)
     environment = stub.environment(granularity_log2=12) if small else stub.environment(devices=2)
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
     options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]  # which test hangs, if one does
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    return subprocess.run(command, env=environment, cwd=stub.ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
-@pytest.mark.parametrize(
-    "file", [f"tests/stub_cuda/inner/{name}" for name in INNER] + [f"tests/vattn/{name}" for name in LIBRARY]
-)
-def test_over_the_stub(file: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_over_the_stub(part: str) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     assert stub.ACTIVE not in os.environ, "already over the stub"
-    done = run([file])
+    done = run(PARTS[part])
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+
+
+def test_every_file_is_in_a_part() -> None:
+    inner = {f"{INNER}/{path.name}" for path in Path(__file__).with_name("inner").glob("test_*.py")}
+    assert inner <= {file for files in PARTS.values() for file in files}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import scripts
+from paths import ROOT
+
 LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
 SOURCES = [
     ROOT / "tests" / "stub_cuda" / "libcuda.cpp",
@@ -59,20 +60,17 @@ def build() -> Path:
 def environment(**options: int) -> dict[str, str]:
     """The environment of a process over the stub; `options` are the STUB_CUDA_* variables, in lower case."""
     path = os.pathsep.join(filter(None, (str(build()), os.environ.get("LD_LIBRARY_PATH"))))
-    given = {f"STUB_CUDA_{name.upper()}": str(value) for name, value in options.items()}
-    return {**os.environ, "LD_LIBRARY_PATH": path, ACTIVE: "1", **given}
+    return {**os.environ, "LD_LIBRARY_PATH": path, ACTIVE: "1", **_variables(options)}
 
 
-def python(script: str, *arguments: str, **options: int) -> subprocess.CompletedProcess[str]:
-    """Runs a script over a fresh stub."""
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=environment(**options),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def _variables(options: dict[str, int]) -> dict[str, str]:
+    return {f"STUB_CUDA_{name.upper()}": str(value) for name, value in options.items()}
+
+
+def python(script: str, **options: int) -> subprocess.CompletedProcess[str]:
+    """Runs a script over a fresh stub with these `STUB_CUDA_*` variables, from a process over the stub."""
+    assert ACTIVE in os.environ, "libcuda.so.1 is not the stub"
+    return scripts.run(script, variables=_variables(options))
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import os
 
 import pytest
 
-from vattn import _native, drivers
+from vattn import CacheStats, CallStats, _native, drivers
 
 DEVICE = os.environ.get("VATTN_TEST_DEVICE", "cpu")
-EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "150"))  # runs of a state machine
+EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "50"))  # runs of what is random
 host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the host driver")
 
 if DEVICE != "cpu":
@@ -37,3 +37,8 @@ def usage() -> tuple[int, ...]:
 def violations() -> list[str]:
     """Preconditions of CUDA's calls that were not kept."""
     return [] if DEVICE == "cpu" else stub.Stub().violations()
+
+
+def memory_calls(stats: CacheStats) -> dict[str, CallStats]:
+    """The driver's calls that manage memory, and not those that order streams."""
+    return {name: calls for name, calls in stats.calls.items() if name.startswith("cuMem")}

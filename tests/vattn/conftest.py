@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 import target
 
-gc.freeze()  # torch's objects are nearly all that a collection looks at
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen() -> None:
+    gc.freeze()  # the objects of torch and transformers are nearly all that a collection looks at
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from target import DEVICE, host_only
+from target import DEVICE, host_only, memory_calls
 
 import vattn
 
@@ -50,10 +50,6 @@ def content(like: torch.Tensor, tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 100, (tokens, *like.shape[2:]), generator=generator)
     return values.to(like.dtype)
-
-
-def memory_calls(stats: vattn.CacheStats) -> dict[str, vattn.CallStats]:
-    return {name: calls for name, calls in stats.calls.items() if name.startswith("cuMem")}
 
 
 def assert_holds(cache: vattn.KVCache, reqid: int, tokens: int, seed: int) -> None:

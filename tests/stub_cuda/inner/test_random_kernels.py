@@ -11,10 +11,12 @@ import threading
 import time
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, invariant, rule
+from machines import examples
 from stub import Stub
-from test_state_machine import CacheMachine
+from target import EXAMPLES
+
+from tests.vattn.memory.test_state_machine import CacheMachine
 
 
 class KernelMachine(CacheMachine):
@@ -72,6 +74,4 @@ class KernelMachine(CacheMachine):
 
 
 TestKernels = KernelMachine.TestCase
-TestKernels.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestKernels.settings = examples(min(EXAMPLES, 60), steps=25)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 from tiny_models import make_model, make_prompts
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from vattn.engine.kv.quantised import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(ROOT / "demo" / "model")
 FAMILIES = ("llama", "gemma2", "gpt-oss", "mistral-window", "deepseek-v2")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

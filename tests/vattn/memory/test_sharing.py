@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import scripts
 import torch
 from faults import FaultyTable
-from target import DEVICE, host_only
-from test_cache import memory_calls
+from target import DEVICE, host_only, memory_calls
 
 import vattn
 
@@ -313,7 +311,7 @@ print("too far", flush=True)
 
 @host_only
 def test_a_stray_write_through_a_sharer_faults() -> None:
-    done = subprocess.run([sys.executable, "-c", STRAY_WRITE], capture_output=True, text=True, timeout=120)
+    done = scripts.run(STRAY_WRITE)
     assert done.stdout == "so far\n", done.stderr
     assert done.returncode == -11
 

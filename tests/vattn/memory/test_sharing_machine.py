@@ -12,14 +12,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from faults import FaultyTable
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from target import DEVICE, EXAMPLES
+from hypothesis.stateful import invariant, precondition, rule
+from machines import SLOTS, Machine, examples, makes_cache
 
 import vattn
 
-SLOTS = 4
 CONTEXT = 72
 BUDGET_PAGES = 80
 
@@ -41,60 +38,16 @@ def values(ids: list[int], salt: bytes) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float32)
 
 
-class SharingMachine(RuleBasedStateMachine):
+class SharingMachine(Machine):
     """The model: per running slot its tokens, of which some are computed, and its salt."""
 
-    @initialize(
-        layout=st.sampled_from(["layer", "sliced", "fused"]),
-        order=st.sampled_from(["NHD", "HND"]),
+    @makes_cache(
         v_head_dim=st.sampled_from([64, 64, 32, 48]),
         windows=st.sampled_from([(None, None), (None, 10), (20, 20), (1, 30)]),
-        overlap=st.booleans(),
-        deferred=st.booleans(),
-        eager=st.integers(0, 2),
-        watermark=st.sampled_from([0.0, 0.3]),
-        guard_rows=st.sampled_from([0, 3]),
     )
-    def make(
-        self,
-        layout: Any,
-        order: Any,
-        v_head_dim: int,
-        windows: tuple[int | None, int | None],
-        overlap: bool,
-        deferred: bool,
-        eager: int,
-        watermark: float,
-        guard_rows: int,
-    ) -> None:
-        self.table = FaultyTable()
-        self.pool = vattn.PagePool(BUDGET_PAGES * 4096, device=DEVICE, page_size=4096, table=self.table.addresses)
-        self.cache = vattn.KVCache(
-            vattn.KVConfig(
-                groups=[
-                    vattn.TensorGroup(
-                        layers=[layer], num_kv_heads=2, head_dim=64, v_head_dim=v_head_dim, sliding_window=window
-                    )
-                    for layer, window in enumerate(windows)
-                ],
-                dtype="float32",
-                max_batch_size=SLOTS,
-                max_context_len=CONTEXT,
-                device=DEVICE,
-                memory_budget=BUDGET_PAGES * 4096,
-                page_size=4096,
-                layout=layout,
-                kv_order=order,
-                overlap=overlap,
-                deferred_reclamation=deferred,
-                eager_pages=eager,
-                watermark=watermark,
-                guard_rows=guard_rows,
-            ),
-            pool=self.pool,
-        )
+    def make(self, overlap: bool, **options: Any) -> None:
+        self.make_cache(CONTEXT, BUDGET_PAGES, overlap=overlap, **options)
         self.overlap = overlap
-        self.windows = windows
         self.ids: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.started: dict[int, int] = {}  # from where on the last step computed
@@ -239,12 +192,6 @@ class SharingMachine(RuleBasedStateMachine):
                 found = tensor[reqid, first:start]
                 assert torch.equal(found, (expected[first:] * 4 + layer * 2 + side).expand_as(found))
 
-    def teardown(self) -> None:
-        if hasattr(self, "cache"):
-            self.table.heal()
-            self.cache.close()
-            self.pool.close()
-
     def write(self, reqid: int, start: int, numbers: torch.Tensor) -> None:
         # A write there would end the process, and with it the search for the shortest example.
         bands = self.cache._bands
@@ -256,6 +203,4 @@ class SharingMachine(RuleBasedStateMachine):
 
 
 TestSharing = SharingMachine.TestCase
-TestSharing.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestSharing.settings = examples()

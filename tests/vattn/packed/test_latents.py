@@ -11,7 +11,7 @@ from tiny_models import expected, make_model, make_prompts
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from vattn import VirtualCache, packed
+from vattn import packed
 from vattn.attention import AttentionParams, PackedBatch, Span, TorchMatmul, TorchSDPA
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.spec import KVSpec
@@ -124,24 +124,6 @@ def test_others_may_use_the_model_in_between() -> None:
             assert alone[0, len(prompt) :].tolist() == want
     assert got == {latents: want, keys: want}
     assert not any("expand_kv" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_virtual_cache_has_latents_too(family: str) -> None:
-    """transformers updates a cache before it expands: what `VirtualCache` stores are latents, and the rotary part."""
-    prompt = make_prompts([25])[0]
-    want = expected(family, prompt, 6)
-    model: Any = make_model(family)
-    ids = torch.tensor([prompt])
-    with VirtualCache(model) as cache:
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, past_key_values=cache
-        )
-        for layer in cache.layers:
-            assert layer.keys is not None
-            assert layer.values is not None
-            assert (layer.keys.shape, layer.values.shape) == ((1, 1, 30, RANK), (1, 1, 30, ROPE))
-    assert output[0, len(prompt) :].tolist() == want
 
 
 def test_modules_that_expand_otherwise_are_left_alone(model: Any) -> None:

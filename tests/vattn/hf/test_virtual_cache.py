@@ -6,13 +6,13 @@ import copy
 import gc
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import target
 import torch
 import transformers
+from paths import ROOT
 from tiny_models import make_model, make_prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,6 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
 
-ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([20]))
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(IDS)}
@@ -383,6 +382,7 @@ def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTra
             torch.testing.assert_close(got, model(part, past_key_values=reference).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tensor) -> None:
     """The update is not traced, and lengths that grow do not make a graph each."""

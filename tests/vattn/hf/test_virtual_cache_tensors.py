@@ -7,13 +7,12 @@ import gc
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scripts
 import target
 import torch
 import transformers
@@ -252,9 +251,7 @@ def test_a_pickled_cache_loads_in_another_process(model: transformers.PreTrained
         (tmp_path / "cache").write_bytes(pickle.dumps(cache))
         want = float(cache.layers[1].keys.double().sum())
     code = "import pickle, sys; c = pickle.load(open(sys.argv[1], 'rb')); print(c.layers[1].keys.double().sum().item())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "cache")], capture_output=True, text=True, check=True
-    )
+    done = scripts.run(code, str(tmp_path / "cache"))
     assert float(done.stdout) == want
 
 

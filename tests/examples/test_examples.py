@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import scripts
+from paths import ROOT
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 SHOWN = {
     "generate.py": ["17 + 25 = 42", "Mercury", "12 x 12 = 144", "GiB of address space"],
     "chat.py": ["17 + 25 = 42", "Oslo", "0 of them in the cache", "24 of them in the cache"],
@@ -19,16 +18,11 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    path = EXAMPLES / name
+    done = scripts.run(f"__file__ = {str(path)!r}\n{path.read_text()}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in SHOWN[name]:
         assert text in done.stdout

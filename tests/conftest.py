@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from vattn.engine.kv.make import BACKENDS
 
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: one that starts last keeps a worker busy after the others are done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+import scripts
 import target
 
 pytestmark = target.host_only
@@ -50,5 +48,5 @@ def start(body):
 def test_daemon_threads_at_exit(script: str) -> None:
     # Some of these fail only sometimes.
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", SETUP + script], capture_output=True, text=True, timeout=120)
+        done = scripts.run(SETUP + script)
         assert (done.returncode, done.stderr) == (0, "")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from typing import Any
 
 import pytest
+import scripts
 import torch
 from target import DEVICE, host_only
 
@@ -147,9 +147,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         "vattn.step({reqid: 60000})\n"
     )
     guard = "'strict'" if "strict" in script else "'zero'"
-    return subprocess.run(
-        [sys.executable, "-c", setup.replace("GUARD", guard) + script], capture_output=True, text=True, timeout=120
-    )
+    return scripts.run(setup.replace("GUARD", guard) + script)
 
 
 @host_only

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, VOCAB, make_model, make_prompts
+from tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import vattn
 from vattn.hf.virtual_cache import VirtualLayer
@@ -62,11 +63,12 @@ def dynamic(model: PreTrainedModel) -> Cache:
 
 def tokens(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:
     torch.manual_seed(3)
-    keywords = {"max_new_tokens": 14, "do_sample": False, **options}
+    keywords = {"max_new_tokens": 10, "do_sample": False, **options}
     output: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, **keywords)
     return output.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "implementation"), CASES)
 def test_tokens_equal_those_of_a_dynamic_cache(family: str, implementation: str) -> None:
     with attending(make_model(family), implementation) as model:
@@ -184,3 +186,27 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_model(family)
         with vattn.VirtualCache(model, **OPTIONS) as cache:
             assert tokens(model, cache, ids, mask) != tokens(model, dynamic(model), ids, mask), family
+
+
+@pytest.mark.skipif(
+    not hasattr(DeepseekV3Attention, "expand_kv"),
+    reason="this transformers expands latents inside forward, so keys and values are stored",
+)
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+def test_latents_are_stored(family: str) -> None:
+    """transformers updates a cache before it expands latents: the cache holds latents and rotary parts."""
+    model = make_model(family)
+    prompt = make_prompts([25])[0]
+    ids = torch.tensor([prompt])
+    with vattn.VirtualCache(model) as cache:
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, past_key_values=cache
+        )
+        for layer in cache.layers:
+            assert isinstance(layer, VirtualLayer)
+            assert layer.keys is not None
+            assert layer.values is not None
+            config = model.config
+            assert (layer.keys.shape[-1], layer.values.shape[-1]) == (config.kv_lora_rank, config.qk_rope_head_dim)
+            assert layer.keys.shape[:3] == layer.values.shape[:3] == (1, 1, 30)
+    assert output[0, len(prompt) :].tolist() == expected(family, prompt, 6)

@@ -6,69 +6,24 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from faults import FaultyTable
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from target import DEVICE, EXAMPLES
+from hypothesis.stateful import invariant, precondition, rule
+from machines import SLOTS, Machine, examples, makes_cache
 
 import vattn
 
-SLOTS = 4
 CONTEXT = 40
 BUDGET_PAGES = 40
 
 
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(Machine):
     """The model: per running slot, its length and the number written into each of its tokens."""
 
-    @initialize(
-        layout=st.sampled_from(["layer", "sliced", "fused"]),
-        order=st.sampled_from(["NHD", "HND"]),
+    @makes_cache(
         v_head_dim=st.sampled_from([64, 32]),
         windows=st.sampled_from([(None, None), (None, 6), (9, 9), (1, 14)]),
-        overlap=st.booleans(),
-        deferred=st.booleans(),
-        eager=st.integers(0, 2),
-        watermark=st.sampled_from([0.0, 0.3]),
-        guard_rows=st.sampled_from([0, 3]),
     )
-    def make(
-        self,
-        layout: Any,
-        order: Any,
-        v_head_dim: int,
-        windows: tuple[int | None, int | None],
-        overlap: bool,
-        deferred: bool,
-        eager: int,
-        watermark: float,
-        guard_rows: int,
-    ) -> None:
-        self.table = FaultyTable()
-        config = vattn.KVConfig(
-            groups=[
-                vattn.TensorGroup(
-                    layers=[layer], num_kv_heads=2, head_dim=64, v_head_dim=v_head_dim, sliding_window=window
-                )
-                for layer, window in enumerate(windows)
-            ],
-            dtype="float32",
-            max_batch_size=SLOTS,
-            max_context_len=CONTEXT,
-            device=DEVICE,
-            memory_budget=BUDGET_PAGES * 4096,
-            page_size=4096,
-            layout=layout,
-            kv_order=order,
-            overlap=overlap,
-            deferred_reclamation=deferred,
-            eager_pages=eager,
-            watermark=watermark,
-            guard_rows=guard_rows,
-        )
-        self.pool = vattn.PagePool(BUDGET_PAGES * 4096, device=DEVICE, page_size=4096, table=self.table.addresses)
-        self.cache = vattn.KVCache(config, pool=self.pool)
-        self.windows = windows
+    def make(self, **options: Any) -> None:
+        self.make_cache(CONTEXT, BUDGET_PAGES, **options)
         self.tokens: dict[int, list[int]] = {}
         self.started: dict[int, int] = {}  # from where on the last step computed
         self.next_value = 1
@@ -163,12 +118,6 @@ class CacheMachine(RuleBasedStateMachine):
                 expected = torch.tensor(tokens[first:], dtype=torch.float32) * 10 + layer * 2 + side
                 assert torch.equal(found, expected[:, None, None].expand_as(found))
 
-    def teardown(self) -> None:
-        if hasattr(self, "cache"):
-            self.table.heal()
-            self.cache.close()
-            self.pool.close()
-
     # For machines whose steps are followed by kernels
 
     stream: int | None = None
@@ -194,6 +143,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestCache.settings = examples()

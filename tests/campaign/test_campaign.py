@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
 
 # Calls on the public interface, per mode: about a minute in all.
 BUDGETS = {"random": 15_000, "fuzz": 6_000, "interrupts": 6_000, "faults": 2_500, "processes": 60_000}
@@ -21,12 +19,14 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", BUDGETS)
 def test_a_short_campaign_finds_nothing(mode: str) -> None:
     options = ("--mode", mode, "--calls", str(BUDGETS[mode]), "--seed", "1", "--shrink-seconds", "30")
     assert "0 found" in run("tests.campaign", *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "mode"),
     [

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import scripts
 import target
 
 import vattn
@@ -40,8 +41,11 @@ def address_space():
 
 
 def run(script: str, *prefix: str) -> str:
-    command = [*prefix, sys.executable, "-c", SETUP + script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if prefix:
+        command = [*prefix, sys.executable, "-c", SETUP + script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    else:
+        done = scripts.run(SETUP + script)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("transformers_suite.py")
 TESTS = """
 import torch, transformers
@@ -55,6 +57,7 @@ def checkout(folder: Path, text: str) -> Path:
     return folder / "tests"
 
 
+@pytest.mark.slow
 def test_what_fails_only_with_a_virtual_cache_is_reported_by_reason(tmp_path: Path) -> None:
     tests = checkout(tmp_path, TESTS)
     done = run(tests, "llama")

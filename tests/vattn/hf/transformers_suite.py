@@ -3,7 +3,7 @@
     git clone --depth 1 --branch v$(python -c "import transformers; print(transformers.__version__)") \\
         https://github.com/huggingface/transformers /tmp/transformers
     pip install parameterized
-    python tests/hf/transformers_suite.py --tests /tmp/transformers/tests llama gemma2 mistral gpt2 qwen2
+    python tests/vattn/hf/transformers_suite.py --tests /tmp/transformers/tests llama gemma2 mistral gpt2 qwen2
 
 Runs the tests of these model families (of all, without a name) that have to do with generation or caches, twice: as
 they are, and with a VirtualCache wherever transformers makes a DynamicCache for a model that it serves. What fails only
