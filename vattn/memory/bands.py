@@ -203,7 +203,11 @@ class Bands:
     def find(self, keys: Iterable[Key]) -> list[Key]:
         """The longest prefix of keys whose blocks are all cached, as far as a request behind it sees them."""
         whole = [band.shared.index for band in self._bands if band.band.window is None]
-        found = list(itertools.takewhile(lambda key: all(index.get(key) for index in whole), keys))
+        found = []
+        for key in keys:
+            if not all(index.get(key) for index in whole):
+                break
+            found.append(key)
         windowed = [(band, band.cached_rows(found)) for band in self._bands if band.band.window is not None]
         count = len(found)
         while count and any(rows[count] < count - band.first_block(count) for band, rows in windowed):
