@@ -74,4 +74,5 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
         return function()
     finally:
         sys.settrace(None)
+        entered.clear()  # CPython 3.11 loses count of a generator's frame that is held when its entry raises
         interrupted.events = nth - left  # type: ignore[attr-defined]
