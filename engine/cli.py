@@ -30,6 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """States the default of every flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def parser() -> argparse.ArgumentParser:
     """The commands, with a flag for every field of `EngineConfig` that has one."""
     parser = argparse.ArgumentParser(
@@ -43,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="run prompts through a model",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
@@ -56,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     chat = commands.add_parser(
         "chat",
         help="talk to a model, line by line",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     chat.add_argument("model", metavar="MODEL", help="path or hub id of a model with a chat template")
     chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
