@@ -1,4 +1,4 @@
-"""The four calls of vAttention, on the cache that `init` made last.
+"""The four calls of vAttention, on the cache that `init` created most recently.
 
 cache = vattn.init(...)
 reqid = vattn.alloc_reqid()
@@ -29,7 +29,7 @@ _default: KVCache | None = None
 
 
 def _check_names(call: Callable[P, R]) -> Callable[P, R]:
-    """Reports keywords that are unknown or missing as a ConfigError, where Python would raise a TypeError."""
+    """Raises a ConfigError for unknown or missing keywords, for which Python would raise a TypeError."""
 
     @functools.wraps(call)
     def checked(*args: P.args, **options: P.kwargs) -> R:
@@ -67,16 +67,18 @@ def init(
     watermark: float = 0.1,
     pool: PagePool | None = None,
 ) -> KVCache:
-    """Makes a cache and lets the functions of this module act on it. Caches made before keep working by their methods.
+    """Creates a cache, on which the functions of this module then operate. Earlier caches remain usable through their
+    methods.
 
-    All keywords but `pool` are the attributes of `vattn.KVConfig`, which describes them. Required are `max_batch_size`,
-    `max_context_len`, and either `num_layers`, `num_kv_heads`, `head_dim` and `dtype` or `groups`.
+    All keywords except `pool` are attributes of `vattn.KVConfig`, which documents them. `max_batch_size` and
+    `max_context_len` are required, and so is either `groups` or all of `num_layers`, `num_kv_heads`, `head_dim` and
+    `dtype`.
 
     Args:
-        pool: physical pages to share with other caches; by default a pool of the cache's own.
+        pool: a pool of physical pages to share with other caches; by default the cache creates its own.
 
     Raises:
-        ConfigError: for options that are unknown, missing, contradictory, or do not fit.
+        ConfigError: an option is unknown, missing, contradicts others, or does not fit.
     """
     global _default
     options = dict(locals())
@@ -92,15 +94,15 @@ def _cache() -> KVCache:
 
 
 def alloc_reqid(num_tokens: int | None = None) -> int:
-    """`KVCache.alloc_reqid` of the cache made last."""
+    """`KVCache.alloc_reqid` of the most recently created cache."""
     return _cache().alloc_reqid(num_tokens)
 
 
 def step(lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: Stream | None = None) -> None:
-    """`KVCache.step` of the cache made last."""
+    """`KVCache.step` of the most recently created cache."""
     _cache().step(lengths, next_lengths, stream=stream)
 
 
 def free_reqid(reqid: int, stream: Stream | None = None) -> None:
-    """`KVCache.free_reqid` of the cache made last."""
+    """`KVCache.free_reqid` of the most recently created cache."""
     _cache().free_reqid(reqid, stream)

@@ -1,13 +1,13 @@
-"""KVCache: what users of the library call.
+"""KVCache: the class that users of the library call.
 
-It checks what it is given, takes the pool's lock, and says what there is; its parts decide (`vattn.memory`):
+It validates arguments, takes the pool's lock and returns snapshots. Decisions are left to its parts (`vattn.memory`):
 
-    SlotTable   what is decided about each slot: lengths, starts, known tokens
-    Bands       what is mapped under the slots: pages, and blocks that several share
-    Ledger      how many pages are held, by what they are for
-    Reclaimer   which pages are taken back, in which order
-    Backer      what is mapped, now and ahead; copy-on-write
-    Prefixes    which slot a request gets; what is found and published
+    SlotTable   the state of each slot: length, start, known tokens
+    Bands       the pages mapped under the slots, and the blocks that slots share
+    Ledger      how many pages are held, by purpose
+    Reclaimer   which pages are taken back, and in which order
+    Backer      mapping now and ahead; copy-on-write
+    Prefixes    which slot a request gets; finding and publishing prefixes
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _log = logging.getLogger("vattn")
 
 
 class KVCache:
-    """K and V of up to `max_batch_size` requests, contiguous in virtual memory, on demand in physical memory.
+    """K and V of up to `max_batch_size` requests, contiguous in virtual memory and backed by physical memory on demand.
 
-    Usable from several threads; calls are serialised per pool. A step says that the kernels of all steps before it are
-    launched, so threads with requests of their own take turns with step and kernels together where the cache has
-    sliding windows, or is on CUDA.
+    A cache may be used from several threads; calls are serialised per pool. A step implies that the kernels of all
+    earlier steps have been launched, so on CUDA, or with sliding windows, threads that serve separate requests must
+    treat `step` and the launch of its kernels as one unit, and take turns.
 
-    A call happens wholly or not at all, also where it ends with an exception from outside, a KeyboardInterrupt say.
-    From a signal handler or a finaliser that runs inside another call on the same pool only `free_reqid`, which then
-    takes effect with the next call, and calls that just look are possible. Also a context manager, which closes it.
+    Every call is atomic, even if it ends with an exception raised from outside, such as a KeyboardInterrupt. In a
+    signal handler or a finaliser that runs inside another call on the same pool, only read-only calls and `free_reqid`
+    are possible; the latter then takes effect at the next call. A cache is also a context manager, which closes it.
 
     Args:
-        config: what it holds and how it behaves.
-        pool: physical pages to draw on, shared with other caches; by default a pool of its own. A pool decides the page
-            size, and its budget bounds the cache as well.
+        config: what the cache holds and how it behaves.
+        pool: the physical pages to draw on, shared with other caches; by default the cache creates a pool of its own. A
+            given pool determines the page size, and its budget bounds the cache as well.
 
     Raises:
-        ConfigError: if the configuration cannot fit, saying what would.
-        DriverError: if the address space cannot be reserved.
+        ConfigError: the configuration cannot fit; the message says what would.
+        DriverError: the address space cannot be reserved.
     """
 
     def __init__(self, config: KVConfig, *, pool: PagePool | None = None) -> None:
@@ -109,13 +109,13 @@ class KVCache:
                 config, layout, self._slots, self._bands, self._ledger, self._reclaimer, self._fences, pool
             )
             self._prefixes = Prefixes(config, self._slots, self._bands, self._ledger, self._backer, self._fences)
-            self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as they were asked for
+            self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
             self._closed = False
-            self._freed: set[int] = set()  # slots that the next call frees
+            self._freed: set[int] = set()  # slots to be freed by the next call
             self._finalizer = weakref.finalize(self, _collected, pool, self._bands.give_back(), self._owns_pool)
-            self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
+            self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
             pool.join(self._reclaimer)
         if _log.isEnabledFor(logging.INFO):
             _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
@@ -124,23 +124,24 @@ class KVCache:
 
     @atomic
     def alloc_reqid(self, num_tokens: int | None = None, *, start: int = 0) -> int:
-        """Gives a request a slot.
+        """Allocates a slot for a request.
 
-        The slot whose parked pages fit best, the fewest that back `num_tokens`, else the most; one that holds cached
-        token blocks only where there is no other.
+        The slot whose parked pages fit best is chosen: the fewest that back `num_tokens`, or else the most. A slot that
+        holds cached token blocks is chosen only if there is no other.
 
         Args:
-            num_tokens: tokens that the request is known to need, its prompt say; a hint, nothing is mapped for it.
-            start: the token with which its computation goes on: those before it are going to be copied in, and layers
-                with a sliding window back no others than the window shows. Of those layers `commit` publishes what is
-                computed from there on.
+            num_tokens: how many tokens the request is known to need, for example the length of its prompt. This is a
+                hint: no memory is mapped for it.
+            start: the first token that will be computed; the caller copies in the tokens before it. Layers with a
+                sliding window back only those of them that the window covers, and `commit` publishes what these layers
+                compute from `start` on.
 
         Returns:
-            The slot's index in `[0, max_batch_size)`.
+            The index of the slot, in `[0, max_batch_size)`.
 
         Raises:
-            NoFreeSlot: if `max_batch_size` requests are running.
-            InvalidLength: a number that is no whole one, below 0 or over `max_context_len`.
+            NoFreeSlot: `max_batch_size` requests are running.
+            InvalidLength: a number is not an integer, below 0, or (for `start`) over `max_context_len`.
         """
         if num_tokens is not None:
             num_tokens = self._checked_length(num_tokens, "num_tokens", most=None)
@@ -149,29 +150,29 @@ class KVCache:
 
     @atomic
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
-        """Gives a request a slot that holds the longest cached prefix of its tokens, in whole token blocks.
+        """Allocates a slot that holds the longest cached prefix of a request's tokens, in whole token blocks.
 
-        The free slot that already holds the most of it is taken, and what is missing is mapped there read-only: the
-        same pages that other slots have. Where nothing is missing there is no driver call. On CUDA the kernels that
-        wrote the prefix have to be on the same stream as those that read it.
+        The idle slot that already holds most of the prefix is chosen, and the missing blocks are mapped there
+        read-only, onto the same pages as in other slots. If no block is missing, no driver call is made. On CUDA, the
+        kernels that wrote the prefix must be on the same stream as those that read it.
 
         Args:
-            token_ids: all tokens that are to be computed, at least one.
-            salt: whatever else the K and V of these tokens depend on: an adapter's id, an image's hash, a tenant.
-                Requests with different salts share nothing.
+            token_ids: all tokens of the request, at least one.
+            salt: whatever else the K and V of these tokens depend on: the id of an adapter, the hash of an image, a
+                tenant. Requests with different salts share nothing.
 
         Returns:
-            The slot, whose length is `cached_tokens`: whole token blocks, and fewer than `token_ids`.
+            The slot, whose length is `cached_tokens`: a number of whole token blocks, less than `len(token_ids)`.
 
         Raises:
-            NoFreeSlot: if `max_batch_size` requests are running.
-            InvalidTokens: ids that are no whole numbers, or a salt that is not bytes.
-            InvalidLength: no token, or more than `max_context_len`.
+            NoFreeSlot: `max_batch_size` requests are running.
+            InvalidTokens: ids that are not integers, or a salt that is not bytes.
+            InvalidLength: no tokens, or more than `max_context_len`.
             DriverError: a driver call failed. Nothing changed.
         """
         ids = as_ids(token_ids)
         if type(salt) is not bytes:
-            root_key(salt)  # refuses it
+            root_key(salt)  # raises InvalidTokens
         if not 1 <= len(ids) <= self.config.max_context_len:
             raise InvalidLength(
                 f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
@@ -195,59 +196,60 @@ class KVCache:
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:
         """Makes a request's whole token blocks available to requests that start with the same tokens.
 
-        Their K and V must have been computed; on CUDA, the kernels that do it must have been launched. From then on
-        those tokens must not be written any more: `step` to a lower length first. A block that another request has
-        committed before is not published twice.
+        Their K and V must have been computed; on CUDA, the kernels that compute them must have been launched. Committed
+        tokens must not be overwritten unless `step` lowers the length first. A block that another request has already
+        committed is not published twice.
 
         Args:
-            token_ids: the request's tokens, from the first one on, as far as they are computed: it may be called again
-                as they become more, and does nothing where no block became full.
+            token_ids: the request's tokens from the first one on, as far as they are computed. The call may be repeated
+                as tokens are added; it does nothing if no further block is full.
 
         Raises:
-            InvalidSlot: if the slot is not allocated.
-            InvalidTokens: ids that are no whole numbers.
-            TokenMismatch: more than the slot's length, fewer than were committed, or others. Nothing changed.
+            InvalidSlot: the slot is not allocated.
+            InvalidTokens: ids that are not integers.
+            TokenMismatch: more ids than the slot's length, fewer than were committed, or different ones. Nothing
+                changed.
         """
         slot, ids = self._checked_slot(reqid), as_ids(token_ids)
         self._prefixes.publish(self._pool.change(), slot, ids)
 
     @atomic
     def retract(self, reqid: int) -> None:
-        """Takes back what a request has committed, because its K and V are wrong: not finite, say.
+        """Takes back what a request has committed, because its K and V are wrong (for example, not finite).
 
-        Blocks that it was the first to commit are found by no request any more; those that it was admitted with, or
-        that another request had committed before, stay. Running requests that were admitted with them keep them.
+        Blocks that it was the first to commit can no longer be found; blocks that it was admitted with, or that another
+        request had committed before, stay cached. Running requests that were admitted with a retracted block keep it.
 
         Raises:
-            InvalidSlot: if the slot is not allocated.
+            InvalidSlot: the slot is not allocated.
         """
         slot = self._checked_slot(reqid)
         self._pool.execute(lambda change: self._prefixes.retract(change, slot))
 
     @atomic
     def fork(self, reqid: int) -> int:
-        """Gives a second request a slot with the tokens of a running one.
+        """Allocates a slot for a second request with the tokens of a running one.
 
-        Whole token blocks are shared, read-only in the new slot; what is behind them is copied, in one copy per tensor.
-        On CUDA the kernels of the last step must have been launched; the copy goes to torch's current stream, which has
-        to be theirs.
+        Whole token blocks are shared, read-only in the new slot; the tokens after them are copied, with one copy per
+        tensor. On CUDA, the kernels of the last step must have been launched, on torch's current stream, which also
+        runs the copy.
 
         Returns:
             The new slot, whose length is that of `reqid`.
 
         Raises:
-            InvalidSlot: if the slot is not allocated.
-            NoFreeSlot: if `max_batch_size` requests are running.
-            OutOfPages: the budget does not have the pages for the copy. Nothing changed.
-            StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
+            InvalidSlot: the slot is not allocated.
+            NoFreeSlot: `max_batch_size` requests are running.
+            OutOfPages: the budget does not have enough pages for the copy. Nothing changed.
+            StreamCapturing: the current stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         source = self._checked_slot(reqid)
         handle = self._fences.uncaptured(None, "fork was called")
         self._fences.launched()
         length = self._slots.length[source]
-        first: list[int] = []  # per band, the first token that is copied
-        # Rows are copied at once to what the new slot has already.
+        first: list[int] = []  # per band, the first token to copy
+        # Rows are copied at once, so the pages that the new slot already has must be in place.
         self._backer.await_idle_growth(self._slots.backed(length))
 
         def plan(change: Change) -> int:
@@ -260,15 +262,15 @@ class KVCache:
 
     @atomic
     def evict_prefixes(self) -> int:
-        """Forgets every cached token block that no running request uses.
+        """Evicts every cached token block that no running request uses.
 
-        On CUDA the kernels of the last step must have been launched; it waits for those that use these blocks.
+        On CUDA, the kernels of the last step must have been launched; the call waits for those that use these blocks.
 
         Returns:
-            Pages that became free.
+            The number of pages that became free.
 
         Raises:
-            StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
+            StreamCapturing: the current stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         handle = self._fences.uncaptured(None, "evict_prefixes was called")
@@ -283,32 +285,34 @@ class KVCache:
     def step(
         self, lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: drivers.Stream | None = None
     ) -> None:
-        """Backs tokens `[0, n)` of every slot named; to be called before the kernels of an iteration are launched, and
-        after those of the iteration before.
+        """Backs tokens `[0, n)` of every slot in `lengths`. To be called before the kernels of an iteration are
+        launched, and after those of the previous iteration have been launched.
 
-        What is not backed yet is mapped before this returns. With `overlap`, what the next call will need is queued for
-        the worker: one token more in every slot, or what `next_lengths` announces. Slots that are not named keep what
-        they have.
+        Missing pages are mapped before the call returns. With `overlap`, the pages that the next call will need are
+        queued for the worker: for one more token in every slot, or for the lengths in `next_lengths`. Slots that are
+        not in `lengths` keep their length and their pages.
 
-        A length may go down; pages stay. Where it goes down into shared token blocks, the tokens from there on become
-        the request's own again, by a copy if need be, when the length next rises (copy-on-write): so before committed
-        tokens are written anew, step down to the first of them. In layers with a sliding window it may go down to what
-        the last step started from, or to 0; whole token blocks before that token's window are given back.
+        A length may decrease; the pages stay. If it decreases into shared token blocks, the request gets pages of its
+        own for the tokens from there on, by a copy if necessary, when the length next increases (copy-on-write); so
+        step down to the first committed token that is to be overwritten. In layers with a sliding window, a length may
+        decrease to the first token that the last step computed, or to 0; whole token blocks before the window of that
+        token are given back.
 
         Args:
-            lengths: tokens per slot: a mapping from reqid, or a sequence of `max_batch_size` lengths, 0 = not named.
-            next_lengths: lengths of the next call where they are more than one token longer, a prefill's next chunk
-                say.
-            stream: on CUDA, the stream that the kernels are launched on; by default torch's current one. Pages that a
-                running request has beyond its length are taken from it only after the kernels launched there so far.
+            lengths: tokens per slot: a mapping from reqid, or a sequence of `max_batch_size` lengths, in which 0 leaves
+                a slot out.
+            next_lengths: lengths of the next call, for slots that grow by more than one token, such as by the next
+                chunk of a prefill.
+            stream: on CUDA, the stream on which the kernels are launched; by default torch's current one. The surplus
+                of a running request is taken only after the kernels launched there so far have finished.
 
         Raises:
-            OutOfPages: the budget cannot cover it, with the pages that are missing. Nothing changed: preempt a request
-                and call again.
-            InvalidSlot: a slot that is not allocated.
-            InvalidLength: a length that is no whole number, below 0 or over `max_context_len`, or so far back that its
-                window was given back. Nothing changed.
-            StreamCapturing: the stream captures a CUDA graph, and memory would have to be mapped. Nothing changed.
+            OutOfPages: the budget cannot back the lengths; the error has the number of missing pages. Nothing changed:
+                preempt a request and call again.
+            InvalidSlot: a slot is not allocated.
+            InvalidLength: a length is not an integer, below 0, over `max_context_len`, or so far back that its window
+                was given back. Nothing changed.
+            StreamCapturing: the stream is capturing a CUDA graph, and memory would have to be mapped. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         began = time.perf_counter_ns()
@@ -317,12 +321,12 @@ class KVCache:
         limit = self._slots.limit
         try:
             crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
-            # A sum is an int where all are, and a bool, which counts as one, is at most 1 as a length.
+            # A sum is an int only if all its terms are ints or bools, and a bool is at most 1, so it is in `crossing`.
             if not type(sum(lengths.values())) is int is type(sum(lengths)):
                 raise TypeError
             if crossing and not all(type(slot) is int and lengths[slot] > 1 for slot in crossing):
                 raise TypeError
-        except Exception:  # something else is among them, or a length below 2
+        except Exception:  # values of another type, or a length below 2
             lengths = self._checked_lengths(lengths)
             crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
         announced = self._checked_lengths(next_lengths) if next_lengths else {}
@@ -338,20 +342,20 @@ class KVCache:
         self._step_ns += time.perf_counter_ns() - began
 
     def free_reqid(self, reqid: int, stream: drivers.Stream | None = None) -> None:
-        """Ends a request. Its pages stay mapped for the slot's next request, or until needed elsewhere: token blocks
-        that it committed are cached, the others parked.
+        """Ends a request. Its pages stay mapped for the next request in the slot, or until they are needed elsewhere:
+        token blocks that it committed are cached, its other pages parked.
 
-        On CUDA they leave the slot only when all kernels have ended that were launched before the next call of `step`,
-        as those of a step that is prepared may not be launched yet; the worker waits for them. Where no step follows,
-        `step({})` says that everything is launched.
+        On CUDA, pages are unmapped only after all kernels launched before the next call of `step` have finished,
+        because the kernels of the current step may not have been launched yet; the worker waits for them. If no step
+        follows, `step({})` declares that all kernels have been launched.
 
         Args:
-            stream: the stream of those kernels: torch's, or its handle, which has to live until the next step; by
-                default torch's current one.
+            stream: the stream of those kernels, as torch's stream or as a handle, which must stay valid until the next
+                step; by default torch's current one.
 
         Raises:
-            InvalidSlot: if the slot is not allocated.
-            StreamCapturing: the stream captures a CUDA graph. Nothing changed.
+            InvalidSlot: the slot is not allocated.
+            StreamCapturing: the stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
@@ -365,7 +369,7 @@ class KVCache:
         self._end(self._checked_slot(reqid), self._fences.uncaptured(stream, "free_reqid was called"))
 
     def _free_later(self, slot: int, stream: drivers.Stream | None) -> None:
-        """Ends the slot's request with the next call, as this one comes from inside another."""
+        """Defers the end of the slot's request to the next call, because this one comes from inside another."""
         if slot in self._freed:
             raise self._invalid_slot(slot)
         handle = self._fences.handle(stream)
@@ -390,11 +394,11 @@ class KVCache:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
 
-        Strides depend on layout and kv_order; the last is 1. Only what `step` backed may be written; other reads see
-        zeros (or fault, see `KVConfig.guard`).
+        Strides depend on layout and kv_order; the last is 1. Only tokens that `step` has backed may be written; reads
+        elsewhere see zeros, or fault (see `KVConfig.guard`).
 
         Raises:
-            IndexError: for a layer that the cache does not have.
+            IndexError: the cache does not have this layer.
         """
         self._check_open()
         index = self._checked_layer(index)
@@ -403,8 +407,9 @@ class KVCache:
         return self._views[index]
 
     def lend(self, index: int, owner: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """`layer`, as tensors that keep `owner` alive. An owner that refers to the cache keeps its memory mapped as
-        long as somebody has one of them: a cache that is not closed gives it back when nobody refers to it any more.
+        """Like `layer`, but the tensors keep `owner` alive. An owner that references the cache thereby keeps its memory
+        mapped as long as one of the tensors exists: a cache that is not closed gives its memory back when the last
+        reference to it is dropped.
         """
         self._check_open()
         index = self._checked_layer(index)
@@ -415,14 +420,14 @@ class KVCache:
             shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
             return base.view(where.dtype).as_strided(shape, where.strides, where.offset)
 
-        # Outside inference mode: a tensor made inside it could not be written outside it.
+        # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             k, v = self.layout.views[index]
             return view(k), view(v)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that the cache has K and V of."""
+        """The indices of the layers whose K and V the cache holds."""
         return tuple(self.layout.views)
 
     @property
@@ -432,11 +437,11 @@ class KVCache:
 
     @property
     def prefix_block_tokens(self) -> int:
-        """Tokens of a block of the prefix cache: what requests share is a multiple of it."""
+        """Tokens per block of the prefix cache: requests share multiples of it."""
         return self._bands.block_tokens
 
     def capacity(self) -> Capacity:
-        """What fits the budget. A new cache logs it (logger `"vattn"`, INFO)."""
+        """What the budget can hold. A new cache logs it (logger `"vattn"`, level INFO)."""
         layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
         budget = self._ledger.budget
 
@@ -453,9 +458,9 @@ class KVCache:
 
     @reading
     def available_pages(self) -> int:
-        """Pages that a step may still take: free ones, those that no request uses (parked, or cached token blocks) of
-        all caches on the pool, and what running requests have beyond their lengths. Below 0 where requests have yet to
-        get pages of their own in place of shared ones.
+        """Pages that a step can still get: free pages, the parked and cached pages of all caches on the pool, and the
+        surplus of running requests. Negative if running requests have yet to get pages of their own in place of shared
+        ones.
         """
         takeable = self._pool.spare_pages + self._reclaimer.stuck_pages()
         held = self._pool.free_pages + takeable + self._ledger.owned
@@ -463,17 +468,20 @@ class KVCache:
 
     @reading
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
-        """Pages for `num_tokens` tokens: in all, or beyond those for the length of slot `reqid`, or a few more.
+        """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The
+        result may be a few pages too high.
 
-        A step to these lengths succeeds if the sum over its slots is at most `available_pages()`.
+        A step succeeds if the sum over its slots is at most `available_pages()`.
 
         Args:
-            chunk_tokens: the most tokens by which one step grows a slot. Layers with a sliding window then need less
-                for what takes several steps; None: all comes in one.
+            num_tokens: the length to reach.
+            reqid: the slot to grow; None for a request without a slot.
+            chunk_tokens: the most tokens by which one step grows a slot; layers with a sliding window need fewer pages
+                if the growth takes several steps. None: it takes one.
 
         Raises:
-            InvalidSlot: if `reqid` is not allocated.
-            InvalidLength: a number that is no whole one, or that no slot can have.
+            InvalidSlot: `reqid` is not allocated.
+            InvalidLength: a number is not an integer, or no slot can have that length.
         """
         num_tokens = self._checked_length(num_tokens, "num_tokens")
         chunk = num_tokens if chunk_tokens is None else self._checked_length(chunk_tokens, "chunk_tokens", most=None)
@@ -485,14 +493,14 @@ class KVCache:
         length = slots.length[slot]
         has = self.layout.pages(slots.needed_tokens(slot), length)
         if num_tokens <= length:
-            # A window that moves back needs what lies before it; what lies behind leaves with the next step only.
+            # A window that moves back needs the pages before it; those past it are unmapped only by the next step.
             return self.layout.pages(slots.needed_tokens(slot), num_tokens) - has
         replaced = self._bands.replaced_pages(slot, length // self._bands.block_tokens)
         return max(0, min(self.layout.pages(slots.backed(num_tokens), length), most) - has) + replaced
 
     @reading
     def stats(self) -> CacheStats:
-        """A snapshot of pages, bytes, calls and times."""
+        """A snapshot of page counts, bytes, calls and times."""
         counts = self._pool.native.counts()
         slots, ledger, bands = self._slots, self._ledger, self._bands
         requests = [(slot, length, slots.start.get(slot, 0)) for slot, length in slots.length.items()]
@@ -526,7 +534,7 @@ class KVCache:
 
     @reading
     def page_map(self) -> list[SlotPages]:
-        """What every slot holds, in tokens and pages."""
+        """A snapshot of every slot, in tokens and pages."""
         return [
             SlotPages(
                 reqid=slot,
@@ -540,16 +548,17 @@ class KVCache:
 
     @atomic
     def trim(self) -> int:
-        """Gives back to the machine what no request holds: unmaps parked pages and releases free ones. What the prefix
-        cache holds stays; `evict_prefixes` frees it.
+        """Gives memory back to the machine: unmaps parked pages and releases free ones. Cached pages stay;
+        `evict_prefixes` frees them.
 
-        On CUDA the kernels of the last step must have been launched; it waits for those that use finished requests.
+        On CUDA, the kernels of the last step must have been launched; the call waits for those that use pages of
+        finished requests.
 
         Returns:
             Bytes of physical memory given back.
 
         Raises:
-            StreamCapturing: the current stream captures a CUDA graph. Nothing changed.
+            StreamCapturing: the current stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
         self._fences.uncaptured(None, "trim was called")
@@ -565,10 +574,10 @@ class KVCache:
         return counts.free * self.layout.page_size
 
     def check(self) -> None:
-        """Asserts that every page is where the books say, and nowhere else. Waits for the worker.
+        """Asserts that every page is exactly where the books say. Waits for the worker.
 
         Raises:
-            AssertionError: naming what does not hold.
+            AssertionError: an invariant is violated; the message names it.
         """
         with self._pool.lock:
             self._enter()
@@ -582,9 +591,9 @@ class KVCache:
             self._ledger.check(alone=self._owns_pool)
 
     def close(self) -> None:
-        """Unmaps everything and gives the memory back. Idempotent; afterwards every call raises CacheClosed.
+        """Unmaps all pages and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
 
-        The tensors must not be touched any more; their address space goes when the last of them does.
+        The tensors must no longer be used; their address space is released with the last of them.
         """
         with self._pool.lock:
             if not self._finalizer.alive:
@@ -633,7 +642,7 @@ class KVCache:
         )
 
     def _give_slot(self, plan: Callable[[Change], int]) -> int:
-        """Executes a plan that takes a slot, which it returns; the slot is idle again if the call fails later on."""
+        """Executes a plan that takes and returns a slot; the slot becomes idle again if the call fails later."""
         taken: list[int] = []
 
         def decide(change: Change) -> None:
@@ -654,7 +663,7 @@ class KVCache:
             if isinstance(lengths, str | bytes | Set):
                 raise TypeError(f"{type(lengths).__name__} is no sequence of lengths")
             values = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-        except Exception as error:  # what iterates may raise anything
+        except Exception as error:  # iterating over a caller's object may raise anything
             raise InvalidLength(f"lengths must be a mapping from reqid, or a sequence of lengths: {error}") from error
         if len(values) != self.layout.slots:
             raise InvalidLength(
@@ -665,7 +674,7 @@ class KVCache:
         return {slot: length for slot, length in enumerate(values) if length}
 
     def _checked_length(self, value: object, name: str, most: int | None = -1) -> int:
-        """A number of tokens as an `int`, from 0 to `most`, by default `max_context_len`."""
+        """Validates a number of tokens from 0 to `most` (None: no limit; default: `max_context_len`); an `int`."""
         most = self.config.max_context_len if most == -1 else most
         try:
             length = as_int(value)
@@ -677,7 +686,7 @@ class KVCache:
         return length
 
     def _checked_lengths(self, lengths: Mapping[int, int]) -> dict[int, int]:
-        """Lengths by slot as plain numbers, of slots that are allocated."""
+        """Validates lengths of allocated slots; a dict of `int`."""
         if not isinstance(lengths, Mapping):
             raise InvalidLength(f"lengths must be a mapping from reqid, not {type(lengths).__name__}")
         return {
@@ -686,14 +695,14 @@ class KVCache:
         }
 
     def _checked_layer(self, index: object) -> int:
-        """A layer that the cache has as an `int`."""
+        """Validates the index of a layer; an `int`."""
         with contextlib.suppress(TypeError):
             if (layer := as_int(index)) in self.layout.views:
                 return layer
         raise IndexError(f"layer {shown(index)} is not one of the cache's: {', '.join(map(str, self.layers))}")
 
     def _checked_slot(self, reqid: object) -> int:
-        """An allocated slot as an `int`."""
+        """Validates that a slot is allocated; an `int`."""
         try:
             slot = as_int(reqid)
         except TypeError as error:
@@ -717,7 +726,7 @@ class KVCache:
 
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
-    """Closes what a cache that was dropped without `close` leaves behind."""
+    """Gives up the pages of a cache that was dropped without `close`, and shuts its own pool."""
     pool.leave_behind(give_back)
     if owns_pool:
         pool.shut()

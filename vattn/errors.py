@@ -1,21 +1,21 @@
-"""What can go wrong, as types.
+"""The exceptions that vattn raises.
 
 ```text
 VattnError
-|-- ConfigError (ValueError)         a configuration that is unknown, contradictory or cannot fit
+|-- ConfigError (ValueError)         an unknown or contradictory configuration, or one that cannot fit
 |   `-- UnsupportedModel             a model whose attention this library cannot serve
-|-- OutOfPages (MemoryError)         the budget cannot back what was asked; nothing changed
-|   `-- MappingLimit                 memory is there, but the kernel's table of mappings is full
+|-- OutOfPages (MemoryError)         the budget cannot back the requested tokens; nothing changed
+|   `-- MappingLimit                 memory is available, but the kernel's table of mappings is full
 |-- NoFreeSlot                       max_batch_size requests are running
 |-- InvalidLength (ValueError)       a length below 0 or over max_context_len
-|-- InvalidTokens (TypeError)       token ids that are no whole numbers, or a salt that is not bytes
-|-- TokenMismatch (ValueError)      token ids that cannot be what a request holds
+|-- InvalidTokens (TypeError)       token ids that are not integers, or a salt that is not bytes
+|-- TokenMismatch (ValueError)      token ids that contradict the tokens of a request
 |-- InvalidSlot (KeyError)           a reqid that is out of range or not allocated
 |-- CacheClosed                      a call on a cache after close()
-|-- ForkedProcess                    a call in a child of the process that made the cache
-|-- StreamCapturing                  memory would be mapped or unmapped inside the capture of a CUDA graph
+|-- ForkedProcess                    a call in a forked child of the process that created the cache
+|-- StreamCapturing                  memory would be mapped or unmapped during CUDA graph capture
 `-- DriverError                      a driver call failed; the cache is as it was before the call
-    `-- ProcessLimit                 a limit of this process stopped it (open files, address space), not memory
+    `-- ProcessLimit                 it hit a limit of this process (open files, address space), not a lack of memory
 ```
 """
 
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 
 class VattnError(Exception):
-    """Base of every error that vattn raises on purpose."""
+    """Base class of all errors that vattn raises deliberately."""
 
 
 class ConfigError(VattnError, ValueError):
-    """A configuration value that is unknown, contradictory, or cannot fit."""
+    """A configuration value that is unknown, contradicts others, or cannot fit."""
 
 
 class UnsupportedModel(ConfigError):
@@ -35,11 +35,11 @@ class UnsupportedModel(ConfigError):
 
 
 class OutOfPages(VattnError, MemoryError):
-    """The budget cannot back the tokens that were asked for; nothing was changed.
+    """The budget cannot back the requested tokens; nothing was changed.
 
     Attributes:
-        missing_pages: pages of physical memory short of what was asked.
-        missing_bytes: the same in bytes.
+        missing_pages: the shortfall, in pages of physical memory.
+        missing_bytes: the shortfall, in bytes.
     """
 
     def __init__(self, message: str, *, missing_pages: int, missing_bytes: int) -> None:
@@ -61,11 +61,11 @@ class InvalidLength(VattnError, ValueError):
 
 
 class InvalidTokens(VattnError, TypeError):
-    """Token ids that are not whole numbers, or a salt that is not bytes."""
+    """Token ids that are not integers, or a salt that is not bytes."""
 
 
 class TokenMismatch(VattnError, ValueError):
-    """Token ids that are more or fewer than those a request holds, or others than those it was known to hold."""
+    """More or fewer token ids than a request holds, or ids that differ from those it is known to hold."""
 
 
 class InvalidSlot(VattnError, KeyError):
@@ -76,24 +76,24 @@ class InvalidSlot(VattnError, KeyError):
 
 
 class CacheClosed(VattnError):
-    """The cache was closed; its tensors must not be touched any more."""
+    """The cache was closed; its tensors must no longer be used."""
 
 
 class ForkedProcess(VattnError):
-    """The cache belongs to the parent of this process; mappings and worker do not survive a fork."""
+    """The cache belongs to the parent of this process; its mappings and its worker do not survive a fork."""
 
 
 class StreamCapturing(VattnError):
-    """The current stream captures a CUDA graph, and the call would map or unmap memory; nothing was changed."""
+    """The current stream is capturing a CUDA graph, and the call would map or unmap memory; nothing was changed."""
 
 
 class DriverError(VattnError):
     """A call to the memory driver failed; the cache is as it was before the call.
 
     Attributes:
-        call: the driver call, by CUDA's name (`cuMemCreate`).
+        call: CUDA's name of the driver call (`cuMemCreate`).
         code: its CUresult.
-        name: CUDA's name for the code (`CUDA_ERROR_OUT_OF_MEMORY`).
+        name: CUDA's name of the code (`CUDA_ERROR_OUT_OF_MEMORY`).
     """
 
     def __init__(self, message: str, *, call: str, code: int, name: str) -> None:
@@ -104,10 +104,10 @@ class DriverError(VattnError):
 
 
 class ProcessLimit(DriverError):
-    """A limit of this process stopped a driver call, not a lack of memory; the cache is as it was before the call.
+    """A driver call hit a limit of this process, not a lack of memory; the cache is as it was before the call.
 
     Attributes:
-        limit: its name (`RLIMIT_NOFILE`, `RLIMIT_AS`); the message has the remedy.
+        limit: the name of the limit (`RLIMIT_NOFILE`, `RLIMIT_AS`); the message says how to raise it.
     """
 
     def __init__(self, message: str, *, call: str, code: int, name: str, limit: str) -> None:

@@ -1,14 +1,14 @@
-"""Which token blocks are kept for requests to come: the policy of prefix caching, for any store of token blocks.
+"""The policy of prefix caching, for any store of token blocks: which blocks are kept for later requests.
 
 The values of a block depend on all tokens up to its end, and on whatever else the salt stands for (an adapter, an
-image's hash, a tenant). So a block's key is a chained hash of both, and an index from key to block is all that finding
-a prefix takes: no tree. The hash is cryptographic: a prompt that is crafted to collide would read another's cache.
+image's hash, a tenant). So a block's key is a chained hash of both, and finding a prefix needs only an index from keys
+to blocks, not a tree. The hash is cryptographic because a prompt crafted to collide could read another request's cache.
 
-A block that no running request uses stays until its memory is needed. The first to go is the one that was used least
-recently; of those used last at the same time, the one at the end of the longest prefix, since without its predecessors
-it could not be found anyway.
+A block that no running request uses stays until its memory is needed. The least recently used block is evicted first;
+among blocks last used at the same time, it is the one at the end of the longest prefix, which could not be found
+without its predecessors anyway.
 
-Nothing here knows what a block is made of: pages of a slot, or a row of a pool.
+Nothing here depends on what a block consists of: pages of a slot, or a row of a pool.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ KEY_BYTES = 32
 
 
 class Admission(NamedTuple):
-    """A request that was given a slot.
+    """The result of admitting a request.
 
     Attributes:
-        reqid: the slot.
-        cached_tokens: tokens at its start whose K and V are there; the rest, at least one, has to be computed.
+        reqid: the slot of the request.
+        cached_tokens: tokens at the start of the request whose K and V are cached; the others, at least one, have to
+            be computed.
     """
 
     reqid: int
@@ -41,14 +42,14 @@ class Admission(NamedTuple):
 
 @dataclass(eq=False)
 class Block:
-    """A token block that a store holds once, however many requests use it.
+    """A token block, which a store holds only once, however many requests use it.
 
     Attributes:
-        depth: blocks before it.
-        key: what its values depend on; None where nobody has said.
-        users: running requests that use it.
-        published: it is in the index.
-        last_use: when the last user left, by a clock that all indexes share.
+        depth: number of blocks before it.
+        key: stands for everything that its values depend on; None if unknown.
+        users: number of running requests that use it.
+        published: whether it is in the index.
+        last_use: when a user last left it, on a logical clock that all indexes share.
     """
 
     depth: int
@@ -63,10 +64,10 @@ _clock = itertools.count(1)
 
 
 def root_key(salt: bytes) -> Key:
-    """The key before a prompt's first block.
+    """The parent key of a prompt's first block.
 
     Raises:
-        InvalidTokens: the salt is not `bytes`. Text has to be encoded by who knows how.
+        InvalidTokens: the salt is not `bytes`. Encoding text is up to the caller.
     """
     if not isinstance(salt, bytes):
         raise InvalidTokens(f"salt={salt!r} is {type(salt).__name__}; it must be bytes (encode text first)")
@@ -88,29 +89,30 @@ def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iter
 
 
 def as_ids(token_ids: Sequence[int]) -> list[int]:
-    """Token ids as a list of numbers; a tensor or an array of one dimension is taken as well.
+    """Converts token ids to a list of integers; one-dimensional tensors and arrays are accepted too.
 
     Raises:
-        InvalidTokens: it is no sequence of whole numbers of 64 bits.
+        InvalidTokens: `token_ids` is not a sequence of 64-bit integers.
     """
     try:
         if type(token_ids) is not list and isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
             raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
         return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids).tolist()
-    except Exception as error:  # what iterates may raise anything
+    except Exception as error:  # iterating over a caller's object may raise anything
         raise InvalidTokens(f"token_ids must be a sequence of whole numbers of 64 bits: {error}") from error
 
 
 def check_extension(known: Sequence[int], token_ids: Sequence[int], length: int) -> None:
-    """Whether `token_ids` can be what a request holds.
+    """Checks that `token_ids` is consistent with the tokens of a request.
 
     Args:
-        known: the tokens that it is known to start with.
-        token_ids: all of its tokens up to some point.
-        length: tokens that it has.
+        known: the tokens that the request is known to start with.
+        token_ids: all tokens of the request up to some point.
+        length: number of tokens that the request holds.
 
     Raises:
-        TokenMismatch: they are more than it has, fewer than it is known to have, or others.
+        TokenMismatch: there are more ids than the request holds, fewer than are known, or ids that differ from the
+            known ones.
     """
     if not len(known) <= len(token_ids) <= length:
         raise TokenMismatch(
@@ -123,16 +125,16 @@ def check_extension(known: Sequence[int], token_ids: Sequence[int], length: int)
 
 
 class PrefixIndex(Generic[B]):
-    """Published blocks by key, and the order in which they may go.
+    """The published blocks by key, and the order in which they are evicted.
 
     Attributes:
-        query_tokens: tokens of all prompts that were admitted.
-        hit_tokens: those of them that were found.
+        query_tokens: total tokens of all admitted prompts.
+        hit_tokens: how many of those were found in the cache.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[Key, B] = {}
-        # Blocks without users, the next to go first. An entry whose block was used since, or is gone, counts no more.
+        # A heap of blocks without users, next victim first. Entries whose block was used or removed since are stale.
         self._order: list[tuple[int, int, int, B]] = []
         self._serial = itertools.count()
         self.unused = 0  # blocks without users
@@ -146,11 +148,11 @@ class PrefixIndex(Generic[B]):
         return len(self._blocks)
 
     def get(self, key: Key) -> B | None:
-        """The published block with that key."""
+        """The published block with this key, or None."""
         return self._blocks.get(key)
 
     def find(self, token_ids: Sequence[int], block_tokens: int, salt: bytes) -> list[B]:
-        """The longest published prefix of a prompt in whole blocks, that leaves at least one token to compute."""
+        """The longest published prefix of a prompt in whole blocks that leaves at least one token to compute."""
         found = []
         for key in block_keys(root_key(salt), token_ids[: len(token_ids) - 1], block_tokens):
             block = self._blocks.get(key)
@@ -160,12 +162,12 @@ class PrefixIndex(Generic[B]):
         return found
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
-        """A request was admitted."""
+        """Counts an admitted request."""
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
 
     def publish(self, block: B, key: Key) -> bool:
-        """Gives a block its key and makes it findable, unless another one with this key already is."""
+        """Gives a block its key and adds it to the index; returns False if the key is already there."""
         assert block.key in (None, key), "a block has two keys"
         block.key = key
         if key in self._blocks:
@@ -176,13 +178,13 @@ class PrefixIndex(Generic[B]):
         return True
 
     def acquire(self, blocks: Iterable[B]) -> None:
-        """A request uses these blocks from now on."""
+        """Adds a user to each of these blocks."""
         for block in blocks:
             self.unused -= block.published and not block.users
             block.users += 1
 
     def release(self, blocks: Iterable[B]) -> None:
-        """A request does no longer."""
+        """Removes a user from each of these blocks."""
         now = next(_clock)
         for block in blocks:
             assert block.users > 0, "released a block that nobody uses"
@@ -191,7 +193,7 @@ class PrefixIndex(Generic[B]):
             self._queue(block)
 
     def victims(self) -> Generator[B]:
-        """Published blocks without users, in the order of eviction. Each may be removed while it is the current one."""
+        """Published blocks without users, in order of eviction. The caller may remove the current one."""
         seen = []
         try:
             while self._order:
@@ -205,28 +207,28 @@ class PrefixIndex(Generic[B]):
                     heapq.heappush(self._order, entry)
 
     def remove(self, block: B) -> None:
-        """Evicts a block without users; it can no longer be found."""
+        """Evicts a block without users from the index."""
         assert block.published, "evicted a block that is not published"
         assert not block.users, "evicted a block that is in use"
         self.unused -= 1
         self.take_out(block)
 
     def withdraw(self, block: B) -> None:
-        """Takes a block out that may be in use: no other request finds it."""
+        """Removes a block that may be in use from the index, so that no other request finds it."""
         assert block.published, "withdrew a block that is not published"
         self.unused -= not block.users
         self.take_out(block)
 
-    # Of the index only what nothing else says; `refresh` derives the rest.
+    # These two change only the primary state of the index; `refresh` derives the rest.
 
     def take_out(self, block: B) -> None:
-        """Takes a block out, if it is in."""
+        """Removes a block from the index. Idempotent."""
         if block.key is not None and self._blocks.get(block.key) is block:
             del self._blocks[block.key]
         block.published = False
 
     def put_back(self, block: B) -> bool:
-        """Takes `take_out` back; False if another block has its key by now."""
+        """Undoes `take_out`; returns False if another block has the key by now."""
         assert block.key is not None
         if self._blocks.setdefault(block.key, block) is not block:
             return False
@@ -234,7 +236,7 @@ class PrefixIndex(Generic[B]):
         return True
 
     def refresh(self) -> None:
-        """Derives counts and order anew from the blocks."""
+        """Recomputes counts and order from the blocks."""
         unused = [block for block in self if not block.users]
         self.unused = len(unused)
         self._order = [(*self.order(block), next(self._serial), block) for block in unused]
@@ -260,7 +262,7 @@ class PrefixIndex(Generic[B]):
 
     @staticmethod
     def order(block: Block) -> tuple[int, int]:
-        """What victims are sorted by."""
+        """The sort key of victims."""
         return block.last_use, -block.depth
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What is mapped where: slots, pages, blocks that requests share, and the pool that they come from."""
+"""The memory of a cache: slots, pages, blocks that requests share, and the pool that pages come from."""

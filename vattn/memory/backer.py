@@ -1,4 +1,4 @@
-"""Backer: maps pages under slots, when a step needs them and ahead of it, and replaces blocks that are written to."""
+"""Backer: maps pages under slots, when a step needs them or ahead of it, and replaces blocks that are written to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vattn.memory.pool import PagePool, Plan
 from vattn.memory.reclaimer import Reclaimer
 from vattn.memory.slots import SlotTable
 
-# How many of the idle slots that back most are looked at for one to prepare.
+# How many of the idle slots with the largest extent are considered for preparation.
 _CANDIDATES = 4
 
 
@@ -27,7 +27,7 @@ class Backer:
     """Grows the slots of one cache; used under the pool's lock.
 
     Attributes:
-        waits: times that a step waited for the driver, `wait_ns` nanoseconds in all.
+        waits: how often a step waited for the driver, for `wait_ns` nanoseconds in total.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Backer:
         self._reclaimer = reclaimer
         self._fences = fences
         self._pool = pool
-        self._low_water = int(config.watermark * ledger.budget)  # free pages below which parked ones are unmapped
-        # An idle slot that backs so many tokens has its eager pages; with windows more has to be looked at.
+        self._low_water = int(config.watermark * ledger.budget)  # parked pages are unmapped if fewer pages are free
+        # An idle slot with this extent has its eager pages. None with windows, where the extent alone does not tell.
         kinds = layout.kinds if config.eager_pages and not bands.windowed else ()
         self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)
         self.waits = 0
@@ -64,26 +64,27 @@ class Backer:
         announced: Mapping[int, int],
         stream: Stream | None,
     ) -> None:
-        """Takes on the lengths of slots, with everything backed that they need when it returns; or changes nothing.
+        """Sets the lengths of slots and backs all tokens that they need, or changes nothing.
 
         Args:
-            crossing: the slots of them whose length goes past their limit.
+            lengths: the new lengths, by slot.
+            crossing: those of the slots whose length exceeds their limit.
             announced: lengths of the next step.
-            stream: of the kernels that are launched next.
+            stream: the stream of the kernels that are launched next.
 
         Raises:
-            InvalidLength: a window that would be seen again was given back.
+            InvalidLength: a length goes back to a window that was given back.
             OutOfPages, StreamCapturing, DriverError: as `KVCache.step`.
         """
         slots = self._slots
-        receding: Sequence[int] = ()  # where queries come from earlier tokens than they could so far
+        receding: Sequence[int] = ()  # slots whose queries may come from earlier tokens than before
         if self._bands.windowed:
             before, start = slots.length, slots.start
             receding = [slot for slot, n in lengths.items() if n < before[slot] or n < start[slot]]
             for slot in receding:
                 slots.check_seen(slot, lengths[slot])
                 if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
-                    crossing.append(slot)  # a request shorter than announced, for which the window had left already
+                    crossing.append(slot)  # shorter than announced, and its window was unmapped already
         used = self._bands.used_tokens
         lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
         closed = self._fences.launched()
@@ -112,13 +113,14 @@ class Backer:
         handle: int | None,
         capturing: bool,
     ) -> None:
-        """Takes on the lengths, with every target backed when it returns; or changes nothing.
+        """Sets the lengths and backs every target, or changes nothing.
 
         Args:
-            targets: the lengths of the slots in which something may have to be mapped.
-            lengths: those of all slots that are named.
-            lowered: the slots whose length goes down into blocks.
-            handle: the stream of the caller's kernels; `capturing`: it captures a graph.
+            targets: the lengths of the slots in which pages may have to be mapped.
+            lengths: the lengths of all slots of the step.
+            lowered: the slots whose length decreases into used blocks.
+            handle: the stream of the caller's kernels.
+            capturing: whether that stream is capturing a graph.
         """
         slots = self._slots
         needs = {slot: slots.backed(length) for slot, length in targets.items()}
@@ -147,10 +149,10 @@ class Backer:
         lowered: Sequence[int],
         handle: int | None,
     ) -> None:
-        """Takes on the lengths and backs slots, of which some have blocks that are left over."""
+        """Sets the lengths and backs the slots in `needs`, some of which have left-over blocks."""
         slots, bands = self._slots, self._bands
         blocks = {slot: slots.length[slot] // bands.block_tokens for slot in leftover}
-        # The live tokens of the last block, where it is left over in part, go over to the pages that replace it.
+        # If the last block is partly left over, its live tokens are copied to the pages that replace it.
         saved = {
             slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
             for slot, count in blocks.items()
@@ -182,7 +184,7 @@ class Backer:
             slots.ready[slot] = bands.extent(slot)
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
-        """Queues that what has left the windows of these slots is unmapped, once what was launched has ended."""
+        """Queues the unmapping of what has left the windows of these slots; the worker waits for launched kernels."""
         slots = [slot for slot in slots if self._bands.outlived(slot, self._slots.start[slot])]
         if not slots:
             return
@@ -197,7 +199,7 @@ class Backer:
             self._slots.set_limit(slot)
 
     def _look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
-        """Queues what the next step will need: for slots at the end of what is backed, and where it is announced."""
+        """Queues the pages that the next step will need, for slots that crossed their limit and announced lengths."""
         if not self._config.overlap:
             return
         slots, most = self._slots, self._config.max_context_len
@@ -209,13 +211,13 @@ class Backer:
         }
         if not needs:
             return
-        # Without pages there is nothing to do ahead: the next step finds out, and says so.
+        # If pages are insufficient, nothing is mapped ahead; the next step reports it if it still needs them.
         with contextlib.suppress(OutOfPages):
             ticket = self._pool.submit(lambda change: self.grow(change, needs))
             slots.pending.update(dict.fromkeys(needs, ticket))
 
     def maintain(self) -> None:
-        """Keeps pages free, and an idle slot backed, for what comes next."""
+        """Keeps some pages free and the start of an idle slot backed, for upcoming requests."""
         leaving = [slot for slot in self._slots.leaving if self._fences.passed(slot)]
         if leaving:
             self._in_background(lambda change: self._reclaimer.vacate(change, leaving))
@@ -225,7 +227,7 @@ class Backer:
         self.prepare_idle_slot()
 
     def prepare_idle_slot(self) -> None:
-        """Backs the start of the best idle slot, so that the next request's prefill finds its pages mapped."""
+        """Backs the start of the best idle slot, so that the next request's prefill finds pages mapped."""
         pages_per_run = self._config.eager_pages
         if not pages_per_run:
             return
@@ -253,7 +255,7 @@ class Backer:
         """Plans the growth of slots to their targets, in tokens. `now` and `handle` as in `Reclaimer.make_room`.
 
         Raises:
-            OutOfPages: there are not so many pages.
+            OutOfPages: there are not enough pages.
         """
         starts = self._slots.start
         need = sum([self._bands.growth(slot, tokens, starts.get(slot, 0)) for slot, tokens in targets.items()])
@@ -263,7 +265,7 @@ class Backer:
             self._ledger.count(slot)
 
     def replace(self, change: Change, slot: int, count: int, handle: int | None) -> None:
-        """Plans that the slot, which is to be written to, keeps only its first `count` blocks (copy-on-write).
+        """Plans that a slot about to be written to keeps only its first `count` blocks (copy-on-write).
 
         Raises:
             StreamCapturing: kernels that read the slot may not be launched yet.
@@ -277,12 +279,12 @@ class Backer:
         self._reclaimer.cut(change, slot, count)
 
     def execute(self, plan: Plan) -> int:
-        """`PagePool.execute` of a plan for which memory has to be found."""
+        """`PagePool.execute`, which reclaims all parked and cached pages if the machine is out of memory."""
         try:
             return self._pool.execute(plan)
         except OutOfPages as error:
-            # The budget has the pages, but the machine has no memory or no mapping for new ones: those that no request
-            # uses are both.
+            # The budget has the pages, but the machine lacks memory or mappings for new ones. Reclaiming the pages that
+            # no request uses yields both.
             if not self._ledger.parked + self._ledger.cached or error.__cause__ is None:
                 raise
             self._pool.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
@@ -290,17 +292,17 @@ class Backer:
             return self._pool.execute(plan)
 
     def await_idle_growth(self, tokens: int) -> None:
-        """Waits for growth in the background of idle slots that may be counted on for so many tokens."""
+        """Waits for background growth of idle slots that the next request may rely on for `tokens` tokens."""
         slots = [slot for slot in self._slots.pending if slot in self._slots.idle]
         self._await_growth(dict.fromkeys(slots, tokens))
 
     def note_growth(self, slot: int) -> None:
-        """All that the slot has is in place, unless growth in the background is still under way."""
+        """Notes that the slot's whole extent is ready, unless background growth is still under way."""
         if self._pool.mapper.passed(self._slots.pending.get(slot, 0)):
             self._slots.mapped(slot)
 
     def _await_growth(self, needs: Mapping[int, int]) -> bool:
-        """Waits for growth in the background that these slots count on; whether it had to."""
+        """Waits for background growth that these slots rely on; returns whether it had to wait."""
         mapper, pending, ready = self._pool.mapper, self._slots.pending, self._slots.ready
         tickets = [pending[slot] for slot, tokens in needs.items() if slot in pending and tokens > ready[slot]]
         waited = bool(tickets) and not mapper.passed(max(tickets))
@@ -314,10 +316,10 @@ class Backer:
         return waited
 
     def _in_background(self, plan: Plan) -> int:
-        """Queues what nobody waits for (does it at once without `overlap`); its ticket, or 0 if there is none."""
+        """Queues work that nobody waits for, or executes it at once without `overlap`; its ticket, or 0 without any."""
         if self._config.overlap:
             return self._pool.submit(plan)
         self._pool.commit()
-        with contextlib.suppress(OutOfPages, DriverError):  # it is taken back, and counted
+        with contextlib.suppress(OutOfPages, DriverError):  # the pool reverts it, and counts it
             return self._pool.execute(plan)
         return 0

@@ -1,7 +1,7 @@
-"""The pages of one band of a cache: what is mapped under its slots, and at which end it grows and shrinks.
+"""The pages of one band of a cache: what is mapped under its slots, and how that grows and shrinks at both ends.
 
-Of every slot a range of columns is mapped, from the first block that is still seen to a little past the last token.
-Which slots have requests, how long those are and what kernels may still read is for others to know.
+Each slot has one range of columns mapped, from the first block that queries still see to a little past the last token.
+Which slots have requests, how long these are and which pages kernels may still read is not known here.
 
     [0 ...... floor ................... length .......... ]
      released        mapped: blocks, then private pages    address space only
@@ -24,14 +24,14 @@ class BandPages:
     """One band's virtual tensors; used under the pool's lock.
 
     Args:
-        band: its kinds, and its window.
-        slots: how many there are.
+        band: the kinds of tensors of the band, and its window.
+        slots: number of slots.
         used_tokens: as in `SharedBlocks`.
 
     Attributes:
         spaces: the virtual tensors, by kind.
-        shared: which blocks are in which slot.
-        rows: the tensors as plain bytes.
+        shared: the blocks mapped in each slot.
+        rows: access to the tensors as plain bytes.
     """
 
     def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int]) -> None:
@@ -51,14 +51,14 @@ class BandPages:
         self.shared = SharedBlocks(band, slots, pool.native, self.spaces, used_tokens)
         self.rows = Rows(band.kinds, self.spaces, pool.driver.dlpack_device)
 
-    # What there is
+    # Queries
 
     def begins(self, slot: int) -> bool:
-        """Whether what is mapped of the slot begins with its first token; or nothing is."""
+        """Whether the mapped range of the slot begins with its first token, or is empty."""
         return self.sees(slot, 0)
 
     def sees(self, slot: int, start: int) -> bool:
-        """Whether what is mapped of the slot lies where it can be grown for queries from token `start` on."""
+        """Whether the mapped range of the slot can be grown to what queries from token `start` on see."""
         if self.band.window is None:
             return True
         floor = self.band.floor(start)
@@ -68,7 +68,7 @@ class BandPages:
         )
 
     def outlived(self, slot: int, start: int) -> bool:
-        """Whether blocks of the slot are mapped that queries from token `start` on do not see."""
+        """Whether blocks are mapped in the slot that queries from token `start` on do not see."""
         if self.band.window is None:
             return False
         floor = self.band.floor(start)
@@ -77,14 +77,14 @@ class BandPages:
         )
 
     def outlives_at(self, slot: int, default: int) -> int:
-        """The token from which on queries do not see the first block that is mapped; or the default, without any."""
+        """The first token whose query no longer sees the first mapped block; the default if there is none."""
         if self.band.window is None or self._empty(self.spaces[0], slot):
             return default
         block = self.spaces[0].first(slot) // self.shared.columns[0]
         return (block + 1) * self.band.block_tokens + self.band.window - 1
 
     def extent(self, slot: int) -> int:
-        """The token up to which the slot is mapped; 0 where nothing is."""
+        """The token up to which the slot is mapped; 0 if nothing is."""
         least = None
         for kind, space in zip(self.band.kinds, self.spaces, strict=True):
             columns = space.columns(slot)
@@ -94,36 +94,36 @@ class BandPages:
         return least
 
     def reaches(self, slot: int, depth: int) -> bool:
-        """Whether anything is mapped of the slot from that depth on."""
+        """Whether anything is mapped in the slot from this depth on."""
         return any(space.columns(slot) > max(space.first(slot), depth * columns) for space, columns in self._spaces())
 
     def pages(self, slot: int) -> int:
-        """Pages that are mapped under the slot."""
+        """Pages mapped under the slot."""
         pages = 0
         for space, lanes in self._lanes:
             pages += lanes * (space.columns(slot) - space.first(slot))
         return pages
 
     def private_pages(self, slot: int) -> int:
-        """Those of them that are in no block."""
+        """Pages mapped under the slot that are in no block."""
         return self.pages(slot) - len(self.shared[slot].blocks) * self.shared.block_pages
 
     def growth(self, slot: int, tokens: int, start: int) -> int:
-        """Pages that the slot lacks for tokens `[0, tokens)`, as far as queries from token `start` on see them."""
+        """Pages that the slot lacks for those of tokens `[0, tokens)` that queries from token `start` on see."""
         return sum(
             space.lanes * count for space, count in zip(self.spaces, self._lacking(slot, tokens, start), strict=True)
         )
 
     def eager_growth(self, slot: int, columns: int) -> int:
-        """Pages that the slot, which begins with its first token, lacks to have so many columns."""
+        """Pages missing from the first `columns` columns of a slot whose mapped range begins with its first token."""
         return sum(space.lanes * count for space, count in zip(self.spaces, self._eager(slot, columns), strict=True))
 
     def replaced_pages(self, slot: int, depth: int) -> int:
-        """Pages of the blocks from that depth on that the slot's request uses, and that writing there would replace."""
+        """Pages of used blocks from this depth on, which writing there would replace."""
         return self.shared.block_pages * sum(block.depth >= depth for block in self.shared.used(slot))
 
     def saved_pages(self, lengths: Iterable[tuple[int, int]]) -> int:
-        """Pages more that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
+        """Additional pages that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
         if self.band.window is None:
             return self.shared.saved_pages
         seen = [
@@ -135,10 +135,10 @@ class BandPages:
         return self.shared.block_pages * (len(seen) - len(set(seen)))
 
     def live_bytes(self, requests: Iterable[tuple[int, int, int]]) -> int:
-        """Bytes of K and V of the live tokens of slots; those of a block that several have count once.
+        """Bytes of K and V of the live tokens of slots; tokens of a shared block count once.
 
         Args:
-            requests: slot, tokens, and the first of the queries to come.
+            requests: slot, length in tokens, and the first token of coming queries.
         """
         block_tokens, token_bytes = self.band.block_tokens, self.band.token_bytes
         spans = {slot: (self.band.first_live(length, start), length) for slot, length, start in requests}
@@ -162,7 +162,7 @@ class BandPages:
         return any(space.columns(slot) > max(space.first(slot), kind.columns(tokens)) for kind, space in self._kinds())
 
     def surplus(self, slot: int, tokens: int, pages: int) -> list[int]:
-        """Last columns of each kind that are private and past `tokens` tokens: `pages` pages or a few more."""
+        """How many private columns of each kind, past `tokens` tokens, make up `pages` pages or a few more."""
         stop, counts = self.shared[slot].stop, []
         for (kind, space), block_columns in zip(self._kinds(), self.shared.columns, strict=True):
             keep = max(kind.columns(tokens), stop * block_columns, space.first(slot))
@@ -171,23 +171,23 @@ class BandPages:
         return counts
 
     def first_block(self, count: int) -> int:
-        """The depth of the first block that queries behind `count` blocks see."""
+        """The depth of the first block that queries after `count` blocks see."""
         return self.band.floor(count * self.band.block_tokens) // self.band.block_tokens
 
     def cached_rows(self, keys: Iterable[Key]) -> list[int]:
-        """Up to every depth, from 0 on, how many blocks in a row are cached."""
+        """For every depth from 0 on, the number of consecutive cached blocks that end there."""
         rows = [0]
         for key in keys:
             rows.append(rows[-1] + 1 if self.shared.index.get(key) else 0)
         return rows
 
     def seen_blocks(self, slot: int, end: int, start: int) -> list[PageBlock]:
-        """The slot's blocks before depth `end` that queries from token `start` on see."""
+        """Blocks of the slot before depth `end` that queries from token `start` on see."""
         first = self.band.floor(start) // self.band.block_tokens
         return [block for block in self.shared[slot].blocks if first <= block.depth < end]
 
     def in_place(self, slot: int, blocks: Sequence[PageBlock], end: int) -> bool:
-        """Whether what the slot has before depth `end` is these blocks, which end there, and nothing else."""
+        """Whether the slot holds exactly these blocks, which end at depth `end`, before that depth."""
         if blocks:
             return self.shared.common(slot, blocks) == len(blocks)
         return all(space.first(slot) >= end * columns for space, columns in self._spaces())
@@ -209,7 +209,7 @@ class BandPages:
                 space.grow(change.transaction, slot, count)
 
     def put(self, change: Change, slot: int, blocks: Sequence[PageBlock], end: int) -> None:
-        """Plans that the slot has these blocks, the last of which ends at depth `end`, and nothing behind them."""
+        """Plans that the slot holds these blocks, the last of which ends at depth `end`, and nothing after them."""
         kept = self.shared.common(slot, blocks)
         self.cut(change, slot, blocks[0].depth + kept if kept else 0)
         for space, columns in self._spaces():
@@ -218,26 +218,26 @@ class BandPages:
             self.shared.attach(change, slot, blocks[kept:])
 
     def cut(self, change: Change, slot: int, depth: int) -> None:
-        """Plans to unmap all that the slot has from that depth on, which no request uses."""
+        """Plans to unmap everything in the slot from this depth on, which no request may use."""
         for space, columns in self._spaces():
             count = space.columns(slot) - max(space.first(slot), depth * columns)
             space.shrink(change.transaction, slot, max(0, count))
         self.shared.detach(change, slot, max(0, depth - self.shared[slot].start))
 
     def drop(self, change: Change, slot: int, columns: Sequence[int]) -> None:
-        """Plans to unmap that many of the slot's last columns of each kind, all private."""
+        """Plans to unmap this many of the slot's last columns of each kind, all of them private."""
         for space, count in zip(self.spaces, columns, strict=True):
             space.shrink(change.transaction, slot, count)
 
     def unmap(
         self, change: Change, slot: int, pages: int, needed: int, keep: int | None, guard: Callable[[], object]
     ) -> bool:
-        """Plans to unmap `pages` pages of the slot past `needed` tokens, from the last one on; a few more, or fewer
-        where there are not so many.
+        """Plans to unmap `pages` pages of the slot past `needed` tokens, starting with the last: a few more, or fewer
+        if there are not enough.
 
         Args:
-            keep: how many of its blocks stay; None to unmap all that no request uses, of which cached ones stay cached
-                without being mapped.
+            keep: how many of its blocks stay; None unmaps all blocks that its request does not use (cached ones stay
+                cached without being mapped).
             guard: called before anything is planned.
 
         Returns:
@@ -275,7 +275,7 @@ class BandPages:
         return zip(self.band.kinds, self.spaces, strict=True)
 
     def _spaces(self) -> Iterator[tuple[_native.AddressSpace, int]]:
-        """The spaces, each with its columns of a block."""
+        """The spaces, each with its number of columns per block."""
         return zip(self.spaces, self.shared.columns, strict=True)
 
     @staticmethod
@@ -283,12 +283,12 @@ class BandPages:
         return space.first(slot) == space.columns(slot)
 
     def _place(self, change: Change, space: _native.AddressSpace, slot: int, column: int) -> None:
-        """What is mapped next begins with that column, unless something is mapped."""
+        """Plans that an empty slot's mapped range will begin with this column."""
         if self._empty(space, slot) and space.first(slot) != column:
             space.place(change.transaction, slot, column)
 
     def _lacking(self, slot: int, tokens: int, start: int) -> list[int]:
-        """Columns of each kind that the slot lacks."""
+        """Columns of each kind that `growth` counts."""
         floor = self.band.floor(start)
         return [
             max(0, kind.columns(tokens) - (kind.columns(floor) if self._empty(space, slot) else space.columns(slot)))
@@ -296,7 +296,7 @@ class BandPages:
         ]
 
     def _eager(self, slot: int, columns: int) -> list[int]:
-        """Columns of each kind that the slot lacks to have so many."""
+        """Columns of each kind that `eager_growth` counts."""
         return [
             max(0, min(columns, kind.run_pages) - (0 if self._empty(space, slot) else space.columns(slot)))
             for kind, space in self._kinds()

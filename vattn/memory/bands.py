@@ -1,7 +1,8 @@
 """All bands of a cache as one: the only place that loops over them.
 
-A band is the virtual tensors of layers with one sliding window, or none (`vattn.memory.band`). Blocks of all bands have
-the same tokens, so a prefix is a number of blocks, and a request uses the same number of them in every band.
+A band is the virtual tensors of all layers with the same sliding window, or with none (`vattn.memory.band`). Blocks
+have the same number of tokens in all bands, so a prefix is a number of blocks, and a request uses the same number of
+them in every band.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Prefix:
     """Whole blocks that a slot can start with.
 
     Attributes:
-        count: how many.
-        blocks: per band, those of them that are seen from behind: the last ones.
+        count: number of blocks.
+        blocks: per band, those of them that queries after the prefix see: the last ones.
     """
 
     count: int
@@ -43,7 +44,7 @@ class Prefix:
 
 
 class Rows(NamedTuple):
-    """Rows of a slot's tokens in one band: from token `start` on, per virtual tensor `[runs, bytes]`."""
+    """Rows of a slot's tokens in one band, from token `start` on: per virtual tensor, `[runs, bytes]`."""
 
     start: int
     views: list[torch.Tensor]
@@ -53,9 +54,10 @@ class Facts(NamedTuple):
     """What is mapped under a slot.
 
     Attributes:
-        blocks: how many blocks, in all bands.
-        extent: tokens that are mapped from its start.
-        pages: how many pages, of which `private` are in no block.
+        blocks: number of blocks, over all bands.
+        extent: number of tokens mapped from its start.
+        pages: number of pages.
+        private: how many of these pages are in no block.
         tail: the key of its last block, if it has one.
     """
 
@@ -70,13 +72,13 @@ class Bands:
     """The bands of one cache; used under the pool's lock.
 
     Args:
-        layout: their geometry.
-        pool: where pages come from.
+        layout: the geometry of the cache.
+        pool: the pool that pages come from.
 
     Attributes:
-        block_tokens: tokens of a block.
-        windowed: whether a band has a sliding window.
-        used_tokens: per slot, the tokens up to which its request uses blocks; of those that use any.
+        block_tokens: tokens per block.
+        windowed: whether any band has a sliding window.
+        used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any.
     """
 
     def __init__(self, layout: Layout, pool: PagePool) -> None:
@@ -84,7 +86,7 @@ class Bands:
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
         self._bands = [BandPages(band, layout.slots, pool, self.used_tokens) for band in layout.bands]
-        # What is mapped behind a window is of no use to the next request, so it says nothing where there is other.
+        # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
 
     # What is mapped
@@ -95,23 +97,23 @@ class Bands:
         return [space for band in self._bands for space in band.spaces]
 
     def extent(self, slot: int) -> int:
-        """Tokens that the slot's pages back, once the worker is done with them."""
+        """Tokens that the slot's pages back, once the worker has mapped them."""
         return min([band.extent(slot) for band in self._bands])
 
     def lasting_extent(self, slot: int) -> int:
-        """`extent` of what a next request can use."""
+        """`extent` in the bands whose pages the next request can use."""
         return min([band.extent(slot) for band in self._lasting])
 
     def pages(self, slot: int) -> int:
-        """Pages that are mapped under the slot."""
+        """Pages mapped under the slot."""
         return sum([band.pages(slot) for band in self._bands])
 
     def private_pages(self, slot: int) -> int:
-        """Those of them that are in no block."""
+        """Pages mapped under the slot that are in no block."""
         return sum([band.private_pages(slot) for band in self._bands])
 
     def facts(self, slot: int) -> Facts:
-        """What there is of the slot, at once."""
+        """All facts about what is mapped under the slot, gathered in one pass."""
         count = pages = private = 0
         for band in self._bands:
             mapped, blocks = band.pages(slot), len(band.shared[slot].blocks)
@@ -122,27 +124,27 @@ class Bands:
         return Facts(count, self.lasting_extent(slot), pages, private, main[-1].key if main else None)
 
     def growth(self, slot: int, tokens: int, start: int) -> int:
-        """Pages that the slot lacks for tokens `[0, tokens)`, as far as queries from token `start` on see them."""
+        """Pages that the slot lacks for those of tokens `[0, tokens)` that queries from token `start` on see."""
         return sum([band.growth(slot, tokens, start) for band in self._bands])
 
     def eager_growth(self, slot: int, columns: int) -> int:
-        """Pages that the slot, which begins with its first token, lacks to have so many columns."""
+        """Pages missing from the first `columns` columns of a slot whose mapped range begins with its first token."""
         return sum(band.eager_growth(slot, columns) for band in self._bands)
 
     def begins(self, slot: int) -> bool:
-        """Whether what is mapped of the slot begins with its first token; or nothing is."""
+        """Whether the mapped range of the slot begins with its first token, or is empty, in every band."""
         return all(band.begins(slot) for band in self._bands)
 
     def sees(self, slot: int, start: int) -> bool:
-        """Whether what is mapped of the slot lies where it can be grown for queries from token `start` on."""
+        """Whether every band's mapped range of the slot can be grown to what queries from `start` on see."""
         return all(band.sees(slot, start) for band in self._bands)
 
     def outlived(self, slot: int, start: int) -> bool:
-        """Whether blocks of the slot are mapped that queries from token `start` on do not see."""
+        """Whether blocks are mapped in the slot that queries from token `start` on do not see."""
         return any(band.outlived(slot, start) for band in self._bands)
 
     def outlives_at(self, slot: int, default: int) -> int:
-        """The token from which on queries do not see a first block that is mapped, or the default if that is less."""
+        """The first token whose query no longer sees the first mapped block of some band; at most the default."""
         return min([band.outlives_at(slot, default) for band in self._bands] + [default])
 
     def has_surplus(self, slot: int, tokens: int) -> bool:
@@ -152,15 +154,15 @@ class Bands:
     # Blocks
 
     def used(self, slot: int) -> int:
-        """How many blocks the slot's request uses, those behind windows included."""
+        """How many blocks the slot's request uses, including those that have left windows."""
         return self.used_tokens.get(slot, 0) // self.block_tokens
 
     def stop(self, slot: int) -> int:
-        """The depth behind the last block that the slot has; 0 without any."""
+        """The depth at which the slot's last block ends; 0 without any."""
         return max([band.shared[slot].stop for band in self._bands])
 
     def block_pages(self, state: State) -> int:
-        """Pages of the blocks in that state, each counted once."""
+        """Pages of the blocks in this state, each counted once."""
         return sum([band.shared.pages(state) for band in self._bands])
 
     @property
@@ -174,23 +176,23 @@ class Bands:
         return sum(band.shared.shared_pages() for band in self._bands)
 
     def saved_pages(self, lengths: Collection[tuple[int, int]]) -> int:
-        """Pages more that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
+        """Additional pages that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
         return sum(band.saved_pages(lengths) for band in self._bands)
 
     def live_bytes(self, requests: Collection[tuple[int, int, int]]) -> int:
-        """Bytes of K and V of the live tokens of slots; those of a block that several have count once.
+        """Bytes of K and V of the live tokens of slots; tokens of a shared block count once.
 
         Args:
-            requests: slot, tokens, and the first of the queries to come.
+            requests: slot, length in tokens, and the first token of coming queries.
         """
         return max(0, sum(band.live_bytes(requests) for band in self._bands))
 
     def replaced_pages(self, slot: int, depth: int) -> int:
-        """Pages of the blocks from that depth on that the slot's request uses, and that writing there would replace."""
+        """Pages of used blocks from this depth on, which writing there would replace."""
         return sum(band.replaced_pages(slot, depth) for band in self._bands)
 
     def left_over_pages(self, slots: Collection[int]) -> int:
-        """Pages of blocks without users in those of the slots that have blocks past what their requests use."""
+        """Pages of the blocks without users that are mapped in these slots, each counted once."""
         pages = 0
         for band in self._bands:
             past = (slot for slot in slots if band.shared[slot].stop > self.used(slot))
@@ -201,7 +203,7 @@ class Bands:
     # Prefixes
 
     def find(self, keys: Iterable[Key]) -> list[Key]:
-        """The longest prefix of keys whose blocks are all cached, as far as a request behind it sees them."""
+        """The longest prefix of keys for which all blocks that queries after it see are cached."""
         whole = [band.shared.index for band in self._bands if band.band.window is None]
         found = []
         for key in keys:
@@ -215,7 +217,7 @@ class Bands:
         return found[:count]
 
     def prefix(self, keys: Sequence[Key]) -> Prefix:
-        """The blocks with these keys, of which all that are seen are cached."""
+        """The prefix with these keys, as returned by `find`."""
         blocks = []
         for band in self._bands:
             found = map(band.shared.index.get, keys[band.first_block(len(keys)) :])
@@ -223,22 +225,22 @@ class Bands:
         return Prefix(len(keys), blocks)
 
     def prefix_of(self, slot: int, count: int, start: int) -> Prefix:
-        """The first `count` blocks of the slot, as far as queries from token `start` on see them."""
+        """Those of the first `count` blocks of the slot that queries from token `start` on see."""
         return Prefix(count, [band.seen_blocks(slot, count, start) for band in self._bands])
 
     def lasting_blocks(self, prefix: Prefix) -> list[PageBlock]:
-        """The blocks of a prefix in the first band without a window, or else in the first one."""
+        """The blocks of a prefix in the first band without a window, or else in the first band."""
         return prefix.blocks[self._bands.index(self._lasting[0])]
 
     def in_place(self, slot: int, prefix: Prefix) -> int:
-        """How many blocks of a prefix the slot can be used with as it is."""
+        """How many blocks of a prefix the slot offers without any change to its mappings."""
         if not self.windowed:
             return self._bands[0].shared.common(slot, prefix.blocks[0])
         pairs = zip(self._bands, prefix.blocks, strict=True)
         return prefix.count if all(band.in_place(slot, blocks, prefix.count) for band, blocks in pairs) else 0
 
     def compare(self, slot: int, prefix: Prefix, usable: int) -> tuple[int, int]:
-        """How many of the first `usable` blocks of a prefix the slot lacks, and how many others it would lose."""
+        """How many of the first `usable` blocks of a prefix the slot lacks, and how many other blocks it would lose."""
         missing = lost = 0
         for band, blocks in zip(self._bands, prefix.blocks, strict=True):
             common = band.shared.common(slot, blocks)
@@ -247,21 +249,19 @@ class Bands:
         return missing, lost
 
     def first_copied(self, prefix: Prefix, start: int) -> list[int]:
-        """Per band, the first token behind a prefix that queries from token `start` on see."""
+        """Per band, the first token after a prefix that queries from token `start` on see."""
         return [
             prefix.count * self.block_tokens if blocks else band.band.floor(start)
             for band, blocks in zip(self._bands, prefix.blocks, strict=True)
         ]
 
     def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
-        """Raises TokenMismatch where a block of the slot, which others have as well, has another key than this one."""
+        """Raises TokenMismatch if a block of the slot, shared with other slots, already has a different key."""
         for band in self._bands:
             band.shared.check_keys(slot, keys)
 
     def victims(self) -> contextlib.closing[Generator[tuple[BandPages, PageBlock]]]:
-        """Cached blocks without users, in the order of eviction, with their bands. Each may be evicted while it is the
-        current one.
-        """
+        """Cached blocks without users and their bands, in order of eviction. The caller may evict the current one."""
 
         def merged() -> Generator[tuple[BandPages, PageBlock]]:
             with contextlib.ExitStack() as stack:
@@ -276,7 +276,7 @@ class Bands:
     # Rows
 
     def save(self, slot: int, first: int, end: int, start: int) -> list[Rows]:
-        """Copies of the rows of tokens `[first, end)`, per band, as far as queries from token `start` on see them."""
+        """Copies, per band, the rows of those of tokens `[first, end)` that queries from token `start` on see."""
         starts = [min(end, max(first, band.band.floor(start))) for band in self._bands]
         return [
             Rows(at, [rows.clone() for rows in band.rows.views(slot, at, end)])
@@ -284,19 +284,19 @@ class Bands:
         ]
 
     def write(self, slot: int, rows: Sequence[Rows]) -> None:
-        """Writes rows back."""
+        """Writes saved rows back."""
         for band, (start, views) in zip(self._bands, rows, strict=True):
             band.rows.write(slot, start, views)
 
     def copy(self, source: int, slot: int, first: Sequence[int], end: int) -> None:
-        """Copies the rows of tokens from `first`, per band, to `end`."""
+        """Copies the rows of tokens `[first[band], end)` of each band from slot `source` to `slot`."""
         for band, start in zip(self._bands, first, strict=True):
             band.rows.write(slot, start, band.rows.views(source, start, end))
 
     # Decisions
 
     def use(self, change: Change, slot: int, count: int) -> None:
-        """The slot's request uses its first `count` blocks from now on."""
+        """Makes the first `count` blocks of the slot those that its request uses."""
         before = self.used_tokens.get(slot, 0)
         if count * self.block_tokens == before:
             return
@@ -306,22 +306,20 @@ class Bands:
             band.shared.end_moved(slot, before // self.block_tokens)
 
     def adopt(self, change: Change, slot: int, count: int) -> None:
-        """Makes blocks of the slot's private pages, and lets its request use the first `count` of its blocks, or more
-        if it does already.
-        """
+        """Turns private pages of the slot into blocks, so that its request uses at least the first `count` blocks."""
         for band in self._bands:
             band.shared.adopt(change, slot, count)
         self.use(change, slot, max(count, self.used(slot)))
 
     def publish(self, change: Change, slot: int, keys: Sequence[Key], origin: int) -> Published:
-        """Publishes the blocks that the slot's request uses and that have keys.
+        """Publishes those of the used blocks for which there are keys.
 
         Args:
-            keys: from depth 0 on.
-            origin: the depth before which blocks of windows may lack tokens that were never copied in.
+            keys: the keys of the slot's blocks, from depth 0 on.
+            origin: the depth before which blocks of bands with windows may lack tokens that were never copied in.
 
         Returns:
-            Those that were not published before, nor another one in their place.
+            The newly published blocks, without those whose keys were in the index before.
         """
         return tuple(
             (band.shared, block)
@@ -340,7 +338,7 @@ class Bands:
             band.grow_eagerly(change, slot, columns)
 
     def put(self, change: Change, slot: int, prefix: Prefix, guard: Callable[[], object]) -> bool:
-        """Plans that the slot starts with a prefix; whether anything had to be.
+        """Plans that the slot starts with a prefix; returns whether anything had to be planned.
 
         Args:
             guard: called before anything is planned.
@@ -357,12 +355,12 @@ class Bands:
     def cut(
         self, change: Change, slot: int, depth: int, guard: Callable[[], object], *, unseen_from: int | None = None
     ) -> bool:
-        """Plans to unmap all that the slot has from that depth on; whether that was anything.
+        """Plans to unmap everything in the slot from this depth on; returns whether there was anything.
 
         Args:
             guard: called before anything is planned.
-            unseen_from: only in bands that have blocks from that depth on, or whose pages do not begin where queries
-                from this token on see them.
+            unseen_from: if given, only in bands that have blocks from the depth on, or whose mapped range cannot be
+                grown to what queries from this token on see.
         """
         cut = [
             band
@@ -377,8 +375,8 @@ class Bands:
         return bool(cut)
 
     def cut_behind_windows(self, change: Change, slot: int, guard: Callable[[], object]) -> bool:
-        """Plans to unmap the pages of an idle slot with which no request can begin, all but cached blocks; whether
-        there were any.
+        """Plans to unmap the private pages of an idle slot in bands whose mapped range does not begin with the first
+        token, because no request can start with them; returns whether there were any.
         """
         cut = [band for band in self._bands if not band.begins(slot)]
         cut = [band for band in cut if band.reaches(slot, band.shared[slot].stop)]
@@ -399,13 +397,13 @@ class Bands:
         idle: bool,
         cached: bool,
     ) -> bool:
-        """Plans to unmap what the slot has past `needed` tokens, until nothing is missing; whether there was anything.
+        """Plans to unmap pages of the slot past `needed` tokens until none are missing; returns whether it unmaps any.
 
         Args:
-            missing: pages that are still missing.
+            missing: returns the number of pages that are still missing.
             guard: called before anything is planned.
-            idle: no request has the slot, so blocks that are neither cached nor used go as well.
-            cached: so do cached blocks; they stay cached without being mapped. Goes on when nothing is missing.
+            idle: no request has the slot, so blocks that are neither cached nor used are unmapped too.
+            cached: also unmap cached blocks, which stay cached without being mapped, even when no page is missing.
         """
         unmapped = False
         for band in self._bands:
@@ -416,20 +414,20 @@ class Bands:
         return unmapped
 
     def retire(self, change: Change, slot: int, start: int) -> None:
-        """Plans to unmap the blocks of windows that queries from token `start` on do not see."""
+        """Plans to unmap, in bands with windows, the blocks that queries from token `start` on do not see."""
         for band in self._bands:
             if band.band.window is not None:
                 band.retire(change, slot, start)
 
-    # As a whole
+    # Maintenance
 
     def refresh(self) -> None:
-        """Derives anew what follows from the books of blocks."""
+        """Recomputes all state derived from the books of blocks."""
         for band in self._bands:
             band.shared.refresh()
 
     def check(self, pool: _native.PagePool) -> None:
-        """Asserts that mappings and blocks are where the books say."""
+        """Asserts that mappings and blocks agree with the books."""
         for space in self.spaces:
             space.check()
         held = [pages for band in self._bands for pages in band.shared.held()]
@@ -439,13 +437,13 @@ class Bands:
         assert all(used > 0 for used in self.used_tokens.values()), "a slot is listed that uses no blocks"
 
     def give_back(self) -> Callable[[Change], None]:
-        """A plan to give up every page. It does not keep the cache alive."""
+        """Returns a plan that gives up every page. The plan does not keep the cache alive."""
         bands = self._bands
 
         def plan(change: Change) -> None:
             spaces = [space for band in bands for space in band.spaces]
             if any(space.columns(slot) > space.first(slot) for space in spaces for slot in range(space.slots)):
-                change.transaction.wait_for(None)  # kernels that read them, on whichever stream
+                change.transaction.wait_for(None)  # kernels on any stream may still read the pages
             for space in spaces:
                 for slot in range(space.slots):
                     space.shrink(change.transaction, slot, space.columns(slot) - space.first(slot))
@@ -460,13 +458,13 @@ class Bands:
         return not self._bands
 
     def clear(self) -> None:
-        """Lets go of the virtual tensors, with nothing mapped in them."""
+        """Drops the virtual tensors, in which nothing may be mapped any more."""
         self._bands.clear()
         self._lasting.clear()
 
 
 def store(books: dict[K, V], key: K, value: V) -> None:
-    """Of books that list only what is not 0."""
+    """Stores a value in books that list only non-zero values."""
     if value:
         books[key] = value
     else:

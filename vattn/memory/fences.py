@@ -1,15 +1,15 @@
 """Fences: what the unmapping of a slot's pages has to wait for, so that no kernel still reads them.
 
-Kernels run after their launch returns, so when a request ends on the caller's side its last kernels may still read its
-pages. `free_reqid` records an event on the stream of those kernels; whatever unmaps pages of that slot later waits for
-the event, on the worker. A request that gets the slot, and its parked pages, waits for nothing: its kernels come after
-the old ones in stream order.
+Kernels run asynchronously, so when a request ends on the caller's side, its last kernels may still read its pages.
+`free_reqid` records an event on the stream of those kernels; the worker waits for the event before it unmaps pages of
+that slot. A request that reuses the slot and its parked pages does not wait: its kernels follow the old ones in stream
+order.
 
-A step is prepared before its kernels are launched. When a request ends between the two, an event does not cover kernels
-that are still to come. So a slot that was freed is *open* until the next step begins: by then the kernels of the step
-before are launched, the event is recorded anew, and only from then on may the slot's pages be unmapped.
+A step is prepared before its kernels are launched. If a request ends in between, an event recorded then does not cover
+the kernels that are still to be launched. So a freed slot is *open* until the next step begins: by then the kernels of
+the previous step have been launched, the event is recorded again, and only then may the slot's pages be unmapped.
 
-On the host kernels end before their calls return: there are no streams, hence no fences, and no slot is ever open.
+On the host, kernels finish before their calls return: there are no streams, hence no fences, and no slot is ever open.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ class Fences:
 
     def __init__(self, driver: MemoryDriver) -> None:
         self._driver = driver
-        self._events: dict[int, dict[int, _native.Event]] = {}  # by slot, then by stream: the last of each
-        self._open: dict[int, int] = {}  # slots that were freed since the last step began, with the stream they are on
+        self._events: dict[int, dict[int, _native.Event]] = {}  # by slot and stream: the latest event
+        self._open: dict[int, int] = {}  # slots freed since the last step began, with the stream of their kernels
 
     def handle(self, stream: Stream | None) -> int | None:
-        """The handle of a stream, by default torch's current one; None where there are no streams."""
+        """The handle of a stream, by default torch's current one; None on devices without streams."""
         return self._driver.device.stream_handle(stream)
 
     def capturing(self, handle: int | None) -> bool:
-        """Whether the stream captures a CUDA graph, in which memory must not change and no fence can be set."""
+        """Whether the stream is capturing a CUDA graph; then memory must not change and no fence can be set."""
         return handle is not None and self._driver.native.capturing(handle)
 
     def uncaptured(self, stream: Stream | None, doing: str) -> int | None:
-        """The handle of a stream that does not capture a graph.
+        """The handle of a stream that is not capturing a graph.
+
+        Args:
+            stream: as in `handle`.
+            doing: the operation that is not allowed during capture, for the error message.
 
         Raises:
-            StreamCapturing: it does; `doing` is what has no place there.
+            StreamCapturing: the stream is capturing a graph.
         """
         handle = self.handle(stream)
         if self.capturing(handle):
@@ -50,18 +54,18 @@ class Fences:
         return handle
 
     def freed(self, slot: int, handle: int | None) -> None:
-        """The slot's request ended; its kernels are on the stream."""
+        """Fences a slot whose request has ended and whose kernels are on this stream."""
         if handle is not None:
             self._set(slot, handle, self._driver.native.record(handle))
             self._open[slot] = handle
 
     def launched(self) -> bool:
-        """The kernels of every step so far are launched: slots that are open get their events, and are open no more.
+        """Notes that the kernels of all steps so far have been launched: records events for open slots and closes them.
 
-        Those on a stream that captures a graph stay open: an event recorded there would become part of the graph.
+        Slots on a stream that is capturing a graph stay open: an event recorded there would become part of the graph.
 
         Returns:
-            Whether there were any.
+            Whether any slot was closed.
         """
         before = len(self._open)
         for handle in set(self._open.values()):
@@ -78,7 +82,7 @@ class Fences:
 
     @property
     def open_slots(self) -> Iterable[int]:
-        """The slots for which that holds."""
+        """The open slots."""
         return self._open
 
     def passed(self, slot: int) -> bool:
@@ -92,18 +96,18 @@ class Fences:
         return not events
 
     def guard(self, change: Change, slot: int) -> None:
-        """What the worker does from here on waits for the slot's fences."""
+        """Makes the rest of the transaction wait for the slot's fences."""
         assert slot not in self._open, "planned to unmap pages of a slot whose kernels may not be launched yet"
         for event in self._events.get(slot, {}).values():
             change.transaction.wait_for(event)
 
     def guard_running(self, change: Change, handle: int | None) -> None:
-        """What the worker does from here on waits for all that was launched on the stream so far."""
+        """Makes the rest of the transaction wait for all kernels launched on the stream so far."""
         if handle is not None:
             change.transaction.wait_for(self._driver.native.record(handle))
 
     def _set(self, slot: int, handle: int, event: _native.Event) -> None:
-        """An event covers the earlier ones of its stream; those of other streams are dropped once they are complete."""
+        """Replaces the slot's event of this stream, which it covers, and drops completed events of other streams."""
         events = self._events.setdefault(slot, {})
         for other in [stream for stream, earlier in events.items() if earlier.done()]:
             del events[other]
@@ -111,7 +115,7 @@ class Fences:
 
 
 def refusal(doing: str) -> StreamCapturing:
-    """The error for something that has no place in the capture of a graph."""
+    """The error for an operation that is not allowed during graph capture."""
     return StreamCapturing(
         f"{doing} while the stream captures a CUDA graph: memory does not change in stream order, and a replay would "
         "not repeat it; before the capture, call step with the longest lengths that the graph will see; free requests "

@@ -1,8 +1,8 @@
-"""The slots that no request has, in the orders in which they are chosen and reclaimed.
+"""The idle slots, in the orders in which they are chosen and reclaimed.
 
-A slot is chosen among thousands in about a microsecond, so nothing here looks at all of them: one order is by what a
-new request would lose and find in a slot, one index by the block that a slot's blocks end with, whose key stands for
-all before it.
+Choosing among thousands of slots takes about a microsecond, so nothing here scans all of them. Slots are sorted by what
+a new request would lose and find there, and indexed by the key of their last block, which stands for all blocks before
+it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from vattn.prefix import Key
 
 
 class Idle(NamedTuple):
-    """What is known of an idle slot, in the order in which a request that finds nothing cached prefers it.
+    """An idle slot, comparable by how well it suits a request without a cached prefix: the least suits best.
 
     Attributes:
-        blocks: cached or left-over blocks that are mapped in it, which such a request would have to unmap.
-        extent: tokens that are mapped from its start.
-        since: the count of slots that became idle before it.
-        pages: that are mapped in it, of which `private` are in no block.
+        blocks: number of cached or left-over blocks mapped in it, which such a request would have to unmap.
+        extent: number of tokens mapped from its start.
+        since: how many slots had become idle before it.
+        slot: its index.
+        pages: number of pages mapped in it.
+        private: how many of these pages are in no block.
         tail: the key of its last block, if it has one.
     """
 
@@ -36,17 +38,17 @@ class Idle(NamedTuple):
 
 
 class IdleSlots(Collection[int]):
-    """Idle slots, iterated by how long they have been idle, the longest first.
+    """The idle slots; iteration starts with the slot that has been idle longest.
 
     Attributes:
-        private_pages: pages in all of them that are in no block.
+        private_pages: pages of all idle slots that are in no block.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, Idle] = {}  # longest idle first
         self._order: list[Idle] = []  # sorted
         self._by_tail: dict[Key, dict[int, None]] = {}
-        self._mapped: dict[int, None] = {}  # those with pages, longest idle first
+        self._mapped: dict[int, None] = {}  # slots with pages, longest idle first
         self._count = itertools.count()
         self.private_pages = 0
 
@@ -61,18 +63,18 @@ class IdleSlots(Collection[int]):
 
     @property
     def mapped(self) -> list[int]:
-        """Those under which pages are mapped, the longest idle first."""
+        """The idle slots with mapped pages, longest idle first."""
         return list(self._mapped)
 
     def __getitem__(self, slot: int) -> Idle:
         return self._slots[slot]
 
     def add(self, slot: int, blocks: int, extent: int, pages: int, private: int, tail: Key | None) -> None:
-        """A slot became idle."""
+        """Adds a slot that became idle."""
         self._insert(Idle(blocks, extent, next(self._count), slot, pages, private, tail))
 
     def update(self, slot: int, blocks: int, extent: int, pages: int, private: int, tail: Key | None) -> None:
-        """What is mapped of an idle slot changed."""
+        """Updates what is mapped in an idle slot."""
         before = self._slots[slot]
         now = Idle(blocks, extent, before.since, slot, pages, private, tail)
         if now == before:
@@ -86,7 +88,7 @@ class IdleSlots(Collection[int]):
             del self._mapped[slot]
 
     def remove(self, slot: int) -> Idle:
-        """A request takes the slot; what was known of it."""
+        """Removes a slot that a request takes; returns its entry."""
         entry = self._slots.pop(slot)
         del self._order[bisect.bisect_left(self._order, entry)]
         self._mapped.pop(slot, None)
@@ -95,7 +97,7 @@ class IdleSlots(Collection[int]):
         return entry
 
     def fitting(self, tokens: int, limit: int) -> list[int]:
-        """Up to `limit` slots in which the least would be lost: of those the smallest that back so many tokens, then
+        """Up to `limit` slots with the fewest blocks to lose: first the smallest ones that back `tokens` tokens, then
         the largest of the others.
         """
         if not self._order:
@@ -104,14 +106,14 @@ class IdleSlots(Collection[int]):
         at = bisect.bisect_left(self._order, (least, tokens))
         found = [entry.slot for entry in self._order[at : at + limit] if entry.blocks == least]
         while at and len(found) < limit:
-            # Of slots that back equally much, the longest idle comes first.
+            # Among slots of equal extent, the longest idle comes first.
             first = bisect.bisect_left(self._order, self._order[at - 1][:2])
             found += [entry.slot for entry in self._order[first : min(at, first + limit - len(found))]]
             at = first
         return found
 
     def largest_empty(self, limit: int) -> list[int]:
-        """Up to `limit` slots without blocks, of those that back most the longest idle."""
+        """Up to `limit` slots without blocks: those with the largest extent, longest idle first."""
         end = bisect.bisect_left(self._order, (1,)) if self._order and self._order[-1].blocks else len(self._order)
         if not end:
             return []

@@ -1,12 +1,12 @@
-"""What a call has decided so far, and how it is taken back.
+"""What a call has decided so far, and how it is reverted.
 
-A call on a cache changes books in several places, and it can end anywhere: with an error, or with an exception from
-outside, such as the KeyboardInterrupt of Ctrl-C, at the entry of any function and behind any call. Then it must have
-changed all of them or none. So decisions are written into a `Change`: whoever changes the books says first how they are
-restored. A change becomes final when the worker gets its transaction, or when the call returns; one that is not final
-when the call ends is taken back.
+A call on a cache changes several books and can end at any point: with an error, or with an exception raised from
+outside, such as the KeyboardInterrupt of Ctrl-C, at the entry of any function and after any call. It must then have
+changed either all books or none. So decisions are recorded in a `Change`: code that changes the books first registers
+how to restore them. A change becomes final when its transaction is handed to the worker, or when the call returns; a
+change that is not final when the call fails is reverted.
 
-What the books derive from each other (counts, orders, limits) is not restored but derived anew, by `refresh`.
+State that is derived from other books (counts, orders, limits) is not restored but recomputed, by `refresh`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Undo = Callable[[], object]
 
 
 class Change:
-    """Decisions that are not final: changes of the books, and operations for the worker.
+    """Decisions that are not final: changes to the books, and operations for the worker.
 
     Attributes:
-        transaction: the operations, with the books of pages and mappings, which the native module restores by itself.
-        undo: how all other books are restored, in the order in which they were changed.
+        transaction: the operations; it also restores the native module's books of pages and mappings.
+        undo: functions that restore all other books, in the order in which these were changed.
     """
 
     __slots__ = ("transaction", "undo")
@@ -33,19 +33,19 @@ class Change:
         self.undo: list[Undo] = []
 
     def on_revert(self, undo: Undo) -> None:
-        """To be called before the books are changed, with what restores them.
+        """Registers a function that restores the books. To be called before the books are changed.
 
-        `undo` may run where the change was made, made in part, or not made at all, and it may run twice.
+        `undo` may run after the change was made, in whole, in part or not at all, and it may run twice.
         """
         self.undo.append(undo)
 
     def revert(self) -> None:
-        """Takes the decisions back, last one first. Interrupted, it can be called again."""
+        """Reverts the decisions, last one first. If interrupted, it can be called again."""
         revert(self.transaction, self.undo)
 
 
 def revert(transaction: _native.Transaction, undo: list[Undo]) -> None:
-    """Takes back what a transaction and the changes of books that belong to it decided."""
+    """Reverts a transaction and the changes to other books that belong to it."""
     transaction.revert()
     while undo:
         undo[-1]()
@@ -53,14 +53,14 @@ def revert(transaction: _native.Transaction, undo: list[Undo]) -> None:
 
 
 class Call:
-    """A call that is under way, under the pool's lock.
+    """A call in progress, under the pool's lock.
 
     Attributes:
-        change: what is decided and not final; None where that is nothing.
-        repairs: what has to be done if the call ends with an exception although some of its changes are final, or all:
-            give a slot back whose number nobody got, say. Like an undo, each may run twice; and after another thread's
-            call.
-        failed: it ended with an exception, and is being taken back.
+        change: decisions that are not final; None if there are none.
+        repairs: functions to run if the call ends with an exception although some or all of its changes are final, for
+            example to free a slot whose index was never returned. Like an undo function, each may run twice; it may
+            also run after a call of another thread.
+        failed: whether the call ended with an exception and is being reverted.
     """
 
     __slots__ = ("change", "failed", "repairs")

@@ -1,8 +1,8 @@
-"""Ledger: how many pages a cache holds, by what they are for.
+"""Ledger: how many pages a cache holds, by purpose.
 
-owned    running requests have them
-parked   mapped under an idle slot, in no block that is cached or in use
-cached   in cached blocks that no running request uses
+owned    held by running requests
+parked   mapped under a slot, but neither owned nor cached
+cached   in cached blocks, which no running request uses
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vattn.memory.slots import SlotTable
 
 
 class Ledger:
-    """The counts of one cache; used under the pool's lock. `check` compares them with the books that they are about.
+    """The page counts of one cache; used under the pool's lock. `check` compares them with the books.
 
     Attributes:
         budget: the most pages that the cache may hold.
-        peak: the most that it has held.
+        peak: the most pages that it has held so far.
     """
 
     def __init__(self, budget: int, layout: Layout, slots: SlotTable, bands: Bands, pool: PagePool) -> None:
@@ -33,7 +33,7 @@ class Ledger:
         self._private_pages = 0  # their sum
 
     def count(self, slot: int) -> None:
-        """Other pages than before are planned to be under the slot, or in its blocks."""
+        """Recounts a slot after a plan that changes its pages or blocks."""
         private = self._bands.private_pages(slot)
         self._private_pages += private - self._private[slot]
         self._private[slot] = private
@@ -42,47 +42,47 @@ class Ledger:
 
     @property
     def owned(self) -> int:
-        """Pages that running requests have."""
+        """Pages that running requests hold."""
         idle = self._slots.idle.private_pages
         return self._private_pages - idle + self._bands.block_pages(State.USED)
 
     @property
     def parked(self) -> int:
-        """Mapped pages that neither a running request nor a cached block has."""
+        """Mapped pages used by no request and no cached block."""
         return self._slots.idle.private_pages + self._bands.block_pages(State.PARKED)
 
     @property
     def cached(self) -> int:
-        """Pages of cached blocks that no running request uses."""
+        """Pages of cached blocks, which no running request uses."""
         return self._bands.block_pages(State.CACHED)
 
     @property
     def held(self) -> int:
-        """All of these."""
+        """All pages that the cache holds: owned, parked and cached."""
         return self._private_pages + self._bands.held_pages
 
     @property
     def free(self) -> int:
-        """Pages that a slot can take without any being unmapped."""
+        """Pages that a slot can take without unmapping any."""
         return min(self.budget - self.held, self._pool.free_pages)
 
     @property
     def needed(self) -> int:
-        """Pages that running requests need for what is seen of their tokens."""
+        """Pages that running requests need for those of their tokens that queries can see."""
         slots, lengths = self._slots, self._slots.length.items()
         apart = sum(self._layout.pages(slots.needed_tokens(slot), length) for slot, length in lengths)
         return apart - self._bands.saved_pages(lengths)
 
     def refresh(self) -> None:
-        """Counts anew."""
+        """Recounts the private pages of all slots."""
         self._private = [self._bands.private_pages(slot) for slot in range(self._layout.slots)]
         self._private_pages = sum(self._private)
 
     def check(self, *, alone: bool) -> None:
-        """Asserts that the counts are those of the books.
+        """Asserts that the counts agree with the books.
 
         Args:
-            alone: no other cache has pages of the pool.
+            alone: whether no other cache holds pages of the pool.
         """
         counted = self._private
         self.refresh()

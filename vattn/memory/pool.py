@@ -1,4 +1,4 @@
-"""PagePool: the physical pages of one device, which one cache or several draw on, and the worker that maps them."""
+"""PagePool: the physical pages of one device, shared by one or more caches, and the worker that maps them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 _MOST_PAGES = 2**32  # the native module's page indices have 32 bits
 
-# Decides: changes the books and adds operations to the transaction. What it returns is not used.
+# Makes decisions: changes the books and adds operations to the transaction. Its result is ignored.
 Plan = Callable[[Change], object]
 
 P = ParamSpec("P")
@@ -41,24 +41,24 @@ _pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
 
 
 class Tenant(Protocol):
-    """A cache, as its pool knows it."""
+    """A cache as seen by its pool."""
 
     @property
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
 
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Plans to free up to `pages` pages that no request has, or a few more; returns how many.
+        """Plans to free up to `pages` pages that no request uses, or a few more; returns how many.
 
-        With `wait`, also pages that kernels may still read: the worker waits for those kernels first.
+        With `wait`, this includes pages that kernels may still read: the worker waits for those kernels first.
         """
 
     def refresh(self) -> None:
-        """Decisions were taken back: derives anew what was derived from the books."""
+        """Recomputes derived state after decisions were reverted."""
 
 
 class Member(Protocol):
-    """Something whose calls are atomic: what belongs to a pool."""
+    """An object that belongs to a pool and whose calls are atomic."""
 
     @property
     def _pool(self) -> PagePool: ...
@@ -70,9 +70,9 @@ M = TypeVar("M", bound=Member)
 
 
 def atomic(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Makes a method a call: under its pool's lock, and wholly or not at all, however it ends.
+    """Turns a method into an atomic call under its pool's lock.
 
-    A call that comes from inside another one on the same thread, out of a signal handler or a finaliser, is refused.
+    A call from inside another one on the same thread, in a signal handler or a finaliser, is refused.
     """
 
     @functools.wraps(method)
@@ -83,7 +83,7 @@ def atomic(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P]
 
 
 def reading(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Makes a method that only looks a call; from inside another one it sees what that one has decided so far."""
+    """Turns a read-only method into a call; inside another call it sees what that one has decided so far."""
     whole = atomic(method)
 
     @functools.wraps(method)
@@ -98,19 +98,19 @@ def reading(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P
 class PagePool:
     """Physical pages under a budget, which several caches may share.
 
-    Every change is a transaction: decided in the books on the calling thread, executed by one worker in order. The lock
-    guards the books; methods marked so need it held.
+    Every change is a transaction: decided in the books on the calling thread, and executed in order by one worker. The
+    lock guards the books; some methods, marked below, require it to be held.
 
     Args:
         budget: the most physical memory that may exist, in bytes or as text ("4GiB").
-        device: the device whose memory it is.
-        page_size: bytes of a page; "auto" is 64 KiB on the host, and CUDA's own pages (2 MiB) there.
+        device: the device of the memory.
+        page_size: bytes per page; "auto" is 64 KiB on the host, and the size of CUDA's own pages (2 MiB) on CUDA.
         guard: what a stray read past the mapped pages sees on the host: "zero" or "strict" (a fault).
-        zero_on_free: whether a page that nobody has any more is zeroed, by the worker, before it can be mapped again.
-        table: addresses of driver calls by CUDA's names, in place of the driver's own.
+        zero_on_free: whether the worker zeroes a page that nobody holds any more before it can be mapped again.
+        table: addresses of driver calls by CUDA's names, replacing the driver's own.
 
     Raises:
-        ConfigError: for a budget below one page, or a page size or device without a driver.
+        ConfigError: the budget is below one page, or no driver has that page size or device.
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class PagePool:
         self.native = _native.PagePool(page_size, size // page_size, zero_on_free)
         self.mapper = _native.Mapper(self.driver.native, self.native)
         self.lock = threading.RLock()
-        self.call: Call | None = None  # the one under way
+        self.call: Call | None = None  # the call in progress
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
-        # Of transactions that the worker may still fail, by ticket: how the books of Python take them back.
+        # For transactions that may still fail, by ticket: how to revert them in the Python books.
         self._undo: dict[int, list[Undo]] = {}
-        self._chores: list[Callable[[], object]] = []  # what calls could not do when it was asked for
+        self._chores: list[Callable[[], object]] = []  # work deferred to the next call
         self._refusal: VattnError | None = None
-        self.failures = 0  # transactions that a driver call failed
+        self.failures = 0  # transactions that failed in a driver call
         _pools.add(self)
         self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
-        self._finalizer.atexit = False  # daemon threads may still use the memory; the system takes it back
+        self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
 
     @property
     def total_pages(self) -> int:
@@ -162,10 +162,10 @@ class PagePool:
         return counts.absent + counts.free
 
     def close(self) -> None:
-        """Ends the worker and gives all memory back. Caches on the pool must be closed first.
+        """Stops the worker and gives all memory back. Caches on the pool must be closed first.
 
         Raises:
-            VattnError: if a cache still holds pages.
+            VattnError: a cache still uses the pool.
         """
         with self.lock:
             if tenants := list(self._tenants):
@@ -173,15 +173,19 @@ class PagePool:
             self.shut()
 
     def shut(self) -> None:
-        """`close`, whoever still uses the pool; with the lock held, or when nobody else has the pool any more."""
+        """`close`, even if caches still use the pool; with the lock held, or when nobody else references the pool."""
         self._finalizer()
         self._refusal = self._refusal or CacheClosed("the pool is closed; make a new one")
 
     def atomically(self, body: Callable[[], R], check: Callable[[], None] = lambda: None) -> R:
-        """Runs the body of a call: under the lock, and wholly or not at all, however it ends.
+        """Runs the body of a call atomically, under the lock.
 
         Args:
-            check: runs under the lock, before; it may refuse the call.
+            body: the body; it runs again if it lacks pages or slots that deferred work can free.
+            check: runs first, under the lock; it may refuse the call.
+
+        Returns:
+            The result of the body.
         """
         done: Call | None = None
         try:
@@ -198,34 +202,34 @@ class PagePool:
                     except BaseException as error:
                         call.failed = True
                         self.recover(error)
-                        # What finalisers gave back in the meantime may be just what was missing.
+                        # Finalisers may have given back what was missing in the meantime.
                         if not (self._chores and isinstance(error, OutOfPages | NoFreeSlot)):
                             raise
         except BaseException:
-            if done is not None and done.repairs:  # interrupted as the lock was released: nobody gets the result
+            if done is not None and done.repairs:  # interrupted while releasing the lock: the result is lost
                 self._repair(done)
             raise
 
     def _repair(self, call: Call) -> None:
-        """Makes up for a call that was done, and that nobody knows of."""
+        """Runs the repairs of a call that completed but whose result was lost."""
         with contextlib.suppress(VattnError), self.lock:
             self.enter()
             call.change, call.failed = None, True
             self.call = call
             self.recover(None)
 
-    # With the lock held:
+    # With the lock held
 
     def is_inside(self) -> bool:
-        """Whether this thread is inside a call already."""
+        """Whether this thread is already inside a call."""
         return self.call is not None and not self.call.failed
 
     def enter(self) -> None:
-        """Prepares for a call: refuses it where the pool cannot work any more, and takes back what failed before.
+        """Prepares for a call: refuses it if the pool is unusable, and reverts what failed before.
 
         Raises:
-            CacheClosed, ForkedProcess, DriverError: the pool cannot be used any more.
-            VattnError: this thread is inside a call already.
+            CacheClosed, ForkedProcess, DriverError: the pool is no longer usable.
+            VattnError: this thread is already inside a call.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -241,7 +245,7 @@ class PagePool:
             self.settle()
 
     def catch_up(self) -> None:
-        """Does what could not be done when it was asked for; a call begins with it."""
+        """Does the deferred work, at the start of a call."""
         while self._chores:
             self._chores[0]()
             self.commit()
@@ -250,31 +254,29 @@ class PagePool:
             self._forget_done()
 
     def postpone(self, chore: Callable[[], object]) -> None:
-        """Lets the next call begin with a chore, which may run twice."""
+        """Defers a chore, which may run twice, to the start of the next call."""
         self._chores.append(chore)
 
     def change(self) -> Change:
-        """What the call under way has decided, to be added to."""
+        """The change of the call in progress, to which decisions are added."""
         assert self.call is not None
         if self.call.change is None:
             self.call.change = Change()
         return self.call.change
 
     def repair(self, undo: Undo) -> None:
-        """What has to be done if the call fails although some of its changes are final."""
+        """Registers a function to run if the call fails although some of its changes are final."""
         assert self.call is not None
         self.call.repairs.append(undo)
 
     def commit(self) -> None:
-        """Makes final what the call has decided so far; it holds no operations."""
+        """Makes final what the call has decided so far, which must not include operations for the worker."""
         assert self.call is not None
         assert self.call.change is None or self.call.change.transaction.empty
         self.call.change = None
 
     def recover(self, error: BaseException | None) -> None:
-        """Takes back what a call that failed had decided, as far as it is not final. Interrupted, it goes on with the
-        next call.
-        """
+        """Reverts those decisions of a failed call that are not final. If interrupted, the next call continues it."""
         call = self.call
         assert call is not None
         change = call.change
@@ -283,7 +285,7 @@ class PagePool:
             return
         if change is not None and not change.transaction.ticket:
             change.revert()
-        # What is executed by now counts as such: which growth is under way, nobody may have noted.
+        # Submitted growth may not have been noted as pending, so it has to be complete before books are recomputed.
         self.mapper.wait(self.mapper.last)
         if self.mapper.failed:
             self.settle()
@@ -296,8 +298,8 @@ class PagePool:
         self.call = None
 
     def settle(self) -> None:
-        """Waits for the worker, and takes back the decisions of every transaction that did not happen. Interrupted, it
-        can be called again.
+        """Waits for the worker and reverts the decisions of every transaction that failed or was cancelled. If
+        interrupted, it can be called again.
         """
         failures = self.mapper.failures()
         for transaction in reversed(failures):
@@ -317,30 +319,31 @@ class PagePool:
         self._undo.clear()
 
     def drain(self) -> None:
-        """Waits until the worker has executed everything, and settles."""
+        """Waits until the worker has executed all transactions, and settles."""
         self.mapper.wait(self.mapper.last)
         if self.mapper.failed:
             self.settle()
 
     def submit(self, plan: Plan) -> int:
-        """Decides a transaction by `plan` and hands it to the worker; returns its ticket, 0 if there is nothing to do.
+        """Hands the transaction that `plan` decides to the worker; returns its ticket, or 0 if it is empty.
 
-        What the call had decided before becomes final: it does not depend on whether this happens. A plan that raises a
-        VattnError leaves the books as they were.
+        Earlier decisions of the call become final: they do not depend on the outcome of this transaction. A plan that
+        raises a VattnError leaves the books as they were.
         """
         self.commit()
         return self._submit(plan).ticket
 
     def execute(self, plan: Plan) -> int:
-        """Decides a transaction by `plan` and waits until it is executed; returns its ticket, 0 if it was empty.
+        """Waits until the transaction that `plan` decides is executed; returns its ticket, or 0 if it is empty.
 
-        Outside a call it is one.
-        `plan` is called again where an earlier failure in the background cancelled the first attempt; nothing else of
-        the call may be undecided by then. An empty transaction is final when the call returns.
+        Outside a call, this is a call of its own. `plan` is called again if an earlier failure in the background
+        cancelled the first attempt, so the call must not have other decisions that are not final. An empty transaction
+        is final when the call returns.
 
         Raises:
-            OutOfPages: memory is exhausted below the budget (MappingLimit: the table of mappings is).
-            DriverError: another driver call failed. Nothing has changed in either case.
+            OutOfPages: memory is exhausted below the budget. Nothing changed.
+            MappingLimit: the table of mappings is full. Nothing changed.
+            DriverError: another driver call failed. Nothing changed.
         """
         call = self.call
         if call is None:
@@ -362,11 +365,11 @@ class PagePool:
 
     @property
     def spare_pages(self) -> int:
-        """Pages that caches hold without a request for them."""
+        """Pages that caches hold but no request uses, and that `reclaim` can give."""
         return sum(tenant.spare_pages for tenant in self._tenants)
 
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Plans to free pages of any cache that no request has; returns how many. `wait` as in `Tenant.reclaim`."""
+        """Plans to free pages of any cache that no request uses; returns how many. `wait` as in `Tenant.reclaim`."""
         reclaimed = 0
         for tenant in self._tenants:
             if reclaimed < pages:
@@ -374,11 +377,11 @@ class PagePool:
         return reclaimed
 
     def join(self, tenant: Tenant) -> None:
-        """Adds a cache."""
+        """Adds a cache to the pool."""
         self._tenants.add(tenant)
 
     def leave(self, tenant: Tenant, give_back: Plan) -> None:
-        """Takes back what a cache still holds, as `give_back` plans it; the cache is gone afterwards."""
+        """Takes back what a cache still holds, as planned by `give_back`, and removes the cache from the pool."""
 
         def plan(change: Change) -> None:
             change.on_revert(lambda: self._tenants.add(tenant))
@@ -388,14 +391,14 @@ class PagePool:
         self.execute(plan)
 
     def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
-        """`leave` where mappings are unknown: clears the books; an address space that goes unmaps whatever is there."""
+        """`leave` when mappings are unknown: clears the books; address spaces unmap what they have when destroyed."""
         self._tenants.discard(tenant)
         give_back(Change())
 
-    # Without the lock:
+    # Without the lock
 
     def leave_behind(self, give_back: Plan) -> None:
-        """`leave` for a cache that was collected: at once, or with the next call if one is under way."""
+        """`leave` for a cache that was garbage-collected: at once, or with the next call if one is in progress."""
         self.postpone(lambda: self.execute(give_back))
         if self.lock.acquire(blocking=False):
             try:
@@ -405,7 +408,7 @@ class PagePool:
                 self.lock.release()
 
     def _forget_done(self) -> None:
-        """Forgets how to take back what is executed: it may keep alive what nobody else does."""
+        """Drops the undo functions of executed transactions, which may keep objects alive."""
         last = self.mapper.last
         if self._undo and self.mapper.passed(last) and not self.mapper.failed:
             self._undo.clear()
@@ -415,7 +418,7 @@ class PagePool:
             tenant.refresh()
 
     def _submit(self, plan: Plan) -> _native.Transaction:
-        """Decides by `plan`; the transaction, which has a ticket if there is something to do for the worker."""
+        """Returns the transaction that `plan` decides; it was submitted, and has a ticket, unless it is empty."""
         call = self.call
         assert call is not None
         change, repairs = Change(), len(call.repairs)
@@ -465,7 +468,7 @@ class PagePool:
 
 
 def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
-    """Gives the memory of free pages back and ends the worker."""
+    """Gives the memory of free pages back and stops the worker."""
     if mapper.failed:
         for failure in reversed(mapper.failures()):
             failure.revert()
@@ -479,7 +482,7 @@ def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
 def _refuse_in_child() -> None:
     for pool in _pools:
         pool._finalizer.detach()
-        pool.lock = threading.RLock()  # a thread that is not here may have held it
+        pool.lock = threading.RLock()  # a thread that does not exist in this process may have held it
         pool.call = None
         pool._refusal = ForkedProcess(
             f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): mappings "

@@ -1,4 +1,4 @@
-"""Prefixes: which slot a request gets, and what it finds there; what requests publish, and how often it is found."""
+"""Prefixes: which slot a request gets and what it finds there; what requests publish and how often it is found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vattn.memory.ledger import Ledger
 from vattn.memory.slots import Known, SlotTable
 from vattn.prefix import Key, block_keys, check_extension, root_key
 
-# How many idle slots that are equally good at first sight are compared.
+# How many idle slots per criterion are compared in detail.
 _CANDIDATES = 4
 
 
@@ -24,8 +24,8 @@ class Prefixes:
     """Gives slots to requests; used under the pool's lock.
 
     Attributes:
-        query_tokens: tokens of all prompts that were admitted.
-        hit_tokens: those of them that were found.
+        query_tokens: total tokens of all admitted prompts.
+        hit_tokens: how many of those were found in the cache.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Prefixes:
         self.query_tokens = 0
         self.hit_tokens = 0
 
-    # Plans: each takes a slot, and returns it
+    # Plans: each takes and returns a slot
 
     def empty(self, change: Change, num_tokens: int | None, start: int) -> int:
-        """A slot for a request that is known to need so many tokens, and whose first `start` ones are copied in."""
+        """Takes a slot for a request that needs `num_tokens` tokens, the first `start` of which are copied in."""
         slot = self._choose(self._bands.prefix(()), num_tokens)
         self._slots.take(change, slot, 0, start=start, origin=start if self._bands.windowed else 0)
         return slot
 
     def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
-        """A slot with the longest cached prefix of a prompt, that leaves at least a token to compute."""
+        """Takes a slot with the longest cached prefix of a prompt that leaves at least one token to compute."""
         bands = self._bands
         keys = self.find(token_ids, salt)
         prefix = bands.prefix(keys)
@@ -65,7 +65,7 @@ class Prefixes:
         return slot
 
     def fork(self, change: Change, source: int, handle: int | None) -> tuple[int, list[int]]:
-        """A slot with the blocks of another one's request, and pages for the rest of its tokens.
+        """Takes a slot with the blocks of the request in slot `source`, and with pages for the rest of its tokens.
 
         Returns:
             The slot, and per band the first token that has to be copied.
@@ -90,18 +90,18 @@ class Prefixes:
     # What is published
 
     def find(self, token_ids: Sequence[int], salt: bytes) -> list[Key]:
-        """The keys of the longest cached prefix of a prompt, in whole blocks, that leaves at least a token to compute.
+        """The keys of a prompt's longest cached prefix in whole blocks that leaves at least one token to compute.
 
-        In a band with a window only those of its last blocks have to be cached that are seen behind it.
+        In a band with a window, only the last blocks of the prefix, which queries after it see, have to be cached.
         """
         before_last = token_ids[: len(token_ids) - 1]
         return self._bands.find(block_keys(root_key(salt), before_last, self._bands.block_tokens))
 
     def publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
-        """Publishes the whole blocks of these tokens, which are those of the slot's request up to some point.
+        """Publishes the whole blocks of `token_ids`, the tokens of the slot's request up to some point.
 
         Raises:
-            TokenMismatch: they cannot be.
+            TokenMismatch: the request cannot hold these tokens.
         """
         bands, known = self._bands, self._slots.known[slot]
         check_extension(known.tokens, token_ids, self._slots.length[slot])
@@ -112,7 +112,7 @@ class Prefixes:
         keys = known.keys + list(block_keys(parent, token_ids[len(known.tokens) :], bands.block_tokens))
         bands.check_keys(slot, keys)
         bands.adopt(change, slot, count)
-        # In windows, tokens before the origin may never have been copied in.
+        # In bands with windows, tokens before the origin may never have been copied in.
         origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
         published = known.published + bands.publish(change, slot, keys, origin)
         self._ledger.count(slot)
@@ -120,7 +120,7 @@ class Prefixes:
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 
     def retract(self, change: Change, slot: int) -> None:
-        """Takes out of the index what the slot's request was the first to commit; it can commit no more of it."""
+        """Removes from the index the blocks that the slot's request was the first to commit, for good."""
         known = self._slots.known[slot]
         for shared, block in known.published:
             if block.published:
@@ -129,14 +129,14 @@ class Prefixes:
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
-        """A request was admitted."""
+        """Counts an admitted request."""
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
 
     # Choosing a slot
 
     def _choose(self, prefix: Prefix, num_tokens: int | None) -> int:
-        """The idle slot in which most of a prefix can be had, with the least to map and the least to lose."""
+        """The idle slot that offers most of a prefix, with the fewest blocks to map and the fewest to lose."""
         if not self._slots.idle:
             raise NoFreeSlot(
                 f"all {self._slots.count} slots are taken; free one with free_reqid, or raise max_batch_size"
@@ -148,14 +148,14 @@ class Prefixes:
             missing, lost = self._bands.compare(slot, prefix, usable)
             waits = bool(lost or missing) and not self._fences.passed(slot)
             extent = self._bands.lasting_extent(slot)
-            # Blocks that another request could find in place here are worth as much as those to be mapped.
+            # Blocks that another request could find in place here are worth as much as blocks to be mapped.
             return (-usable, missing + lost, lost, waits, extent < want, extent if extent >= want else -extent)
 
         candidates = dict.fromkeys(self._candidates(prefix, want))
         return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
 
     def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:
-        """A few idle slots, the best one for a prefix and so many tokens nearly always among them."""
+        """A few idle slots, nearly always including the best one for a prefix and a number of tokens."""
         idle, blocks = self._slots.idle, self._bands.lasting_blocks(prefix)
         for block in reversed(blocks):
             if slots := idle.ending_with(block.key, _CANDIDATES):
@@ -170,7 +170,7 @@ class Prefixes:
             yield slot
             if self._fences.passed(slot):
                 break
-        # A slot that is open can only be had as it is.
+        # An open slot can only be used with its mappings unchanged.
         yield from itertools.islice(filter(idle.__contains__, self._fences.open_slots), _CANDIDATES)
 
     def _put(self, change: Change, slot: int, prefix: Prefix) -> None:

@@ -1,15 +1,15 @@
 """Reclaimer: which pages are taken back, and in which order, when a slot needs pages.
 
-`make_room` reads from cheap to dear:
+`make_room` proceeds from cheap to expensive:
 
 1. free pages;
-2. parked pages, of the longest idle slot first, then cached blocks, the least recently used first;
-3. where a step cannot go on otherwise: what running requests have beyond their lengths or behind their windows, and
+2. parked pages, longest idle slot first, then cached blocks, least recently used first;
+3. if a step could not continue otherwise: surplus of running requests and pages that have left their windows, and
    cached blocks that are left over in their slots;
 4. parked and cached pages of other caches on the pool.
 
-Pages that kernels may still read are taken only where a step cannot go on otherwise: the worker then waits for those
-kernels. It holds no state of its own.
+Pages that kernels may still read are taken only if a step could not continue otherwise; the worker then waits for those
+kernels. The reclaimer has no state of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vattn.units import format_bytes
 
 
 class Reclaimer:
-    """Takes pages back, for a cache and for the others on its pool; used under the pool's lock."""
+    """Takes pages back, for its cache and for the other caches on the pool; used under the pool's lock."""
 
     def __init__(
         self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, fences: Fences, pool: PagePool
@@ -48,14 +48,14 @@ class Reclaimer:
         return self._ledger.parked + self._ledger.cached - self.stuck_pages()
 
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Plans to free parked pages, of the longest idle slot first, then cached ones; returns how many."""
+        """Plans to free parked pages, longest idle slot first, then cached pages; returns how many."""
         freed = self.unpark(change, pages, wait=wait)
         if freed < pages:
             freed += self.evict(change, pages - freed, wait=wait)
         return freed
 
     def refresh(self) -> None:
-        """Derives anew what follows from the books, after decisions were taken back."""
+        """Recomputes derived state after decisions were reverted."""
         if self._bands.cleared:
             return
         self._bands.refresh()
@@ -65,14 +65,14 @@ class Reclaimer:
     # For a slot that needs pages
 
     def make_room(self, change: Change, need: int, *, now: bool, handle: int | None) -> None:
-        """Plans that so many pages are free.
+        """Plans that at least `need` pages are free.
 
         Args:
-            now: a step cannot go on without them.
-            handle: the stream of the kernels that running requests' pages are read by.
+            now: a step cannot continue without them.
+            handle: the stream of the kernels that read pages of running requests.
 
         Raises:
-            OutOfPages: they cannot be found.
+            OutOfPages: too few pages can be freed.
         """
         missing = need - self._ledger.free
         if missing <= 0:
@@ -84,7 +84,7 @@ class Reclaimer:
             missing -= self._reclaim_surplus(change, missing, handle)
             if missing > 0:
                 missing -= self.evict(change, missing, wait=True, running=True, handle=handle)
-            if missing > 0:  # what running requests gave up may be mapped in idle slots, too
+            if missing > 0:  # blocks that running requests gave up may be mapped in idle slots too
                 missing -= self.reclaim(change, missing, wait=True)
         if missing > 0 and not hopeless and need <= self._ledger.budget - self._ledger.held:
             missing -= self._pool.reclaim(change, missing, wait=now)
@@ -99,7 +99,7 @@ class Reclaimer:
             )
 
     def unpark(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Plans to unmap parked pages, of the longest idle slot first; returns how many become free."""
+        """Plans to unmap parked pages, longest idle slot first; returns how many become free."""
         freed = 0
         for slot in self._slots.idle.mapped:
             if freed >= pages:
@@ -109,12 +109,13 @@ class Reclaimer:
         return freed
 
     def evict(self, change: Change, pages: int, *, wait: bool, running: bool = False, handle: int | None = None) -> int:
-        """Plans to forget cached blocks until `pages` pages became free; returns how many did.
+        """Plans to evict cached blocks until `pages` pages are freed; returns how many become free.
 
         Args:
-            wait: also such as kernels of earlier requests may still read: the worker waits for them.
-            running: also such as are left over in slots of running requests, of which kernels on stream `handle` may
-                still read: the worker waits for all of those.
+            wait: include blocks that kernels of earlier requests may still read: the worker waits for these kernels.
+            running: include blocks left over in slots of running requests, which kernels on stream `handle` may still
+                read: the worker waits for all of these kernels.
+            handle: the stream of the running requests' kernels.
         """
         before = self._pool.free_pages
 
@@ -139,17 +140,17 @@ class Reclaimer:
         return self._pool.free_pages - before
 
     def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
-        """Plans to unmap pages that active slots have beyond their lengths and behind their windows; returns how many.
+        """Plans to unmap surplus of active slots and pages that have left their windows; returns how many become free.
 
-        A length went down after kernels were launched that read up to the old one, and the last step's kernels read
-        what has left a window since, so the worker waits for those.
+        Kernels launched before a length decreased read up to the old length, and the last step's kernels read what has
+        left a window since, so the worker waits for these kernels.
         """
         before = self._pool.free_pages
         guarded = False
         for slot, length in self._slots.length.items():
             if self._pool.free_pages - before >= pages:
                 break
-            # By kind: a slot may have too many pages of one and too few of another.
+            # Checked per kind of tensor: a slot may have surplus pages of one kind and lack pages of another.
             outlived = self._bands.outlived(slot, self._slots.start[slot])
             if not outlived and not self._bands.has_surplus(slot, self._slots.backed(length)):
                 continue
@@ -164,8 +165,10 @@ class Reclaimer:
     # For one slot
 
     def cut(self, change: Change, slot: int, count: int) -> None:
-        """Plans that the slot, which is to be written to, keeps only its first `count` blocks, in bands that have more
-        or whose pages lie where its queries do not see them; where pages must not stay unzeroed, in all bands.
+        """Plans that a slot about to be written to keeps only its first `count` blocks.
+
+        This unmaps the rest in bands that have more blocks, or whose mapped range cannot be grown to what the slot's
+        queries see. If the slot's pages have to be zeroed, it applies to all bands.
         """
         unzeroed = slot in self._slots.unzeroed
         start = None if unzeroed else self._slots.start[slot]
@@ -176,12 +179,12 @@ class Reclaimer:
             del self._slots.unzeroed[slot]
 
     def retire(self, change: Change, slot: int) -> None:
-        """Plans to unmap what has left the slot's windows."""
+        """Plans to unmap the pages that have left the slot's windows."""
         self._bands.retire(change, slot, self._slots.start[slot])
         self._shrunk(slot)
 
     def vacate(self, change: Change, slots: Sequence[int]) -> None:
-        """Plans to unmap what idle slots have no use for: all of it, or what no request can begin with."""
+        """Plans to unmap useless pages of idle slots: all pages, or those with which no request can start."""
         leaving = self._slots.leaving
         change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
         for slot in slots:
@@ -192,20 +195,20 @@ class Reclaimer:
                 self._shrunk(slot)
 
     def stuck_pages(self) -> int:
-        """Parked and cached pages that only a step of this cache can take: kernels that use them may not be launched
-        yet, or they are left over in a slot of a running request.
+        """Parked and cached pages that only a step of this cache can take, because kernels that use them may not be
+        launched yet, or because they are left over in the slot of a running request.
         """
         open_slots = [slot for slot in self._fences.open_slots if slot in self._slots.idle]
         private = sum(map(self._bands.private_pages, open_slots))
         return private + self._bands.left_over_pages([*open_slots, *self._slots.length])
 
     def _unmap(self, change: Change, slot: int, pages: int, *, cached: bool = False) -> int:
-        """Plans to unmap what the slot has beyond its length until `pages` pages are free; returns how many are.
+        """Plans to unmap pages past the slot's length until `pages` pages are freed; returns how many become free.
 
-        The worker waits for the slot's fences. A slot without one yet keeps its pages.
+        The worker waits for the slot's fences. An open slot keeps its pages.
 
         Args:
-            cached: whether cached blocks at the start of an idle slot go as well (and are cached without being mapped).
+            cached: whether cached blocks at the start of an idle slot are unmapped too (they stay cached).
         """
         if self._fences.is_open(slot):
             return 0
@@ -224,7 +227,7 @@ class Reclaimer:
         return self._pool.free_pages - before
 
     def _guard(self, change: Change, slot: int) -> Callable[[], None]:
-        """Makes the worker wait for the slot's fences."""
+        """A function that makes the worker wait for the slot's fences."""
         return lambda: self._fences.guard(change, slot)
 
     def _shrunk(self, slot: int) -> None:

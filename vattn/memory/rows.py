@@ -1,4 +1,4 @@
-"""Rows of token blocks as plain bytes, to be copied whatever they hold."""
+"""Rows of tokens as plain bytes, so that they can be copied whatever their element type."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vattn.layout import TensorKind
 
 
 class Rows:
-    """The virtual tensors of a band, by token."""
+    """The virtual tensors of a band, addressed by token."""
 
     def __init__(
         self, kinds: Sequence[TensorKind], spaces: Sequence[_native.AddressSpace], dlpack_device: tuple[int, int]
     ) -> None:
-        # Outside inference mode: a tensor made inside it could not be written outside it.
+        # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
             self._tensors = [
                 (space.tensor(i, *dlpack_device).view(space.slots, kind.runs, -1), kind.row_bytes)
@@ -29,11 +29,11 @@ class Rows:
         return [tensor[slot, :, start * size : end * size] for tensor, size in self._tensors]
 
     def write(self, slot: int, start: int, rows: Sequence[torch.Tensor]) -> None:
-        """Copies rows to the tokens from `start` on: one copy per virtual tensor, on torch's current stream."""
+        """Copies rows to the tokens from `start` on, with one copy per virtual tensor, on torch's current stream."""
         for (tensor, size), source in zip(self._tensors, rows, strict=True):
             offset = start * size
             tensor[slot, :, offset : offset + source.shape[1]].copy_(source)
 
     def clear(self) -> None:
-        """Lets go of the tensors."""
+        """Drops the tensors."""
         self._tensors = []

@@ -1,22 +1,22 @@
-"""The books of token blocks that slots share, per band: which slot has which block mapped, who uses it, and whether it
-is cached.
+"""The books of token blocks that slots share, per band: which slots have a block mapped, which requests use it, and
+whether it is cached.
 
-What a slot has mapped begins with blocks, in order; what follows is private. Only what is in a block can be in another
-slot, or stay when no slot has it. Behind a window, blocks have left the slot:
+The mapped range of a slot begins with blocks, in order; the pages after them are private. Only the pages of blocks can
+be mapped in several slots, or be kept without being mapped. Blocks before a window have left the slot:
 
     [ left | blocks used by the request | blocks left over | private pages )
     0      start * T                    end * T            (start + len(blocks)) * T
 
-Left over are blocks of an earlier request in this slot, or such that the length went down into. They must leave the
-slot before its request writes there; until then they are free for a request that wants just them.
+Left-over blocks remain from an earlier request in the slot, or from before the length decreased. They must leave the
+slot before its request writes there; until then they are available to a request with the same prefix.
 
-Every block is in one state, and its pages are counted by it:
-    used     by running requests: its reference count is over 0;
-    cached   by nobody, but it is in the index: it can be found, and evicted;
-    parked   neither, but a slot has it mapped: its memory is for anybody.
+Every block is in one state, by which its pages are counted:
+    used     running requests use it: its reference count is positive;
+    cached   no request uses it, but it is in the index, so it can be found and evicted;
+    parked   neither, but a slot has it mapped: its memory can be reclaimed.
 
-What is decided here is which blocks a slot has and how many of them it uses, and which blocks are in the index; users,
-slots, states and counts follow from that, and `refresh` derives them.
+The primary state here is which blocks a slot has, how many of them its request uses, and which blocks are in the index.
+Users, slots, states and counts are derived from that, by `refresh`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PageBlock(Block):
     Attributes:
         pages: its pages, per kind of tensor.
         slots: the slots that have it mapped.
-        state: as it is counted.
-        retracted: its contents are wrong, so that it must not be published again.
+        state: the state by which its pages are counted.
+        retracted: whether its contents are wrong, so that it must not be published again.
     """
 
     pages: tuple[_native.Pages, ...]
@@ -62,8 +62,8 @@ class SlotBlocks:
     """The blocks of one slot.
 
     Attributes:
-        blocks: those it has mapped, before all private pages.
-        start: the depth of the first.
+        blocks: the blocks it has mapped, before all private pages.
+        start: the depth of the first block.
     """
 
     blocks: list[PageBlock] = field(default_factory=list)
@@ -71,11 +71,11 @@ class SlotBlocks:
 
     @property
     def stop(self) -> int:
-        """The depth behind the last block; 0 without any."""
+        """The depth at which the last block ends; 0 without any."""
         return self.start + len(self.blocks) if self.blocks else 0
 
     def before(self, depth: int) -> list[PageBlock]:
-        """The blocks before that depth."""
+        """The blocks before this depth."""
         return self.blocks[: max(0, depth - self.start)]
 
 
@@ -83,15 +83,15 @@ class SharedBlocks:
     """The blocks of one band; used under its pool's lock.
 
     Args:
-        band: what it backs; its blocks fill whole pages, so that no two share one.
-        slots: how many there are.
-        used_tokens: per slot, the tokens up to which its request uses blocks; of those that use any. All bands of a
-            cache have the same, and none of them changes it.
+        band: the geometry; blocks fill whole pages, so no two blocks share a page.
+        slots: number of slots.
+        used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any. All
+            bands of a cache share this mapping, and none of them changes it.
 
     Attributes:
-        columns: columns of a block, per kind.
-        block_pages: pages of a block.
-        index: the published ones.
+        columns: columns per block, by kind.
+        block_pages: pages per block.
+        index: the published blocks.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class SharedBlocks:
         return self._slots[slot]
 
     def used(self, slot: int) -> list[PageBlock]:
-        """The blocks that the slot's request uses, without those that have left."""
+        """The blocks that the slot's request uses, without those that have left its window."""
         return self._slots[slot].before(self._end(slot))
 
     def pages(self, state: State) -> int:
-        """Pages of the blocks in that state, each counted once."""
+        """Pages of the blocks in this state, each counted once."""
         return self.block_pages * self._blocks[state]
 
     @property
@@ -133,7 +133,7 @@ class SharedBlocks:
 
     @property
     def saved_pages(self) -> int:
-        """Pages that running requests would hold more if they shared nothing."""
+        """Additional pages that running requests would hold if they shared nothing."""
         return self.block_pages * (self._uses - self._blocks[State.USED])
 
     def shared_pages(self) -> int:
@@ -141,7 +141,7 @@ class SharedBlocks:
         return self.block_pages * self._several
 
     def common(self, slot: int, blocks: Sequence[PageBlock]) -> int:
-        """How many of these blocks, from the first on, are in place in the slot; equal keys are equal values."""
+        """How many of these blocks, from the first on, are in place in the slot; equal keys mean equal values."""
         mine = self._slots[slot]
         if not blocks or mine.start > blocks[0].depth:
             return 0
@@ -160,8 +160,8 @@ class SharedBlocks:
     # Changes
 
     def end_moved(self, slot: int, before: int) -> None:
-        """The slot's request uses blocks up to another depth than before; what follows from that is derived, and so is
-        what follows from taking it back.
+        """Updates users after the depth up to which the slot's request uses blocks changed from `before`. If that is
+        reverted, `refresh` recomputes them.
         """
         mine = self._slots[slot]
         old, new = len(mine.before(before)), len(self.used(slot))
@@ -169,13 +169,13 @@ class SharedBlocks:
         self._release(mine.blocks[new:old])
 
     def attach(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
-        """Plans to map these blocks, one or more, read-only behind those of the slot, which has nothing behind them."""
+        """Plans to map one or more blocks read-only after those of the slot, which must have no private pages."""
         for kind, space in enumerate(self._spaces):
             space.attach(change.transaction, slot, [block.pages[kind] for block in blocks])
         self._add(change, slot, blocks)
 
     def detach(self, change: Change, slot: int, count: int) -> None:
-        """Notes that all blocks of the slot but the first `count` leave it, which its request does not use."""
+        """Notes that all blocks but the first `count`, none of them used by the slot's request, leave the slot."""
         mine = self._slots[slot]
         removed = mine.blocks[count:]
         assert count >= len(self.used(slot)), "removed a block that is in use"
@@ -194,7 +194,7 @@ class SharedBlocks:
             self._recount(block)
 
     def retire(self, change: Change, slot: int, count: int) -> None:
-        """Notes that the first `count` blocks of the slot leave it, which its request uses no longer."""
+        """Notes that the first `count` blocks, which the slot's request no longer uses, leave the slot."""
         mine = self._slots[slot]
         removed = mine.blocks[:count]
         if not removed:
@@ -208,24 +208,23 @@ class SharedBlocks:
             self._recount(block)
 
     def adopt(self, change: Change, slot: int, end: int) -> None:
-        """Makes blocks of the slot's private pages, up to that depth."""
+        """Turns private pages of the slot into blocks, up to depth `end`."""
         mine = self._slots[slot]
         start = mine.stop or self._spaces[0].first(slot) // self.columns[0]
         if start < end:
             self._add(change, slot, [self._private_block(slot, depth) for depth in range(start, end)])
 
     def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
-        """Raises TokenMismatch where a block of the slot, which others have as well, has another key than this one."""
+        """Raises TokenMismatch if a block of the slot, shared with other slots, already has a different key."""
         for block, key in zip(self._slots[slot].blocks, keys[self._slots[slot].start :], strict=False):
             if block.key not in (None, key):
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
 
     def publish(self, change: Change, slot: int, keys: Sequence[Key], first: int = 0) -> list[PageBlock]:
-        """Publishes the blocks that the slot's request uses and that have keys, from depth `first` on; `keys` are those
-        from depth 0 on.
+        """Publishes those of the used blocks, from depth `first` on, for which there are keys; `keys` start at depth 0.
 
         Returns:
-            Those that were not published before, nor another one in their place.
+            The newly published blocks, without those whose keys were in the index before.
         """
         mine = self._slots[slot]
         given: list[PageBlock] = []
@@ -253,7 +252,7 @@ class SharedBlocks:
         return published
 
     def retract(self, change: Change, block: PageBlock) -> None:
-        """Takes a block, which may be in use, out of the index for good: its contents are wrong."""
+        """Removes a block with wrong contents, which may be in use, from the index for good."""
         key = block.key
 
         def undo() -> None:
@@ -267,7 +266,7 @@ class SharedBlocks:
         self._let_go(change, block)
 
     def evict(self, change: Change, block: PageBlock) -> None:
-        """Plans to forget a cached block that no slot has mapped: its pages are free."""
+        """Plans to evict a cached block that no slot has mapped, which frees its pages."""
         assert not block.slots, "evicted a block that is mapped"
         change.on_revert(self._restoring(block))
         self.index.remove(block)
@@ -275,14 +274,14 @@ class SharedBlocks:
         self._let_go(change, block)
 
     def forget(self, change: Change) -> None:
-        """Plans to give up every page that only the index holds; counts are of no use afterwards."""
+        """Plans to give up every page that only the index holds; counts are invalid afterwards."""
         for block in list(self.index):
             change.on_revert(self._restoring(block))
             self.index.take_out(block)
             self._let_go(change, block)
 
     def refresh(self) -> None:
-        """Derives users, slots, states and counts anew."""
+        """Recomputes users, slots, states and counts."""
         blocks = {block for slot in self._slots for block in slot.blocks} | set(self.index)
         for block in blocks:
             block.users, block.slots = 0, set()
@@ -355,7 +354,7 @@ class SharedBlocks:
             self._pool.let_go(change.transaction, pages)
 
     def _restoring(self, block: PageBlock) -> Undo:
-        """What takes back that a block left the index; where another one has its key by then, nobody finds it."""
+        """A function that puts a block back into the index, under an unfindable key if its own is taken by then."""
 
         def undo() -> None:
             if not block.published and not self.index.put_back(block):
@@ -365,12 +364,12 @@ class SharedBlocks:
         return undo
 
     def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
-        """Takes `retire` back; whether the request still runs that used the blocks, `used_tokens` says."""
+        """Undoes `retire`; `used_tokens` tells whether the request that used the blocks still runs."""
         mine = self._slots[slot]
         if mine.blocks[:1] == blocks[:1]:
             return
         stop = blocks[-1].depth + 1
-        # What was private then, and is back, may have become blocks behind it since.
+        # Pages between, private at the time and back now, have to be blocks if blocks were added after them since.
         between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
         mine.blocks, mine.start = [*blocks, *between, *mine.blocks], blocks[0].depth
 

@@ -1,18 +1,18 @@
-"""SlotTable: what is decided about each slot, and what follows from it.
+"""SlotTable: the primary state of each slot, and what is derived from it.
 
-Every slot is contiguous address space for `max_context_len` tokens. What is backed is a prefix of it, less what has
-left the windows of layers that have one; the pool's worker executes what is decided. A slot is *active* (a request has
-it) or *idle*; the pages of an idle slot are *parked*, save those of token blocks that are cached or that other slots
-use.
+Every slot is contiguous address space for `max_context_len` tokens. A prefix of it is backed, except for what has left
+the windows of layers with a sliding window; the pool's worker executes what is decided. A slot is *active* (a request
+has it) or *idle*; the pages of an idle slot are *parked*, except those of token blocks that are cached or that other
+slots use.
 
     [0 ..... start ........ length ........ ready ........ extent ........ max_context_len)
      old queries  live tokens      backed          being backed    address space only
 
-Queries come from `start` on, so that a window's width before it nothing may leave.
+Queries come from `start` on, so pages within a window's width before it must not leave.
 
-What is decided about a slot is its length, where queries start, what is known of its tokens, and its blocks; everything
-else here follows from that and from what is mapped, and `refresh` derives it. Decisions go through a `Change`
-(`vattn.memory.journal`), which takes them back where a call fails.
+The primary state of a slot is its length, its start, what is known of its tokens, and its blocks; everything else here
+is derived from that and from what is mapped, by `refresh`. Decisions go through a `Change` (`vattn.memory.journal`),
+which reverts them if a call fails.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vattn.prefix import Key
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the tokens that a slot's request holds: whole blocks of them.
+    """What is known of the tokens that a slot's request holds, in whole blocks.
 
     Attributes:
-        tokens: their ids; never changed in place, no more than `keys`.
-        keys: of the blocks.
-        admitted: how many of them it was admitted with.
-        published: blocks that it was the first to commit.
-        salt: what the keys start from.
-        rewound: the length went down into blocks, so kernels were launched that read what will have to leave.
+        tokens: the token ids; like `keys`, never modified in place.
+        keys: the keys of the blocks.
+        admitted: how many of the blocks the request was admitted with.
+        published: blocks that the request was the first to commit.
+        salt: the salt that the keys start from.
+        rewound: whether the length decreased into blocks, so that launched kernels may read blocks that have to leave.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,24 +52,25 @@ class Known:
 class SlotTable:
     """The slots of one cache; used under the pool's lock.
 
-    Flat books rather than an object per slot: a step looks at every active slot, and takes a few microseconds for all.
+    Books are flat instead of one object per slot: a step checks every active slot, in a few microseconds in total.
 
     Args:
-        config: what the cache was asked to be.
-        slots: how many there are.
-        bands: what is mapped under them.
+        config: the configuration of the cache.
+        slots: number of slots.
+        bands: what is mapped under the slots.
 
     Attributes:
-        length: tokens, of active slots.
-        start: of active slots, the first token of queries to come. Kept up only for windows.
-        origin: of active slots whose first tokens are copied in: from here on their windows hold what they should.
-        limit: of active slots, the length up to which a step has nothing to do.
-        ready: tokens whose backing is in place.
-        known: what is known of their requests' tokens.
-        pending: the ticket of the last growth in the background.
-        leaving: idle slots whose pages are to go as soon as no kernel reads them.
-        unzeroed: active slots whose pages are another request's still, and have to leave before they can be zeroed.
-        idle: the others, in the order in which they are chosen and reclaimed.
+        count: number of slots.
+        length: for active slots, the number of live tokens.
+        start: for active slots, the first token of coming queries; maintained only if there are windows.
+        origin: for active slots whose first tokens are copied in, the token from which on windows are complete.
+        limit: for active slots, the length up to which a step has nothing to do.
+        ready: tokens that the worker has finished backing.
+        known: what is known of the requests' tokens.
+        pending: the ticket of the last background growth.
+        leaving: idle slots with pages to unmap as soon as no kernel reads them.
+        unzeroed: active slots that still have another request's pages, which must leave so that they can be zeroed.
+        idle: the idle slots, in the order in which they are chosen and reclaimed.
     """
 
     def __init__(self, config: KVConfig, slots: int, bands: Bands) -> None:
@@ -89,22 +90,22 @@ class SlotTable:
         for slot in range(slots):
             self.idle.add(slot, 0, 0, 0, 0, None)
 
-    # What there is
+    # Queries
 
     def backed(self, length: int) -> int:
         """Tokens to back for a slot of `length` tokens."""
         return length + self._config.guard_rows if length else 0
 
     def needed_tokens(self, slot: int) -> int:
-        """Tokens that an active slot needs to be backed: of blocks that its length went down into, all."""
+        """Tokens that an active slot needs backed, including all tokens of the blocks that its request uses."""
         return max(self.backed(self.length[slot]), self._bands.used_tokens.get(slot, 0))
 
     def leftover(self, slot: int, target: int | None = None) -> bool:
-        """Whether pages of the slot, which is active, must leave before anything is written behind its length; with a
-        target, by a step to that length.
+        """Whether pages of an active slot must leave before tokens past its length are written; with a target, by a
+        step to that length.
         """
         length, start = self.length[slot], self.start[slot]
-        if target is not None and target < start:  # fewer tokens than announced: queries come from there on
+        if target is not None and target < start:  # fewer tokens than announced: queries start there
             start = target
         bands = self._bands
         return (
@@ -114,10 +115,10 @@ class SlotTable:
         )
 
     def check_seen(self, slot: int, length: int) -> None:
-        """Checks that the slot can have that length: where it goes down, what its windows show is still there.
+        """Checks that the slot can have this length: if it decreases, its windows must still be backed there.
 
         Raises:
-            InvalidLength: it is not.
+            InvalidLength: they are not.
         """
         if 0 < length < self.length[slot] and (length < self.origin.get(slot, 0) or not self._bands.sees(slot, length)):
             raise InvalidLength(
@@ -128,7 +129,7 @@ class SlotTable:
     # Decisions
 
     def take(self, change: Change, slot: int, length: int, *, start: int | None = None, origin: int = 0) -> None:
-        """An idle slot is a request's from now on."""
+        """Gives an idle slot to a request."""
         known, leaving = self.known[slot], slot in self.leaving
 
         def undo() -> None:
@@ -142,7 +143,7 @@ class SlotTable:
         change.on_revert(undo)
         self.idle.remove(slot)
         if leaving and self._config.zero_on_free:
-            self.unzeroed[slot] = None  # kernels may still come that read its pages
+            self.unzeroed[slot] = None  # kernels that read its pages may still be launched
         self.leaving.pop(slot, None)
         self.length[slot] = length
         self.start[slot] = length if start is None else start
@@ -150,7 +151,7 @@ class SlotTable:
         self.set_limit(slot)
 
     def leave(self, change: Change, slot: int) -> None:
-        """The slot is no request's any more."""
+        """Makes a slot idle when its request ends."""
         length, start, origin = self.length[slot], self.start[slot], self.origin.get(slot, 0)
         unzeroed = slot in self.unzeroed
 
@@ -169,22 +170,23 @@ class SlotTable:
         self.idle.add(slot, *self._bands.facts(slot))
 
     def give_up(self, change: Change, slot: int) -> None:
-        """`leave`, if a request has the slot."""
+        """`leave`, if the slot is active."""
         if slot in self.length:
             self.leave(change, slot)
 
     def know(self, change: Change, slot: int, known: Known) -> None:
-        """That is known of the slot's tokens from now on."""
+        """Sets what is known of the slot's tokens."""
         before = self.known[slot]
         if known is not before:
             change.on_revert(lambda: self.known.__setitem__(slot, before))
             self.known[slot] = known
 
     def set_lengths(self, change: Change, lengths: Mapping[int, int], lowered: Iterable[int]) -> None:
-        """The slots have these lengths from now on.
+        """Sets the lengths of slots.
 
         Args:
-            lowered: those whose length goes down into blocks that their requests use.
+            lengths: the new lengths, by slot.
+            lowered: the slots whose length decreases into blocks that their requests use.
         """
         length, start, origin = self.length, self.start, self.origin
 
@@ -193,8 +195,8 @@ class SlotTable:
 
         change.on_revert(undo)
         if self._bands.windowed:
-            # What was computed before this step can be taken back by this step at the latest. A start past the length
-            # is that of a request whose tokens are still to be copied in.
+            # Tokens computed before this step can be taken back by this step at the latest. If a start is past the
+            # length, the request's first tokens have yet to be copied in.
             starts = {slot: max(before, start[slot]) for slot, before in length.items()}
             self.start = {slot: min(first, lengths.get(slot, first)) for slot, first in starts.items()}
             self.origin = {
@@ -207,7 +209,7 @@ class SlotTable:
             self._rewind(change, slot)
 
     def _rewind(self, change: Change, slot: int) -> None:
-        """The length went down into blocks that the slot's request uses."""
+        """Adjusts the slot after its length decreased into blocks that its request uses."""
         known, length, block_tokens = self.known[slot], self.length[slot], self._bands.block_tokens
         blocks = -(-self.backed(length) // block_tokens)
         if self._bands.used(slot) > blocks:
@@ -217,41 +219,41 @@ class SlotTable:
         self.know(change, slot, replace(known, tokens=tokens, keys=keys, rewound=True))
         self.set_limit(slot)
 
-    # What follows
+    # Derived state
 
     def set_limit(self, slot: int) -> None:
-        """Derives the limit of an active slot."""
+        """Computes the limit of an active slot."""
         length = self.length[slot]
         ready = self.ready[slot] - self._config.guard_rows
         if self.leftover(slot):
             self.limit[slot] = min(length, ready)
             return
         most = self._config.max_context_len
-        # With overlap the last backed token is already a reason to act: the next one has to be queued.
+        # With overlap, a step that reaches the last backed token has to queue the next one.
         limit = most if ready >= most else ready - self._config.overlap
         self.limit[slot] = self._bands.outlives_at(slot, default=limit) if self._bands.windowed else limit
 
     def mapped(self, slot: int) -> None:
-        """All that the slot has is in place."""
+        """Notes that the worker has finished all growth of the slot."""
         self.pending.pop(slot, None)
         self.ready[slot] = self._bands.extent(slot)
 
     def shrunk(self, slot: int) -> None:
-        """Pages of the slot are planned to go."""
+        """Updates the slot after a plan that unmaps some of its pages."""
         self.ready[slot] = min(self.ready[slot], self._bands.extent(slot))
         if slot in self.length:
             self.set_limit(slot)
 
     def resized(self, slot: int) -> None:
-        """Other pages than before are planned to be under the slot."""
+        """Updates the slot after a plan that changes its pages."""
         if slot not in self.length:
             self.idle.update(slot, *self._bands.facts(slot))
 
     def refresh(self, passed: Callable[[int], bool]) -> None:
-        """Derives anew what follows from decisions and mappings, after some were taken back.
+        """Recomputes derived state from decisions and mappings, after some were reverted.
 
         Args:
-            passed: whether the worker is done with a ticket.
+            passed: whether the worker has finished the transaction with a given ticket.
         """
         self.pending = {slot: ticket for slot, ticket in self.pending.items() if not passed(ticket)}
         for slot in range(self.count):
@@ -268,7 +270,7 @@ class SlotTable:
             self.set_limit(slot)
 
     def clear(self) -> None:
-        """Lets go of the blocks that requests published, and with them of the virtual tensors."""
+        """Drops the blocks that requests published, and with them the virtual tensors."""
         self.known.clear()
 
     def check(self) -> None:
@@ -295,7 +297,7 @@ class SlotTable:
             used = bands.used_tokens.get(slot, 0)
             whole = -(-self.backed(length) // bands.block_tokens) * bands.block_tokens
             assert used <= whole, "blocks are in use behind a length"
-            # Guard rows are backed by a step, so not yet behind tokens that a request was admitted with.
+            # Guard rows are backed by the first step, so not yet after tokens that a request was admitted with.
             assert (length if length == used else self.backed(length)) <= extent, "a live token is not backed"
             if bands.windowed and length:
                 assert self.start[slot] <= length, "an earlier query can come than what stays backed for it"
