@@ -125,12 +125,7 @@ def check_extension(known: Sequence[int], token_ids: Sequence[int], length: int)
 
 
 class PrefixIndex(Generic[B]):
-    """The published blocks by key, and the order in which they are evicted.
-
-    Attributes:
-        query_tokens: total tokens of all admitted prompts.
-        hit_tokens: how many of those were found in the cache.
-    """
+    """The published blocks by key, and the order in which they are evicted."""
 
     def __init__(self) -> None:
         self._blocks: dict[Key, B] = {}
@@ -138,8 +133,6 @@ class PrefixIndex(Generic[B]):
         self._order: list[tuple[int, int, int, B]] = []
         self._serial = itertools.count()
         self.unused = 0  # blocks without users
-        self.query_tokens = 0
-        self.hit_tokens = 0
 
     def __iter__(self) -> Iterator[B]:
         return iter(self._blocks.values())
@@ -160,11 +153,6 @@ class PrefixIndex(Generic[B]):
                 break
             found.append(block)
         return found
-
-    def count(self, query_tokens: int, hit_tokens: int) -> None:
-        """Counts an admitted request."""
-        self.query_tokens += query_tokens
-        self.hit_tokens += hit_tokens
 
     def publish(self, block: B, key: Key) -> bool:
         """Gives a block its key and adds it to the index; returns False if the key is already there."""
