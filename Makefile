@@ -58,7 +58,8 @@ sanitize-native:
 	done
 
 # The library's tests over a native module with AddressSanitizer and UBSan, which lies in build/asan and is loaded by the
-# environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for.
+# environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for; and one
+# test is left out that fills the kernel's table of mappings, in which AddressSanitizer needs room of its own.
 ASAN_TESTS := $(addprefix tests/vattn/,test_cache.py drivers/test_vmm_host.py $(addprefix memory/test_,faults.py pool.py \
   sharing.py sharing_machine.py state_machine.py windows.py zero_on_free.py))
 sanitize-python: $(VENV)/.installed
@@ -71,7 +72,8 @@ sanitize-python: $(VENV)/.installed
 	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \
-	$$python -m pytest -q -p no:cacheprovider $(ASAN_TESTS)
+	$$python -m pytest -q -p no:cacheprovider --deselect \
+	  tests/vattn/memory/test_pool.py::test_the_kernels_table_of_mappings_is_never_filled $(ASAN_TESTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
