@@ -226,7 +226,11 @@ class SlotTable:
         length = self.length[slot]
         ready = self.ready[slot] - self._config.guard_rows
         if self.leftover(slot):
-            self.limit[slot] = min(length, ready)
+            limit, used = min(length, ready), self._bands.used_tokens.get(slot, 0)
+            if self._bands.stop(slot) * self._bands.block_tokens > used:
+                # Guard rows past the used blocks would lie in left-over blocks, which may be evicted.
+                limit = min(limit, used - self._config.guard_rows)
+            self.limit[slot] = limit
             return
         most = self._config.max_context_len
         # With overlap, a step that reaches the last backed token has to queue the next one.

@@ -366,3 +366,18 @@ def test_what_is_available_knows_that_a_block_stays_whole() -> None:
         most = max(n for n in range(641) if cache.pages_needed(n, other) <= cache.available_pages())
         cache.step({other: most})
         cache.check()
+
+
+def test_guard_rows_of_a_step_do_not_lie_in_blocks_that_may_be_evicted() -> None:
+    """A request admitted with the first block of an earlier one, whose others are left over in its slot, goes back."""
+    with make(max_batch_size=1, guard_rows=5, overlap=False, eager_pages=0, watermark=0) as cache:
+        ids = list(range(4 * BLOCK))
+        cache.free_reqid(run(cache, ids))
+        launched(cache)
+        reqid, cached = cache.admit([*ids[:BLOCK], *[7] * BLOCK])
+        assert cached == BLOCK
+        cache.step({reqid: BLOCK - 1})
+        cache.evict_prefixes()
+        cache.check()
+        (mapped,) = [entry.mapped for entry in cache.page_map() if entry.active]
+        assert mapped >= BLOCK - 1 + 5
