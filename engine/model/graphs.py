@@ -9,9 +9,11 @@ other values there.)
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,6 +145,7 @@ class DecodeGraphs:
             # The outer context restores the stream, since a capture whose end fails leaves its own current.
             # thread_local: the worker thread maps memory meanwhile, which must not disturb the capture.
             with (
+                _no_collection(),
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
@@ -152,6 +155,22 @@ class DecodeGraphs:
             raise
         self._pool = graph.pool()
         return output, graph.replay
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collects garbage first, and holds automatic collection off within the context.
+
+    A cache that is collected waits for all kernels of the device, which is an error while a stream captures.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _release(version: str) -> tuple[int, ...]:

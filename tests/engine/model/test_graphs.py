@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -14,9 +16,9 @@ from tiny_models import make_model, make_prompts
 from torch import Tensor
 
 from vattn import attention
-from vattn.attention import Contiguous, Span
+from vattn.attention import Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.model.graphs import DecodeGraphs
+from vattn.engine.model.graphs import DecodeGraphs, Forward
 
 SIZES: list[int] = []
 
@@ -130,9 +132,9 @@ class _Device:
         self.current = before
 
 
-def make_graphs() -> DecodeGraphs:
+def make_graphs(forward: Forward = lambda batch, tokens, rows: rows[:, None]) -> DecodeGraphs:
     kv = SimpleNamespace(stored=lambda layer: Contiguous(*[torch.zeros(2, 8, 1, 1)] * 2))
-    return DecodeGraphs(lambda batch, tokens, rows: rows[:, None], kv, torch.device("cpu"), 1)  # type: ignore[arg-type]
+    return DecodeGraphs(forward, kv, torch.device("cpu"), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("version", "captures"), [("2.11.1+cu128", 1), ("2.12.0a0+git1", 2), ("2.13.0", 2)])
@@ -151,6 +153,40 @@ def test_after_a_capture_that_failed(
     assert device.captures == captures
     assert ("torch 2.11.1+cu128 does not recover" in caplog.text) == (captures == 1)
     assert device.current == "default"
+
+
+@pytest.mark.parametrize("end_fails", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_no_garbage_is_collected_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, end_fails: bool
+) -> None:
+    """What a collection would find was collected before; afterwards the collector is as it was."""
+
+    class Dropped:
+        pass
+
+    device = _Device(monkeypatch, "2.13.0")
+    device.end_fails = end_fails
+    seen: list[tuple[str, bool, bool]] = []
+    dropped = Dropped()
+    dropped.cycle = dropped  # type: ignore[attr-defined]
+    alive = weakref.ref(dropped)
+
+    def forward(batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
+        seen.append((device.current, gc.isenabled(), alive() is not None))
+        return rows[:, None]
+
+    graphs = make_graphs(forward)
+    gc.disable()  # the cycle is there until the capture
+    try:
+        del dropped
+        if enabled:
+            gc.enable()
+        assert (graphs.run([Span(0, 3, 4)], [7]) is None) == end_fails
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen[-1] == ("capture", False, False)
 
 
 def test_none_on_the_cpu_and_none_for_kernels_that_cannot() -> None:
