@@ -304,7 +304,8 @@ class KVCache:
             next_lengths: lengths of the next call, for slots that grow by more than one token, such as by the next
                 chunk of a prefill.
             stream: on CUDA, the stream on which the kernels are launched; by default torch's current one. The surplus
-                of a running request is taken only after the kernels launched there so far have finished.
+                of a running request is taken only after the kernels launched there so far have finished. It also runs
+                the copies of copy-on-write.
 
         Raises:
             OutOfPages: the budget cannot back the lengths; the error has the number of missing pages. Nothing changed:

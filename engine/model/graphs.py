@@ -9,8 +9,11 @@ other values there.)
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +46,17 @@ class _Recorded(PackedBatch):
 class DecodeGraphs:
     """Captures and replays steps in which every request computes one token and samples.
 
+    After a capture that failed, steps run without graphs. With torch below 2.12 that holds for the whole process: its
+    allocator takes the failed capture for one that is still under way, and a later one may fail an assertion (pytorch
+    pull request 180395).
+
     Args:
         forward: runs a step; captured.
         kv: its layers tell the longest length, by which kernels size their grids, as lengths are not known at capture.
         max_batch_size: maximum number of requests in a step.
     """
+
+    _torch_broken = False  # a capture failed, and this torch does not recover from that
 
     def __init__(self, forward: Forward, kv: KVSource, device: torch.device, max_batch_size: int) -> None:
         stored = kv.stored(0)
@@ -108,6 +117,11 @@ class DecodeGraphs:
             return self._forward(batch, inputs[3], torch.arange(size, device=self._device))
 
         try:
+            if DecodeGraphs._torch_broken:
+                raise RuntimeError(
+                    f"an earlier capture in this process failed, from which torch {torch.__version__} does not recover "
+                    "(2.12 does)"
+                )
             return (inputs, *self._capture(step))
         except RuntimeError as error:
             # For example, the model reads values on the host, as the routing of some mixtures of experts does.
@@ -124,10 +138,41 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the worker thread maps memory meanwhile, which must not disturb the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = step()
+        try:
+            # The outer context restores the stream, since a capture whose end fails leaves its own current.
+            # thread_local: the worker thread maps memory meanwhile, which must not disturb the capture.
+            with (
+                _no_collection(),
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                output = step()
+        except BaseException:
+            DecodeGraphs._torch_broken = _release(torch.__version__) < (2, 12)
+            raise
         self._pool = graph.pool()
         return output, graph.replay
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collects garbage first, and holds automatic collection off within the context.
+
+    A cache that is collected waits for all kernels of the device, which is an error while a stream captures.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version: (2, 12) of "2.12.0a0+cu130"."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

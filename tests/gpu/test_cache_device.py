@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import vattn
+from vattn.drivers import cuda
 
 TOKENS = 4096  # per 2 MiB page: one layer, one head of 128 float32 in K and V each
 BASE: dict[str, Any] = {
@@ -181,3 +182,14 @@ def test_a_shared_prefix_is_read_and_copied_on_write() -> None:
         assert bool((k[first, : len(ids)] == 1).all())
         torch.cuda.synchronize()
         cache.check()
+
+
+def test_a_stream_by_its_handle_becomes_torchs_current_one() -> None:
+    """Also the default stream, whose handle is 0; afterwards the current stream is the one before."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = cuda.current_stream(device)
+    other = torch.cuda.Stream()
+    for handle in (0, other.cuda_stream):
+        with cuda.use_stream(device, handle):
+            assert cuda.current_stream(device) == handle
+        assert cuda.current_stream(device) == before

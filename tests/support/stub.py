@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import scripts
+import torch
 from paths import ROOT
 
 LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
@@ -176,5 +178,16 @@ def stand_in() -> None:
 
     cuda.torch_lacks = lambda: None
     cuda.current_device = lambda: 0
-    cuda.current_stream = lambda device: 0
+    streams = [0]  # the last is the current one
+
+    @contextlib.contextmanager
+    def use_stream(device: torch.device, handle: int) -> Iterator[None]:
+        streams.append(handle)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    cuda.current_stream = lambda device: streams[-1]
+    cuda.use_stream = use_stream
     cuda._DLPACK_CUDA = 1  # DLPack's number for the CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,10 @@ class Device(ABC):
     @abstractmethod
     def stream_handle(self, stream: Stream | None) -> int | None:
         """The handle of a stream, by default torch's current one; None if the device runs kernels synchronously."""
+
+    @abstractmethod
+    def on_stream(self, handle: int | None) -> AbstractContextManager[None]:
+        """Makes the stream of this handle torch's current one, within the context."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class CudaDevice(Device):
             return current_stream(self.torch_device)
         return stream if isinstance(stream, int) else int(stream.cuda_stream)
 
+    def on_stream(self, handle: int | None) -> contextlib.AbstractContextManager[None]:
+        if handle is None or handle == current_stream(self.torch_device):
+            return contextlib.nullcontext()
+        return use_stream(self.torch_device, handle)
+
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Makes the device's context current on this thread, and restores the thread's own, which torch relies on."""
@@ -202,6 +207,14 @@ def current_device() -> int:
 def current_stream(device: torch.device) -> int:
     """The handle of torch's current stream on a device."""
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def use_stream(device: torch.device, handle: int) -> contextlib.AbstractContextManager[None]:
+    """Makes a stream of the device torch's current one, within the context."""
+    # For torch, an external stream with the handle 0 is a new stream.
+    if not handle:
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
 
 
 def format_version(version: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
@@ -57,6 +58,9 @@ class HostDevice(Device):
 
     def stream_handle(self, stream: Stream | None) -> int | None:
         return None
+
+    def on_stream(self, handle: int | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 if sys.platform != "linux":

@@ -153,11 +153,12 @@ class Backer:
         slots, bands = self._slots, self._bands
         blocks = {slot: slots.length[slot] // bands.block_tokens for slot in leftover}
         # If the last block is partly left over, its live tokens are copied to the pages that replace it.
-        saved = {
-            slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
-            for slot, count in blocks.items()
-            if slots.length[slot] % bands.block_tokens
-        }
+        with self._fences.on_stream(handle):
+            saved = {
+                slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
+                for slot, count in blocks.items()
+                if slots.length[slot] % bands.block_tokens
+            }
         replaced: list[int] = []
 
         def plan(change: Change) -> None:
@@ -172,8 +173,9 @@ class Backer:
                     slots.know(change, slot, replace(slots.known[slot], rewound=False))
 
         def write_saved() -> None:
-            for slot in replaced:
-                bands.write(slot, saved[slot])
+            with self._fences.on_stream(handle):
+                for slot in replaced:
+                    bands.write(slot, saved[slot])
             replaced.clear()
 
         if saved:

@@ -15,6 +15,7 @@ On the host, kernels finish before their calls return: there are no streams, hen
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
@@ -33,6 +34,10 @@ class Fences:
     def handle(self, stream: Stream | None) -> int | None:
         """The handle of a stream, by default torch's current one; None on devices without streams."""
         return self._driver.device.stream_handle(stream)
+
+    def on_stream(self, handle: int | None) -> AbstractContextManager[None]:
+        """Makes the stream torch's current one within the context, for copies that its fences are to cover."""
+        return self._driver.device.on_stream(handle)
 
     def capturing(self, handle: int | None) -> bool:
         """Whether the stream is capturing a CUDA graph; then memory must not change and no fence can be set."""

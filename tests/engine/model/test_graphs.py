@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import kernel_fakes
 import pytest
@@ -12,8 +16,9 @@ from tiny_models import make_model, make_prompts
 from torch import Tensor
 
 from vattn import attention
+from vattn.attention import Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.model.graphs import DecodeGraphs
+from vattn.engine.model.graphs import DecodeGraphs, Forward
 
 SIZES: list[int] = []
 
@@ -88,6 +93,100 @@ def test_a_model_that_cannot_be_captured_runs_without(
         "decode steps cannot be captured in a CUDA graph and run without one: operation not permitted when stream is "
         "capturing"
     ]
+
+
+class _Device:
+    """torch.cuda as a capture sees it, with streams that are names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+        self.current = "default"
+        self.captures = 0
+        self.end_fails = True
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(DecodeGraphs, "_torch_broken", False)
+        for name in ("stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.named("side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.named(self.current))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
+
+    def named(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: SimpleNamespace, *, pool: int | None, capture_error_mode: str) -> Iterator[None]:
+        """torch.cuda.graph, whose exit restores the stream only if the capture ends well."""
+        before, self.current = self.current, "capture"
+        self.captures += 1
+        yield
+        if self.end_fails:
+            raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+        self.current = before
+
+
+def make_graphs(forward: Forward = lambda batch, tokens, rows: rows[:, None]) -> DecodeGraphs:
+    kv = SimpleNamespace(stored=lambda layer: Contiguous(*[torch.zeros(2, 8, 1, 1)] * 2))
+    return DecodeGraphs(forward, kv, torch.device("cpu"), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("version", "captures"), [("2.11.1+cu128", 1), ("2.12.0a0+git1", 2), ("2.13.0", 2)])
+def test_after_a_capture_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, captures: int
+) -> None:
+    """Its stream is not current any more; others may capture if torch recovers."""
+    device = _Device(monkeypatch, version)
+    spans = [Span(0, 3, 4)]
+    failed, other = make_graphs(), make_graphs()
+    assert failed.run(spans, [7]) is None
+    assert device.current == "default"
+    device.end_fails = False
+    assert failed.run(spans, [7]) is None
+    assert (other.run(spans, [7]) is not None) == (captures == 2)
+    assert device.captures == captures
+    assert ("torch 2.11.1+cu128 does not recover" in caplog.text) == (captures == 1)
+    assert device.current == "default"
+
+
+@pytest.mark.parametrize("end_fails", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_no_garbage_is_collected_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, end_fails: bool
+) -> None:
+    """What a collection would find was collected before; afterwards the collector is as it was."""
+
+    class Dropped:
+        pass
+
+    device = _Device(monkeypatch, "2.13.0")
+    device.end_fails = end_fails
+    seen: list[tuple[str, bool, bool]] = []
+    dropped = Dropped()
+    dropped.cycle = dropped  # type: ignore[attr-defined]
+    alive = weakref.ref(dropped)
+
+    def forward(batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
+        seen.append((device.current, gc.isenabled(), alive() is not None))
+        return rows[:, None]
+
+    graphs = make_graphs(forward)
+    gc.disable()  # the cycle is there until the capture
+    try:
+        del dropped
+        if enabled:
+            gc.enable()
+        assert (graphs.run([Span(0, 3, 4)], [7]) is None) == end_fails
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen[-1] == ("capture", False, False)
 
 
 def test_none_on_the_cpu_and_none_for_kernels_that_cannot() -> None:

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from stub import Stub
 
 import vattn
+from vattn.drivers import cuda
+from vattn.memory.bands import Bands
 
 PAGE = 2**21
 TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
@@ -393,6 +396,36 @@ def test_copy_on_write_waits_for_the_kernels_that_read_the_shared_pages(stub: St
     stub.complete(stream)
     step.finish()
     assert stub.calls("cuMemUnmap") > before
+
+
+def test_copy_on_write_copies_on_the_stream_of_the_step(
+    stub: Stub, cache: vattn.KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that the copy reads leave only after it: its kernel, launched here where torch would, holds them."""
+    stream = stub.stream()
+    admit(stub, cache, stream)
+    reqid = admit(stub, cache, stream)
+    cache.step({reqid: TOKENS + 10}, stream=stream)
+    stub.complete(stream)
+    copies: list[int] = []
+
+    def copied(method: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(*arguments: Any) -> Any:
+            copies.append(cuda.current_stream(torch.device("cuda", 0)))
+            launch(stub, copies[-1], cache, reqid, TOKENS + 10)
+            return method(*arguments)
+
+        return copy
+
+    monkeypatch.setattr(Bands, "save", copied(Bands.save))
+    monkeypatch.setattr(Bands, "write", copied(Bands.write))
+    step = Background(lambda: cache.step({reqid: TOKENS + 11}, stream=stream))
+    step.waits_for_an_event(stub)
+    stub.complete(stream)
+    step.finish()
+    assert copies == [stream, stream]
+    assert cuda.current_stream(torch.device("cuda", 0)) == 0
+    stub.complete(stream)
 
 
 def test_eviction_waits_for_the_kernels_that_read_the_blocks(stub: Stub, cache: vattn.KVCache) -> None:
