@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,53 @@ def test_parts_are_found_in_the_order_of_their_ranks() -> None:
     assert ranks == sorted(set(ranks)), "two parts have one rank"
 
 
-@pytest.mark.parametrize(("limit", "failure"), [(0, "no time was left"), (30, "the process ended with 2")])
-def test_a_part_that_fails_leaves_a_record(tmp_path: Path, limit: float, failure: str) -> None:
+def test_every_group_of_parts_fits_one_call() -> None:
+    parts = gpu.find_parts()
+    groups = gpu.group(parts.values())
+    assert [part.name for parts in groups for part in parts] == list(parts)
+    for group in groups:
+        assert gpu.BUILD_SECONDS + sum(part.constants["SECONDS"] for part in group) <= gpu.CALL_SECONDS == 570
+
+
+def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
-    record = gpu._run_apart(part, True, file, limit, {"PATH": ""})
-    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": failure}
+    record = gpu._run_apart(part, True, file, 30, {"PATH": ""})
+    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": "the process ended with 2"}
+    assert "invalid choice: 'nothing'" in (tmp_path / "nothing.log").read_text()
     row = gpu._summary("nothing", record, 1.0)[0]
-    assert row["goal"] == f"failed: {failure}"
+    assert row["goal"] == "failed: the process ended with 2"
+
+
+LEAVES_CHILDREN = """
+import os, pathlib, subprocess, sys, time
+children = [subprocess.Popen(["sleep", "60"], process_group=group) for group in (None, 0)]
+pathlib.Path(sys.argv[0] + ".pids").write_text(" ".join(str(child.pid) for child in children))
+if os.environ["HANGS"] == "yes":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("hangs", ["yes", "no"])
+def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
+    """Neither one stopped in mid-run nor one that ends with children running, in its process group or in theirs."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{LEAVES_CHILDREN}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    part = Case("children", "bench.gpu.parts.children", {"ABOUT": "a part with children"}, None)
+    start = time.monotonic()
+    record = gpu._run_apart(part, True, tmp_path / "children.json", 5, {"PATH": os.environ["PATH"], "HANGS": hangs})
+    assert record["failed"] == ("stopped after 5 s" if hangs == "yes" else "the process ended with 0")
+    assert time.monotonic() - start < 10
+    pids = [int(pid) for pid in (tmp_path / "python.pids").read_text().split()]
+    assert len(pids) == 2
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process that does more than wait to be reaped."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
