@@ -3,6 +3,9 @@
 # scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. A group of
 # parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
 #
+# A machine that is bare the next time: `--group N --out DIR` leaves one tar and one table in DIR; VATTN_COMMIT is for
+# the records of a checkout without .git. `python -m bench.gpu --help` lists the groups.
+#
 #     bench/gpu.sh [--quick] [--out DIR] [--group N | PART ...]          PYTHON=... for another Python
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,7 +1,11 @@
 """python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
 
-DIR defaults to bench/results/<device>/gpu. As soon as a part has ended, its record is in DIR/PART.json, what it printed
-in DIR/PART.log; the part "tests" also writes DIR/tests.xml (JUnit).
+As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log; the
+part "tests" also writes tests.xml (JUnit). With --out, a tar of these files and a copy of the table go to DIR instead,
+named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C bench/results` brings them home.
+
+A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
+`git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
 """
 
 from __future__ import annotations
@@ -13,15 +17,17 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
 from bench.harness.discovery import Case, find
-from bench.harness.report import Report, text_table
+from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
 from bench.harness.timing import LoadMeter
 
 CALL_SECONDS = 570  # one call, the build included: some machines are lent for ten minutes at a time
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="parts that fit one call of ten minutes: " + _list(groups),
     )
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="pack the records into a tar there")
     parser.add_argument("--here", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # one part, in this process
     args = parser.parse_args(argv)
     if args.group and args.parts:
@@ -57,19 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment, device = _place()
     print(f"device: {device or 'stub'}", flush=True)
     machine = re.sub(r"[^a-z0-9]+", "-", (device or "stub").lower()).strip("-")
-    out = (args.out or _ROOT / "bench" / "results" / machine / "gpu").absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    rows, failed = [], False
-    for name in [part.name for part in groups[args.group - 1]] if args.group else args.parts or parts:
-        part, file = parts[name], out / f"{name}.json"
-        print(f"{name}: {part.about}", flush=True)
-        start = time.monotonic()
-        if part.constants["COMPUTES"] and device is None:
-            record = _without("skipped", part, "it computes, and there is no GPU", file)
-        else:
-            record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
-        failed |= "failed" in record
-        rows += _summary(name, record, time.monotonic() - start)
+    chosen = [part.name for part in groups[args.group - 1]] if args.group else args.parts or list(parts)
+    title = f"group-{args.group}" if args.group else "-".join(args.parts) or "all"
+    results = _ROOT / "bench" / "results"
+    rows: list[Row] = []
+    failed = False
+    with ExitStack() as stack:
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            results = Path(stack.enter_context(TemporaryDirectory()))
+            stack.callback(_pack, results, rows, args.out / title)  # what there is, if it is ended in mid-run
+        out = results / machine / "gpu"
+        out.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            part, file = parts[name], out / f"{name}.json"
+            print(f"{name}: {part.about}", flush=True)
+            start = time.monotonic()
+            if part.constants["COMPUTES"] and device is None:
+                record = _without("skipped", part, "it computes, and there is no GPU", file)
+            else:
+                record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
+            failed |= "failed" in record
+            rows += _summary(name, record, time.monotonic() - start)
+            if args.out:
+                _pack(results, rows, args.out / title)
     print("\n".join(["", *text_table(rows)]))
     return 1 if failed else 0
 
@@ -116,6 +133,16 @@ def _place() -> tuple[dict[str, str], str | None]:
     except VattnError as error:
         print(f"no GPU, so over the stub driver; times mean nothing. {error}")
         return device.stub_environment(), None
+
+
+def _pack(results: Path, rows: Sequence[Row], to: Path) -> None:
+    """The records and the table so far in `to`.tar.gz and `to`.txt: some machines give back only a few files."""
+    part = to.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as tar:
+        for path in sorted(results.iterdir()):
+            tar.add(path, path.name)
+    part.replace(to.with_suffix(".tar.gz"))
+    to.with_suffix(".txt").write_text("\n".join(text_table(rows) if rows else ["no part has ended"]) + "\n")
 
 
 def _run_apart(part: Case, quick: bool, file: Path, limit: float, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -186,12 +213,28 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
     load = LoadMeter()
     report: Report = module.run(quick)
     print(report.text(), flush=True)
-    record = report.record(part.name, quick=quick, foreign_cores=load.foreign_cores())
-    file.write_text(json.dumps(record | {"stub": stub}, indent=1) + "\n")
+    foreign = load.foreign_cores()
+    record = report.record(part.name, quick=quick, foreign_cores=foreign) | {
+        "stub": stub,
+        "contended": report.timed and contended(foreign, os.cpu_count() or 1),
+    }
+    if record["commit"] is None:
+        record |= _carried_commit()
+    file.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
-def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[dict[str, str | int | float]]:
+def contended(foreign_cores: float, cores: int) -> bool:
+    """Whether other load makes times void: over as large a share of these cores as MAX_FOREIGN_CORES is of two."""
+    return foreign_cores > MAX_FOREIGN_CORES * max(cores, 2) / 2
+
+
+def _carried_commit() -> dict[str, str | bool]:
+    commit = os.environ.get("VATTN_COMMIT") or "unknown"
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+
+
+def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
     """One row per goal, or one row that says why there are none."""
     without = next((f"{key}: {record[key]}" for key in ("skipped", "failed") if key in record), None)
     if without is not None:
@@ -203,7 +246,13 @@ def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[dict[
             "goal": goal["what"],
             "value": float(goal["value"]),
             "asked": f"{goal['relation']} {goal['bound']:g}",
-            "": "means nothing" if record.get("stub") else "met" if goal["met"] else "NOT met",
+            "": "means nothing"
+            if record["stub"]
+            else "void: contended"
+            if record["contended"]
+            else "met"
+            if goal["met"]
+            else "NOT met",
         }
         for goal in record["goals"]
     ]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
+from bench.gpu import parts as folder
 from bench.harness.discovery import Case
+from bench.harness.report import Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,13 +28,57 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    command = [sys.executable, "-m", "bench.gpu", "--quick", "--out", str(tmp_path), "strides", "attention"]
+    command = [sys.executable, "-m", "bench.gpu", "--quick", "--out", str(tmp_path / "home"), "strides", "attention"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "means nothing" in done.stdout.splitlines()[-2]
-    strides, attention = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    table = (tmp_path / "home" / "strides-attention.txt").read_text()
+    assert done.stdout.endswith("\n\n" + table)
+    assert "means nothing" in table.splitlines()[1]
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {
+        "strides-attention.tar.gz",
+        "strides-attention.txt",
+    }
+    with tarfile.open(tmp_path / "home" / "strides-attention.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    gpu_records = tmp_path / "stub" / "gpu"
+    strides, attention = (json.loads((gpu_records / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    assert (gpu_records / "strides.log").exists()
     assert (strides["stub"], strides["goals"][0]["met"]) == (True, True)
     assert attention == {"name": "attention", "skipped": "it computes, and there is no GPU"}
+
+
+def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` sends it."""
+    script = "import os, signal; from bench.gpu import __main__ as gpu; gpu._place = lambda: (dict(os.environ), None)\n"
+    script += "gpu._run_apart = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'attention', 'strides', 'driver'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "attention-strides-driver.tar.gz") as tar:
+        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
+
+
+@pytest.mark.parametrize(("cores", "bearable"), [(1, 0.1), (2, 0.1), (16, 0.8)])
+def test_the_load_that_is_bearable_grows_with_the_cores(cores: int, bearable: float) -> None:
+    assert not gpu.contended(bearable, cores)
+    assert gpu.contended(bearable + 0.01, cores)
+
+
+@pytest.mark.parametrize(
+    ("carried", "commit", "dirty"), [(None, "unknown", False), ("0a1b", "0a1b", False), ("0a1b-dirty", "0a1b", True)]
+)
+def test_the_commit_of_a_checkout_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carried: str | None, commit: str, dirty: bool
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no git: a record then has no commit of its own
+    monkeypatch.setenv(folder.OUT, "restored afterwards")
+    monkeypatch.setenv("VATTN_COMMIT", carried) if carried else monkeypatch.delenv("VATTN_COMMIT", raising=False)
+    report = Report({}, [{"figure": 1}], [], timed=False)
+    monkeypatch.setattr(Case, "load", lambda _: SimpleNamespace(run=lambda quick: report))
+    file = tmp_path / "nothing.json"
+    assert gpu._run_here(Case("nothing", "nothing", {"ABOUT": "nothing"}, None), True, file) == 0
+    record = json.loads(file.read_text())
+    assert (record["commit"], record["dirty"]) == (commit, dirty)
 
 
 def test_parts_are_found_in_the_order_of_their_ranks() -> None:
