@@ -39,7 +39,7 @@ _LINES_OF_A_FAILURE = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0 if every part ran to its end or was skipped for a reason."""
+    """Runs the command line; returns 0 if every part ran with all its sides, or was skipped for a reason."""
     parts = find_parts()
     groups = group(parts.values())
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 record = _without("skipped", part, "it computes, and there is no GPU", file)
             else:
                 record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
-            failed |= "failed" in record
+            failed |= "failed" in record or bool(_missing(record))
             rows += _summary(name, record, time.monotonic() - start)
             if args.out:
                 _pack(results, rows, args.out / title)
@@ -235,11 +235,11 @@ def _carried_commit() -> dict[str, str | bool]:
 
 
 def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
-    """One row per goal, or one row that says why there are none."""
+    """One row per goal and per side that is missing, or one row that says why there are none."""
     without = next((f"{key}: {record[key]}" for key in ("skipped", "failed") if key in record), None)
     if without is not None:
         return [{"part": name, "seconds": seconds, "goal": without, "value": "-", "asked": "-", "": ""}]
-    return [
+    rows: list[Row] = [
         {
             "part": name,
             "seconds": seconds,
@@ -256,6 +256,16 @@ def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
         }
         for goal in record["goals"]
     ]
+    for what in _missing(record):
+        rows.append(
+            {"part": name, "seconds": seconds, "goal": f"MISSING: {what}", "value": "-", "asked": "-", "": "failed"}
+        )
+    return rows
+
+
+def _missing(record: Mapping[str, Any]) -> list[str]:
+    missing: list[str] = record.get("parameters", {}).get(folder.MISSING, [])
+    return missing
 
 
 if __name__ == "__main__":

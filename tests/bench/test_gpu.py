@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
+from bench.gpu import device
 from bench.gpu import parts as folder
 from bench.harness.discovery import Case
 from bench.harness.report import Report
@@ -138,3 +139,25 @@ def runs(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+def test_a_side_that_is_missing_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusing = SimpleNamespace(name="torch_flash", refusal=lambda case: "it has no block_table")
+    monkeypatch.setattr(
+        device, "adapters", lambda: [SimpleNamespace(name="torch_sdpa", refusal=lambda _: None), refusing]
+    )
+    kernels, missing = device.paged_kernels(256)
+    assert (kernels, missing) == ([], ["paged, for want of a kernel (torch_flash: it has no block_table)"])
+    goal = {"what": "decode", "value": 1.0, "relation": ">=", "bound": 0.99, "met": True}
+    record = {"parameters": {folder.MISSING: missing}, "goals": [goal], "stub": False, "contended": False}
+    monkeypatch.setattr(gpu, "_place", lambda: ({}, "A GPU"))
+    monkeypatch.setattr(gpu, "_run_apart", lambda *_: record)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--out", str(tmp_path), "attention"]) == 1
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert table[0].endswith(" met")
+    assert "MISSING: " + missing[0] in table[1]
+    record["parameters"] = {folder.MISSING: []}
+    assert gpu.main(["--out", str(tmp_path), "attention"]) == 0

@@ -8,7 +8,10 @@ A part defines
     COMPUTES                    whether it needs a GPU; if False, it also runs over the stub driver
     run(quick) -> Report        measures
 
-Files of its own go to the folder that the environment variable OUT names.
+A side of a comparison that cannot be measured is named, with the reason, in the list parameters[MISSING] of the report;
+the run then fails. Files of its own go to
+the folder that the environment variable OUT names.
 """
 
+MISSING = "missing"
 OUT = "VATTN_GPU_OUT"
