@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Builds vattn beside the packages of the Python that is there (torch with CUDA, transformers, cuda-python, pytest,
-# scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. Under ten
-# minutes on one GPU. Without a GPU it runs over the stub driver.
+# pip, scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. A group of
+# parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
 #
-#     bench/gpu.sh [--quick] [--out DIR] [PART ...]          PYTHON=... for another Python
+# A machine that is bare the next time: `--group N --out DIR` leaves one tar and one table in DIR; VATTN_COMMIT is for
+# the records of a checkout without .git. `python -m bench.gpu --help` lists the groups.
+#
+#     bench/gpu.sh [--quick] [--out DIR] [--group N | PART ...]          PYTHON=... for another Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,14 +15,17 @@ venv=build/gpu-venv
 started=$SECONDS
 if ! "$venv/bin/python" -c 'import vattn._native' 2>/dev/null; then
   rm -rf "$venv"
-  "$python" -m venv --system-site-packages "$venv"
+  # Without pip: making one needs ensurepip, which Linux distributions leave out. That Python's own pip serves both.
+  "$python" -m venv --system-site-packages --without-pip "$venv"
   # Where that Python is a venv itself, --system-site-packages means the one below it: name its packages too.
-  "$python" -c 'import site; print("\n".join(site.getsitepackages()))' \
+  "$python" -c 'import sys; print("\n".join(path for path in sys.path if path.endswith("-packages")))' \
     > "$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/parent.pth"
+  "$venv/bin/python" -c 'import pip' || { echo "$python has no pip: install it, or name another PYTHON" >&2; exit 1; }
 fi
 # Again where it is installed already: the sources may have changed, and the build directory makes it quick.
 PATH="$(cd "$(dirname "$(command -v "$python")")" && pwd):$PATH" \
   "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
 echo "built in $((SECONDS - started)) s"
 
-PYTHONUNBUFFERED=1 exec "$venv/bin/python" -m bench.gpu --seconds $((570 - (SECONDS - started))) "$@"
+PYTHONUNBUFFERED=1 exec "$venv/bin/python" -m bench.gpu "$@"
+

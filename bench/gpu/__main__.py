@@ -1,7 +1,11 @@
-"""python -m bench.gpu [--quick] [--out DIR] [PART ...]: run the parts, each in a process of its own, and print a table.
+"""python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
 
-Each part's record is written as soon as the part has ended, to DIR/PART.json; DIR defaults to
-bench/results/<device>/gpu.
+As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log; the
+part "tests" also writes tests.xml (JUnit). With --out, a tar of these files and a copy of the table go to DIR instead,
+named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C bench/results` brings them home.
+
+A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
+`git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
 """
 
 from __future__ import annotations
@@ -10,52 +14,79 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
 from bench.harness.discovery import Case, find
-from bench.harness.report import Report, text_table
+from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
 from bench.harness.timing import LoadMeter
 
+CALL_SECONDS = 570  # one call, the build included: some machines are lent for ten minutes at a time
+BUILD_SECONDS = 90
+
 _ROOT = Path(__file__).parents[2]
+_SECONDS_TO_DIE = 10
+_LINES_OF_A_FAILURE = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0 if every part ran to its end or was skipped for a reason."""
+    """Runs the command line; returns 0 if every part ran with all its sides, or was skipped for a reason."""
     parts = find_parts()
+    groups = group(parts.values())
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
     parser.add_argument("parts", nargs="*", choices=(*parts, []), metavar="PART", help=", ".join(parts))
+    parser.add_argument(
+        "--group",
+        type=int,
+        choices=range(1, len(groups) + 1),
+        help="parts that fit one call of ten minutes: " + _list(groups),
+    )
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the records go")
-    parser.add_argument("--seconds", type=float, default=570, help="time for all parts; what is left over is skipped")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="pack the records into a tar there")
     parser.add_argument("--here", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # one part, in this process
     args = parser.parse_args(argv)
+    if args.group and args.parts:
+        parser.error("--group names its parts itself: give either a group or parts")
     if args.here:
         return _run_here(parts[args.parts[0]], args.quick, args.here)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it ends the running part too
     environment, device = _place()
     print(f"device: {device or 'stub'}", flush=True)
     machine = re.sub(r"[^a-z0-9]+", "-", (device or "stub").lower()).strip("-")
-    out = (args.out or _ROOT / "bench" / "results" / machine / "gpu").absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + args.seconds
-    rows, failed = [], False
-    for name in args.parts or parts:
-        part, file = parts[name], out / f"{name}.json"
-        print(f"\n== {name}: {part.about}", flush=True)
-        start = time.monotonic()
-        if part.constants["COMPUTES"] and device is None:
-            record = _without("skipped", part, "it computes, and there is no GPU", file)
-        else:
-            limit = min(part.constants["SECONDS"], deadline - start)
-            record = _run_apart(part, args.quick, file, limit, environment)
-        failed |= "failed" in record
-        rows += _summary(name, record, time.monotonic() - start)
+    chosen = [part.name for part in groups[args.group - 1]] if args.group else args.parts or list(parts)
+    title = f"group-{args.group}" if args.group else "-".join(args.parts) or "all"
+    results = _ROOT / "bench" / "results"
+    rows: list[Row] = []
+    failed = False
+    with ExitStack() as stack:
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            results = Path(stack.enter_context(TemporaryDirectory()))
+            stack.callback(_pack, results, rows, args.out / title)  # what there is, if it is ended in mid-run
+        out = results / machine / "gpu"
+        out.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            part, file = parts[name], out / f"{name}.json"
+            print(f"{name}: {part.about}", flush=True)
+            start = time.monotonic()
+            if part.constants["COMPUTES"] and device is None:
+                record = _without("skipped", part, "it computes, and there is no GPU", file)
+            else:
+                record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
+            failed |= "failed" in record or bool(_missing(record))
+            rows += _summary(name, record, time.monotonic() - start)
+            if args.out:
+                _pack(results, rows, args.out / title)
     print("\n".join(["", *text_table(rows)]))
     return 1 if failed else 0
 
@@ -75,6 +106,20 @@ def find_parts() -> dict[str, Case]:
     return dict(sorted(found.items(), key=lambda item: item[1].constants["RANK"]))
 
 
+def group(parts: Iterable[Case]) -> list[list[Case]]:
+    """The parts in their order, as many in each group as run within one call even if all take as long as they may."""
+    groups: list[list[Case]] = [[]]
+    for part in parts:
+        if sum(other.constants["SECONDS"] for other in [*groups[-1], part]) > CALL_SECONDS - BUILD_SECONDS:
+            groups.append([])
+        groups[-1].append(part)
+    return groups
+
+
+def _list(groups: Sequence[Sequence[Case]]) -> str:
+    return "; ".join(f"{n}: {', '.join(part.name for part in parts)}" for n, parts in enumerate(groups, 1))
+
+
 def _place() -> tuple[dict[str, str], str | None]:
     """The environment of the parts and the name of the GPU; None for the stub in its place."""
     import torch  # here and not above: a part's process may have nothing to do with it before the part
@@ -90,21 +135,65 @@ def _place() -> tuple[dict[str, str], str | None]:
         return device.stub_environment(), None
 
 
+def _pack(results: Path, rows: Sequence[Row], to: Path) -> None:
+    """The records and the table so far in `to`.tar.gz and `to`.txt: some machines give back only a few files."""
+    part = to.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as tar:
+        for path in sorted(results.iterdir()):
+            tar.add(path, path.name)
+    part.replace(to.with_suffix(".tar.gz"))
+    to.with_suffix(".txt").write_text("\n".join(text_table(rows) if rows else ["no part has ended"]) + "\n")
+
+
 def _run_apart(part: Case, quick: bool, file: Path, limit: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs a part in a process of its own; returns its record, which is also in `file`."""
+    """Runs a part in a session of its own, no process of which outlives it; returns its record, also in `file`."""
     file.unlink(missing_ok=True)
-    failure = "no time was left"
-    if limit > 5:
-        command = [sys.executable, "-m", "bench.gpu", part.name, "--here", str(file), *(["--quick"] if quick else [])]
+    command = [sys.executable, "-m", "bench.gpu", part.name, "--here", str(file), *(["--quick"] if quick else [])]
+    log = file.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            done = subprocess.run(command, cwd=_ROOT, env=environment, timeout=limit)
-            failure = f"the process ended with {done.returncode}"
+            failure = f"the process ended with {process.wait(limit)}"
         except subprocess.TimeoutExpired:
             failure = f"stopped after {limit:.0f} s"
+        finally:
+            _end_session(process)
     if not file.exists():
+        print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-_LINES_OF_A_FAILURE:]))
         return _without("failed", part, failure, file)
     record: dict[str, Any] = json.loads(file.read_text())
     return record
+
+
+def _end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kills what a part left running, and waits until it is gone: it may hold the GPU and its memory until then."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+    deadline = time.monotonic() + _SECONDS_TO_DIE
+    while alive := _session(leader.pid):
+        if time.monotonic() > deadline:
+            print(f"processes {alive} are still there: the times of later parts may be falsified")
+            return
+        for pid in alive:  # one that left the group of its session
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session that have not ended; those that only wait to be reaped have."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, _group, session = file.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(session) == leader and state not in "ZX":
+            found.append(int(file.parent.name))
+    return found
 
 
 def _without(outcome: str, part: Case, why: str, file: Path) -> dict[str, Any]:
@@ -119,31 +208,64 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
     from bench.gpu import device
 
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA
+    os.environ[folder.OUT] = str(file.parent)
     module = part.load()
     load = LoadMeter()
     report: Report = module.run(quick)
     print(report.text(), flush=True)
-    record = report.record(part.name, quick=quick, foreign_cores=load.foreign_cores())
-    file.write_text(json.dumps(record | {"stub": stub}, indent=1) + "\n")
+    foreign = load.foreign_cores()
+    record = report.record(part.name, quick=quick, foreign_cores=foreign) | {
+        "stub": stub,
+        "contended": report.timed and contended(foreign, os.cpu_count() or 1),
+    }
+    if record["commit"] is None:
+        record |= _carried_commit()
+    file.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
-def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[dict[str, str | int | float]]:
-    """One row per goal, or one row that says why there are none."""
+def contended(foreign_cores: float, cores: int) -> bool:
+    """Whether other load makes times void: over as large a share of these cores as MAX_FOREIGN_CORES is of two."""
+    return foreign_cores > MAX_FOREIGN_CORES * max(cores, 2) / 2
+
+
+def _carried_commit() -> dict[str, str | bool]:
+    commit = os.environ.get("VATTN_COMMIT") or "unknown"
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+
+
+def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
+    """One row per goal and per side that is missing, or one row that says why there are none."""
     without = next((f"{key}: {record[key]}" for key in ("skipped", "failed") if key in record), None)
     if without is not None:
         return [{"part": name, "seconds": seconds, "goal": without, "value": "-", "asked": "-", "": ""}]
-    return [
+    rows: list[Row] = [
         {
             "part": name,
             "seconds": seconds,
             "goal": goal["what"],
             "value": float(goal["value"]),
             "asked": f"{goal['relation']} {goal['bound']:g}",
-            "": "means nothing" if record.get("stub") else "met" if goal["met"] else "NOT met",
+            "": "means nothing"
+            if record["stub"]
+            else "void: contended"
+            if record["contended"]
+            else "met"
+            if goal["met"]
+            else "NOT met",
         }
         for goal in record["goals"]
     ]
+    for what in _missing(record):
+        rows.append(
+            {"part": name, "seconds": seconds, "goal": f"MISSING: {what}", "value": "-", "asked": "-", "": "failed"}
+        )
+    return rows
+
+
+def _missing(record: Mapping[str, Any]) -> list[str]:
+    missing: list[str] = record.get("parameters", {}).get(folder.MISSING, [])
+    return missing
 
 
 if __name__ == "__main__":

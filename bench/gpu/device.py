@@ -49,6 +49,15 @@ def usable_kernels(block_size: int | None = None) -> list[Attention]:
     return [kernel for kernel in adapters() if kernel.refusal(case) is None]
 
 
+def paged_kernels(block_size: int) -> tuple[list[Attention], list[str]]:
+    """The kernels to compare with over blocks; if there is none, why not, as a line for a report's MISSING."""
+    case = Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size)
+    refusals = [(kernel, kernel.refusal(case)) for kernel in adapters() if kernel.name != "torch_sdpa"]
+    usable = [kernel for kernel, refusal in refusals if refusal is None]
+    reasons = "; ".join(f"{kernel.name}: {refusal}" for kernel, refusal in refusals)
+    return usable, [] if usable else [f"paged, for want of a kernel ({reasons})"]
+
+
 def best(block_size: int | None = None) -> Attention:
     """The kernel that "auto" chooses for Llama-3-8B's shapes."""
     return get("auto", Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
+from bench.gpu import device
+from bench.gpu import parts as folder
 from bench.harness.discovery import Case
+from bench.harness.report import Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,13 +29,57 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    command = [sys.executable, "-m", "bench.gpu", "--quick", "--out", str(tmp_path), "strides", "attention"]
+    command = [sys.executable, "-m", "bench.gpu", "--quick", "--out", str(tmp_path / "home"), "strides", "attention"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "means nothing" in done.stdout.splitlines()[-2]
-    strides, attention = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    table = (tmp_path / "home" / "strides-attention.txt").read_text()
+    assert done.stdout.endswith("\n\n" + table)
+    assert "means nothing" in table.splitlines()[1]
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {
+        "strides-attention.tar.gz",
+        "strides-attention.txt",
+    }
+    with tarfile.open(tmp_path / "home" / "strides-attention.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    gpu_records = tmp_path / "stub" / "gpu"
+    strides, attention = (json.loads((gpu_records / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    assert (gpu_records / "strides.log").exists()
     assert (strides["stub"], strides["goals"][0]["met"]) == (True, True)
     assert attention == {"name": "attention", "skipped": "it computes, and there is no GPU"}
+
+
+def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` sends it."""
+    script = "import os, signal; from bench.gpu import __main__ as gpu; gpu._place = lambda: (dict(os.environ), None)\n"
+    script += "gpu._run_apart = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'attention', 'strides', 'driver'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "attention-strides-driver.tar.gz") as tar:
+        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
+
+
+@pytest.mark.parametrize(("cores", "bearable"), [(1, 0.1), (2, 0.1), (16, 0.8)])
+def test_the_load_that_is_bearable_grows_with_the_cores(cores: int, bearable: float) -> None:
+    assert not gpu.contended(bearable, cores)
+    assert gpu.contended(bearable + 0.01, cores)
+
+
+@pytest.mark.parametrize(
+    ("carried", "commit", "dirty"), [(None, "unknown", False), ("0a1b", "0a1b", False), ("0a1b-dirty", "0a1b", True)]
+)
+def test_the_commit_of_a_checkout_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carried: str | None, commit: str, dirty: bool
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no git: a record then has no commit of its own
+    monkeypatch.setenv(folder.OUT, "restored afterwards")
+    monkeypatch.setenv("VATTN_COMMIT", carried) if carried else monkeypatch.delenv("VATTN_COMMIT", raising=False)
+    report = Report({}, [{"figure": 1}], [], timed=False)
+    monkeypatch.setattr(Case, "load", lambda _: SimpleNamespace(run=lambda quick: report))
+    file = tmp_path / "nothing.json"
+    assert gpu._run_here(Case("nothing", "nothing", {"ABOUT": "nothing"}, None), True, file) == 0
+    record = json.loads(file.read_text())
+    assert (record["commit"], record["dirty"]) == (commit, dirty)
 
 
 def test_parts_are_found_in_the_order_of_their_ranks() -> None:
@@ -37,11 +89,75 @@ def test_parts_are_found_in_the_order_of_their_ranks() -> None:
     assert ranks == sorted(set(ranks)), "two parts have one rank"
 
 
-@pytest.mark.parametrize(("limit", "failure"), [(0, "no time was left"), (30, "the process ended with 2")])
-def test_a_part_that_fails_leaves_a_record(tmp_path: Path, limit: float, failure: str) -> None:
+def test_every_group_of_parts_fits_one_call() -> None:
+    parts = gpu.find_parts()
+    groups = gpu.group(parts.values())
+    assert [part.name for parts in groups for part in parts] == list(parts)
+    for group in groups:
+        assert gpu.BUILD_SECONDS + sum(part.constants["SECONDS"] for part in group) <= gpu.CALL_SECONDS == 570
+
+
+def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
-    record = gpu._run_apart(part, True, file, limit, {"PATH": ""})
-    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": failure}
+    record = gpu._run_apart(part, True, file, 30, {"PATH": ""})
+    assert record == json.loads(file.read_text()) == {"name": "nothing", "failed": "the process ended with 2"}
+    assert "invalid choice: 'nothing'" in (tmp_path / "nothing.log").read_text()
     row = gpu._summary("nothing", record, 1.0)[0]
-    assert row["goal"] == f"failed: {failure}"
+    assert row["goal"] == "failed: the process ended with 2"
+
+
+LEAVES_CHILDREN = """
+import os, pathlib, subprocess, sys, time
+children = [subprocess.Popen(["sleep", "60"], process_group=group) for group in (None, 0)]
+pathlib.Path(sys.argv[0] + ".pids").write_text(" ".join(str(child.pid) for child in children))
+if os.environ["HANGS"] == "yes":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("hangs", ["yes", "no"])
+def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
+    """Neither one stopped in mid-run nor one that ends with children running, in its process group or in theirs."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{LEAVES_CHILDREN}")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    part = Case("children", "bench.gpu.parts.children", {"ABOUT": "a part with children"}, None)
+    start = time.monotonic()
+    record = gpu._run_apart(part, True, tmp_path / "children.json", 5, {"PATH": os.environ["PATH"], "HANGS": hangs})
+    assert record["failed"] == ("stopped after 5 s" if hangs == "yes" else "the process ended with 0")
+    assert time.monotonic() - start < 10
+    pids = [int(pid) for pid in (tmp_path / "python.pids").read_text().split()]
+    assert len(pids) == 2
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process that does more than wait to be reaped."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_side_that_is_missing_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusing = SimpleNamespace(name="torch_flash", refusal=lambda case: "it has no block_table")
+    monkeypatch.setattr(
+        device, "adapters", lambda: [SimpleNamespace(name="torch_sdpa", refusal=lambda _: None), refusing]
+    )
+    kernels, missing = device.paged_kernels(256)
+    assert (kernels, missing) == ([], ["paged, for want of a kernel (torch_flash: it has no block_table)"])
+    goal = {"what": "decode", "value": 1.0, "relation": ">=", "bound": 0.99, "met": True}
+    record = {"parameters": {folder.MISSING: missing}, "goals": [goal], "stub": False, "contended": False}
+    monkeypatch.setattr(gpu, "_place", lambda: ({}, "A GPU"))
+    monkeypatch.setattr(gpu, "_run_apart", lambda *_: record)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--out", str(tmp_path), "attention"]) == 1
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert table[0].endswith(" met")
+    assert "MISSING: " + missing[0] in table[1]
+    record["parameters"] = {folder.MISSING: []}
+    assert gpu.main(["--out", str(tmp_path), "attention"]) == 0

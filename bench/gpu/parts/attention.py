@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from bench.gpu.caches import BLOCK_SIZE, fill, paged, static, virtual
-from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, random, times, usable_kernels
+from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, paged_kernels, random, times
+from bench.gpu.parts import MISSING
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span
 
@@ -30,7 +31,7 @@ _PREFILL = [(1, 1024, 1024), (1, 8192, 8192), (1, 32_768, 32_768), (1, 8192, 131
 
 def run(quick: bool) -> Report:
     kernel = best()
-    scattered = [other for other in usable_kernels(BLOCK_SIZE) if other.name != "torch_sdpa"]
+    scattered, missing = paged_kernels(BLOCK_SIZE)
     figures = []
     for requests, new, context in [_DECODE[0], _PREFILL[0]] if quick else _DECODE + _PREFILL:
         with ExitStack() as stack:
@@ -65,7 +66,8 @@ def run(quick: bool) -> Report:
     return Report(
         parameters={
             "kernel": kernel.name,
-            "paged kernels": ", ".join(other.name for other in scattered) or "none here",
+            "paged kernels": ", ".join(other.name for other in scattered) or "MISSING",
+            MISSING: missing,
             "block_size": BLOCK_SIZE,
             "dtype": str(DTYPE),
             "heads": f"{HEADS} on {KV_HEADS} of {HEAD_DIM}",
@@ -82,7 +84,7 @@ def _call(adapter: Any, query: torch.Tensor, kv: Any, batch: PackedBatch) -> Cal
 def _row(requests: int, new: int, context: int, kernel: str, seconds: dict[str, float]) -> Row:
     virtual_seconds, static_seconds = seconds[f"virtual {kernel}"], seconds[f"static {kernel}"]
     paged_seconds = {name.removeprefix("paged "): s for name, s in seconds.items() if name.startswith("paged ")}
-    fastest = min(paged_seconds, key=lambda name: paged_seconds[name], default="-")
+    fastest = min(paged_seconds, key=lambda name: paged_seconds[name], default="MISSING")
     return {
         "requests": requests,
         "new": new,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from bench.gpu.caches import BLOCK_SIZE, paged, static, virtual
-from bench.gpu.device import best, usable_kernels
+from bench.gpu.device import best, paged_kernels
 from bench.gpu.models import llama
+from bench.gpu.parts import MISSING
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 
@@ -29,7 +30,7 @@ def run(quick: bool) -> Report:
     rounds = 5 if quick else 40
     model = llama(layers=layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    scattered = next((kernel for kernel in usable_kernels(BLOCK_SIZE) if kernel.name != "torch_sdpa"), None)
+    scattered, missing = paged_kernels(BLOCK_SIZE)
     makers: dict[str, Any] = {"virtual": virtual, "static": static}
     if scattered:
         makers["paged"] = paged
@@ -38,7 +39,7 @@ def run(quick: bool) -> Report:
     for requests, context in [(4, 512)] if quick else [(32, 1024), (32, 8192), (4, 32_768)]:
         for name, make in makers.items():
             for graphs in (False, True):
-                kernel = scattered if name == "paged" else best()
+                kernel = scattered[0] if name == "paged" else best()
                 with closing(make(requests, context + 2 * rounds, layers=layers)) as kv:
                     loop = DecodeLoop(
                         model,
@@ -51,7 +52,6 @@ def run(quick: bool) -> Report:
                         graphs=graphs,
                     )
                     seconds = median(_seconds(loop) for _ in range(rounds + 3))
-                    assert kernel is not None
                     captured = loop.captured
                 del loop, kv
                 torch.cuda.empty_cache()
@@ -67,9 +67,18 @@ def run(quick: bool) -> Report:
                         "tokens/s": requests / seconds,
                     }
                 )
+        if missing:
+            nothing: Row = dict.fromkeys(figures[-1], "-")
+            figures.append(nothing | {"requests": requests, "context": context, "cache": "paged", "kernel": "MISSING"})
     goals = [_least(rates, "static", 0.99)] + ([_least(rates, "paged", 1.0)] if scattered else [])
     return Report(
-        parameters={"layers": layers, "parameters": parameters, "steps": rounds, "block_size": BLOCK_SIZE},
+        parameters={
+            "layers": layers,
+            "parameters": parameters,
+            "steps": rounds,
+            "block_size": BLOCK_SIZE,
+            MISSING: missing,
+        },
         figures=figures,
         goals=goals,
     )
