@@ -211,10 +211,13 @@ def current_stream(device: torch.device) -> int:
 
 def use_stream(device: torch.device, handle: int) -> contextlib.AbstractContextManager[None]:
     """Makes a stream of the device torch's current one, within the context."""
+    return torch.cuda.stream(torch_stream(device, handle))
+
+
+def torch_stream(device: torch.device, handle: int) -> torch.cuda.Stream:
+    """torch's object for a stream of the device."""
     # For torch, an external stream with the handle 0 is a new stream.
-    if not handle:
-        return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]
 
 
 def format_version(version: int) -> str:
