@@ -47,11 +47,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine offers, and what would be used")
     doctor.set_defaults(run=_doctor)
 
-    generate = commands.add_parser(
-        "generate",
-        help="run prompts through a model",
-        formatter_class=_Help,
-    )
+    generate = commands.add_parser("generate", help="run prompts through a model", formatter_class=_Help)
     generate.add_argument("model", metavar="MODEL", help="path or hub id")
     generate.add_argument("prompts", metavar="PROMPT", nargs="+")
     generate.add_argument("-n", type=int, default=1, help="completions per prompt")
@@ -60,11 +56,7 @@ def parser() -> argparse.ArgumentParser:
     _add_engine_flags(generate, kv=(*BACKENDS, "both"))
     generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser(
-        "chat",
-        help="talk to a model, line by line",
-        formatter_class=_Help,
-    )
+    chat = commands.add_parser("chat", help="talk to a model, line by line", formatter_class=_Help)
     chat.add_argument("model", metavar="MODEL", help="path or hub id of a model with a chat template")
     chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     _add_sampling_flags(chat, temperature=0.7, max_tokens=512)

@@ -228,18 +228,7 @@ class EngineCore:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """One iteration: plan, prepare memory, run the model once, sample.
-
-        An exception of `on_step` is raised here, and the step counts: its outputs come with the next one's.
-
-        Returns:
-            One output for each request that got a token or ended, as its `output_kind` says. An exception in the model
-            fails the requests of that step, with finish reason "error", and the others continue. An interrupt is
-            raised, and fails all requests that ran.
-
-        Raises:
-            EngineBusy, EngineClosed: as for `generate`.
-        """
+        """One iteration: see `LLM.step`."""
         self._check_usable("step")
         if self._phase:
             raise EngineBusy("step() was called from on_step; the next step begins when this one has ended")

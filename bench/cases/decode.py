@@ -24,7 +24,6 @@ from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
-from vattn.packed import KVShape
 
 ABOUT = "attention and whole decode steps, virtual against paged"
 
@@ -40,7 +39,6 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | (TINY if quick else {})
     model = qwen2(**sizes)
     shape = packed.kv_shape(model)
-    layer = shape.layers[0]
     batches, contexts = ((1, 4), (64, 256)) if quick else (_BATCHES, _CONTEXTS)
     long_context = contexts[-1] if quick else _LONG_CONTEXT
     rounds = 3 if quick else 40
@@ -51,9 +49,7 @@ def run(quick: bool) -> Report:
     for batch in batches:
         for context in contexts:
             config = KVConfig(
-                num_layers=shape.num_layers,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
+                groups=shape.groups(_MAX_LENGTH),
                 dtype=model.dtype,
                 max_batch_size=batch,
                 max_context_len=_MAX_LENGTH,
@@ -61,12 +57,7 @@ def run(quick: bool) -> Report:
             )
             blocks = -(-(context + calls) // 16)
             paged = PagedKV(
-                KVSpec(
-                    KVShape.uniform(shape.num_layers, layer.num_kv_heads, layer.head_dim, layer.head_dim),
-                    max_num_seqs=batch,
-                    max_model_len=_MAX_LENGTH,
-                    dtype=model.dtype,
-                ),
+                KVSpec(shape, max_num_seqs=batch, max_model_len=_MAX_LENGTH, dtype=model.dtype),
                 num_blocks=batch * blocks,
             )
             with closing(VirtualKV(config)) as virtual, closing(paged):

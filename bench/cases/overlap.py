@@ -27,6 +27,7 @@ from vattn.engine.kv.virtual import VirtualKV
 ABOUT = "latency of decode iterations that need new memory, mapped ahead and mapped on the spot"
 
 _BATCH = 8
+_MAX_LENGTH = 16_384
 _PAGE_SIZE = 2 * 2**20
 _MODEL = {
     "vocab_size": 8192,
@@ -47,7 +48,6 @@ def run(quick: bool) -> Report:
     page_size = _PAGE_SIZE // 32 if quick else _PAGE_SIZE
     model = qwen2(**sizes)
     shape = packed.kv_shape(model)
-    layer = shape.layers[0]
     batch, blocks = (2, 2) if quick else (_BATCH, 12)
     cores = torch.get_num_threads()
     thread_counts = sorted({cores, max(1, cores - 1)}, reverse=True)
@@ -58,12 +58,10 @@ def run(quick: bool) -> Report:
         for threads in thread_counts:
             for mode, overlap in _MODES.items():
                 config = KVConfig(
-                    num_layers=shape.num_layers,
-                    num_kv_heads=layer.num_kv_heads,
-                    head_dim=layer.head_dim,
+                    groups=shape.groups(_MAX_LENGTH),
                     dtype=model.dtype,
                     max_batch_size=batch,
-                    max_context_len=16_384,
+                    max_context_len=_MAX_LENGTH,
                     memory_budget=batch * (blocks + 3) * page_size,
                     page_size=page_size,
                     layout="fused",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,14 @@ def aten_flash(
         out[rows] = attend(query[rows], keys, values, scale, window, 0.0)
     nothing = query.new_empty(0)
     return out, nothing, nothing, nothing, nothing
+
+
+@contextmanager
+def torch_flash() -> Iterator[None]:
+    """`aten_flash` stands in for torch's operator on the CPU."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", aten_flash, "CPU")
+        yield
 
 
 def flash_attn_2() -> types.ModuleType:

@@ -166,7 +166,7 @@ class Backer:
             replaced[:] = saved
             slots.set_lengths(change, lengths, lowered)
             for slot, count in blocks.items():
-                self.replace(change, slot, count, handle)
+                self.keep_only(change, slot, count, handle)
             self.grow(change, needs, now=True, handle=handle)
             for slot in needs:
                 if slots.known[slot].rewound:
@@ -266,7 +266,7 @@ class Backer:
             self._bands.grow(change, slot, tokens, starts.get(slot, 0))
             self._ledger.count(slot)
 
-    def replace(self, change: Change, slot: int, count: int, handle: int | None) -> None:
+    def keep_only(self, change: Change, slot: int, count: int, handle: int | None) -> None:
         """Plans that a slot about to be written to keeps only its first `count` blocks (copy-on-write).
 
         Raises:

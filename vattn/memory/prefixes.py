@@ -81,7 +81,7 @@ class Prefixes:
             raise refusal("fork was called")
         slots.take(change, slot, length, start=start, origin=slots.origin.get(source, 0))
         self._put(change, slot, prefix)
-        self._backer.replace(change, slot, count, handle)
+        self._backer.keep_only(change, slot, count, handle)
         bands.use(change, slot, count)
         slots.know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
         self._backer.grow(change, {slot: slots.backed(length)}, now=True, handle=handle)

@@ -44,8 +44,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for kernel in attention._ADAPTERS.values():
         monkeypatch.setattr(kernel, "refusal", lambda self, case: None)
     monkeypatch.setitem(sys.modules, "flash_attn", kernel_fakes.flash_attn_2())
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", kernel_fakes.aten_flash, "CPU")
+    with kernel_fakes.torch_flash():
         yield
 
 

@@ -37,8 +37,7 @@ FAKES = {
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, make in FAKES.items():
         monkeypatch.setitem(sys.modules, name, make())
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", kernel_fakes.aten_flash, "CPU")
+    with kernel_fakes.torch_flash():
         yield
 
 
