@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 
 from vattn import _native, attention
+from vattn.attention import cpu
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
@@ -34,6 +35,7 @@ def doctor() -> str:
         *_cuda_devices(),
         "kernels",
         *(f"  {line}" for line in attention.describe()),
+        f"  for CPUs: {cpu.describe()}",
         "limits",
         f"  mappings per process  {machine.mapping_limit()} (vm.max_map_count), {mappings} in use; "
         "one per page that is not next to its neighbour",

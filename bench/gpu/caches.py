@@ -9,7 +9,7 @@ from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, random
 from bench.gpu.static import StaticKV
 from vattn import KVConfig
-from vattn.attention import Blocks, Contiguous
+from vattn.attention import Blocks, Contiguous, whole_layer
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
@@ -71,7 +71,7 @@ def fill(kv: KVBackend, lengths: Sequence[int], layers: int) -> list[int]:
     # One block of random rows, repeated: what they are does not matter, only that they are no constant.
     rows = random(8192, KV_HEADS, HEAD_DIM)
     for layer in range(layers):
-        stored = kv.stored(layer)
+        stored = whole_layer(kv, layer)
         for side in (stored.key, stored.value):
             if isinstance(stored, Blocks):
                 side.copy_(rows[: side.shape[1]].expand_as(side))

@@ -22,7 +22,9 @@ class StaticKV:
         shape = (slots, tokens, num_kv_heads, head_dim)
         with torch.inference_mode(False):
             self._stored = [
-                Contiguous(*(torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)))
+                Contiguous(
+                    torch.empty(shape, dtype=dtype, device="cuda"), torch.empty(shape, dtype=dtype, device="cuda")
+                )
                 for _ in range(num_layers)
             ]
         self._next = 0

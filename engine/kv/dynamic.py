@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from vattn.engine.checks import checked_whole
 from vattn.engine.kv.base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
 from vattn.engine.kv.slots import SlotBook
 from vattn.engine.kv.spec import KVSpec
-from vattn.errors import ConfigError, OutOfPages
+from vattn.errors import OutOfPages
 
 
 @dataclass
@@ -139,13 +139,8 @@ class DynamicKV(NoPrefixCache, PlainStore):
         count = length - start
         return key.narrow(1, start, count).unsqueeze(0), value.narrow(1, start, count).unsqueeze(0)
 
-    def stored(self, layer: int) -> NoReturn:
-        """Not possible: no tensor holds a whole layer.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("the dynamic backend has a tensor per request; use a kernel that reads them one by one")
+    def stored(self, layer: int) -> None:
+        """As the protocol says: none, since there is a tensor per request."""
 
     def stats(self) -> KVStats:
         """As the protocol says, of what was written."""

@@ -43,6 +43,10 @@ class QuantisedKV(VirtualKV):
         super().__init__(replace(config, groups=groups), chunk_tokens=chunk_tokens)
         scales = (places[layer] for layer in layers)
         self._scales = ContiguousKV([place.views(self.cache.layer(place.layer)[0]) for place in scales])
+        self._codes = [
+            replace(self._stored[layer], scales=(scales.key, scales.value))
+            for layer, scales in zip(layers, map(self._scales.stored, layers), strict=True)
+        ]
         self._buffers = [torch.empty(0, dtype=self._dtype, device=config.device)] * 2
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
@@ -57,10 +61,8 @@ class QuantisedKV(VirtualKV):
         return key, value
 
     def stored(self, layer: int) -> Contiguous:
-        raise ConfigError(
-            "keys and values in 8 bits have to be dequantised, so kernels that take a whole layer cannot have "
-            "them; use attention='torch_sdpa', or kv_cache_dtype='auto'"
-        )
+        """As the protocol says: codes with scales."""
+        return self._codes[layer]
 
     def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
         codes, scales = super().read(layer, slot, length, start), self._scales.read(layer, slot, length, start)
@@ -72,7 +74,7 @@ class QuantisedKV(VirtualKV):
 
     def close(self) -> None:
         self._scales.close()
-        self._buffers = []
+        self._codes, self._buffers = [], []
         super().close()
 
     def _buffer(self, side: int, shape: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention import Attention, Contiguous, Group, PackedBatch, Span
+from vattn.attention import Attention, Contiguous, Group, PackedBatch, Span, whole_layer
 from vattn.attention.base import KVSource
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class DecodeGraphs:
     _torch_broken = False  # a capture failed, and this torch does not recover from that
 
     def __init__(self, forward: Forward, kv: KVSource, device: torch.device, max_batch_size: int) -> None:
-        stored = kv.stored(0)
+        stored = whole_layer(kv, 0)
         self._max_length = (
             stored.key.shape[1] if isinstance(stored, Contiguous) else stored.table.shape[1] * stored.block_size
         )

@@ -132,7 +132,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedKV, "read", forgetful)
     for family in FAMILIES:
         prompts = make_prompts([23, 40])
-        with LLM(make_model(family), kv="paged") as llm:
+        with LLM(make_model(family), kv="paged", attention="torch_sdpa") as llm:
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
         got = [output.outputs[0].token_ids for output in outputs]
         assert got != [expected(family, prompt, MAX_TOKENS) for prompt in prompts], family

@@ -12,11 +12,13 @@ from typing import get_args
 
 import torch
 
-from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads
+from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads, whole_layer
 from vattn.attention.batch import Group, PackedBatch, Span
+from vattn.attention.cpu import decode
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
+from vattn.attention.native import Native
 from vattn.attention.storage import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_matmul import TorchMatmul
@@ -37,15 +39,18 @@ __all__ = [
     "TorchMatmul",
     "TorchSDPA",
     "adapters",
+    "decode",
     "describe",
     "get",
     "names",
     "register",
+    "whole_layer",
 ]
 
 # In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
-    adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, TorchMatmul, TorchSDPA)
+    adapter.name: adapter
+    for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, Native, TorchMatmul, TorchSDPA)
 }
 
 

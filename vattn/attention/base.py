@@ -57,18 +57,18 @@ class AttentionParams:
         return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
 
 
-# The unit in which a kernel reads the cache: one request (`KVSource.read`) or a whole layer (`KVSource.stored`).
+# The unit in which a kernel must read the cache: one request (`KVSource.read`) or a whole layer (`whole_layer`).
 Reads = Literal["request", "layer"]
 
 
 class KVSource(Protocol):
     """A cache that kernels read, one request or a whole layer at a time."""
 
-    def stored(self, layer: int) -> Contiguous | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks | None:
         """A whole layer: contiguous slots, or a block pool with block tables. The tensors keep their addresses.
 
-        Raises:
-            ConfigError: the cache has no such tensors (`Case.whole_layers`).
+        None if the cache has no such tensors; keys and values may be codes of 8 bits, with scales. Kernels that can do
+        without neither call `whole_layer`.
         """
         ...
 
@@ -79,6 +79,19 @@ class KVSource(Protocol):
         reuse its buffer.
         """
         ...
+
+
+def whole_layer(kv: KVSource, layer: int) -> Contiguous | Blocks:
+    """`kv.stored(layer)` for kernels that take nothing but whole layers in the type of the queries.
+
+    Raises:
+        ConfigError: the cache has no such tensors (`Case.whole_layers`).
+    """
+    stored = kv.stored(layer)
+    if stored is None or (isinstance(stored, Contiguous) and stored.scales is not None):
+        why = "it stores no layer as a whole" if stored is None else "it stores codes of 8 bits"
+        raise ConfigError(f"this cache is for kernels that read it request by request, such as torch_sdpa: {why}")
+    return stored
 
 
 @dataclass(frozen=True)
@@ -113,8 +126,8 @@ class Attention(Protocol):
     Attributes:
         name: the name for `vattn.attention.get`.
         guard_rows: rows past a request's length that the kernel may read; the cache keeps them mapped and finite.
-        reads: "request" for a kernel that calls `KVSource.read`, which works with every cache; "layer" for one that
-            calls `KVSource.stored`, which needs `Case.whole_layers`.
+        reads: "request" for a kernel that works with every cache, since it can call `KVSource.read`; "layer" for one
+            that calls `whole_layer`, which needs `Case.whole_layers`.
         capturable: a step of single tokens can be captured in a CUDA graph: the kernel reads whole layers, and its
             launches depend only on the number of spans and on `Group.max_length`.
     """

@@ -112,6 +112,11 @@ class PackedBatch:
         return tuple(Group.of(spans, row, self.device) for spans, row in parts if spans)
 
     @cached_property
+    def together(self) -> Group:
+        """All spans, for kernels that take single tokens and longer spans alike."""
+        return Group.of(self.spans, 0, self.device)
+
+    @cached_property
     def uniform_groups(self) -> tuple[Group, ...]:
         """`groups` for kernels that need spans of equal length: every longer span is a group of its own."""
         singles = tuple(group for group in self.groups if group.max_query == 1)

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import PackedBatch
 from vattn.attention.storage import Contiguous
 
@@ -41,7 +41,7 @@ class FlashAttn2:
         params.expect(self.name)
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
-        stored = kv.stored(layer)
+        stored = whole_layer(kv, layer)
         outputs = []
         for group in batch.uniform_groups:
             if isinstance(stored, Contiguous):

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import PackedBatch
 from vattn.attention.storage import Contiguous
 
@@ -42,7 +42,7 @@ class FlashAttn3:
         params.expect(self.name)
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
-        stored = kv.stored(layer)
+        stored = whole_layer(kv, layer)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         outputs = [
             flash_attn_with_kvcache(

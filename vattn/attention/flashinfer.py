@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import PackedBatch
 from vattn.attention.storage import Blocks, Contiguous
 
@@ -39,7 +39,7 @@ class FlashInfer:
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
         params.expect(self.name)
-        stored = kv.stored(layer)
+        stored = whole_layer(kv, layer)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         wrapper = batch.once((self.name, params), lambda: self._plan(query, blocks, batch, params))
         output: Tensor = wrapper.run(query.contiguous(), (blocks.key, blocks.value))

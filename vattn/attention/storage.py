@@ -53,10 +53,12 @@ class Contiguous:
         key, value: `[slots, max_context_len, num_kv_heads, *]`; the last stride is 1, the stride of a slot a multiple
             of that of a token, others are arbitrary. Tokens `[0, length)` of a slot and the kernel's guard rows may be
             read.
+        scales: of keys and values that are codes of 8 bits, `[slots, max_context_len, num_kv_heads, 1]` each; or None.
     """
 
     key: Tensor
     value: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def slot_rows(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import Group, PackedBatch
 from vattn.attention.storage import Contiguous
 
@@ -50,7 +50,7 @@ class TorchFlash:
     def _attend(
         self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, group: Group, params: AttentionParams
     ) -> Tensor:
-        stored = kv.stored(layer)
+        stored = whole_layer(kv, layer)
         left, right = params.window_size(group)
         options: dict[str, Any] = {"scale": params.scale, "window_size_left": left, "window_size_right": right}
         if isinstance(stored, Contiguous):

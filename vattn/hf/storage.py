@@ -64,14 +64,14 @@ class View:
     Attributes:
         scales: scales of the codes of K and of V, `[batch, num_kv_heads, max_context_len, 1]`; None without codes.
         accepts: batch, heads, both head sizes and the type of K of an update that needs no further checks.
-        folds: whether SDPA should fold grouped queries (`vattn.hf.folding`).
+        decodes: whether SDPA's decode steps are computed as `vattn.hf.decoding` says.
     """
 
     keys: Tensor
     values: Tensor
     scales: tuple[Tensor, Tensor] | None
     accepts: tuple[int, int, int, int, torch.dtype]
-    folds: bool
+    decodes: bool
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -555,9 +555,7 @@ class Storage:
             values,
             scales,
             (self.count, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, shape.dtype),
-            folds=shape.device.type == "cpu"
-            and self._config._attn_implementation in ("sdpa", "vattn")
-            and getattr(self._config, "num_attention_heads", shape.num_kv_heads) != shape.num_kv_heads,
+            decodes=shape.device.type == "cpu" and self._config._attn_implementation in ("sdpa", "vattn"),
         )
 
     def stats(self) -> CacheStats:

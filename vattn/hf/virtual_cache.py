@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from vattn.config import KVConfig
 from vattn.errors import ConfigError, UnsupportedModel, VattnError
-from vattn.hf.folding import FoldingKeys
+from vattn.hf.decoding import DecodedKeys
 from vattn.hf.storage import Saved, Storage, View
 from vattn.memory.pool import PagePool
 from vattn.quantised import KVCacheDtype
@@ -319,8 +319,8 @@ class VirtualLayer(CacheLayerMixin):
             else:
                 view.store(key_states, value_states, start)
                 keys, values = view.read(first, end)
-            if view.folds:
-                keys = keys.as_subclass(FoldingKeys)
+            if view.decodes:
+                keys = keys.as_subclass(DecodedKeys)
         storage.lengths[index] = end
         return keys, values
 

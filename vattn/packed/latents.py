@@ -190,9 +190,11 @@ class _Latents:
 
     kv: KVSource
 
-    def stored(self, layer: int) -> Contiguous | Blocks:
+    def stored(self, layer: int) -> Contiguous | Blocks | None:
         stored = self.kv.stored(layer)
-        return replace(stored, value=stored.key)
+        if isinstance(stored, Contiguous) and stored.scales is not None:
+            return replace(stored, value=stored.key, scales=(stored.scales[0], stored.scales[0]))
+        return None if stored is None else replace(stored, value=stored.key)
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         latents, _ = self.kv.read(layer, slot, length, start)
@@ -206,8 +208,8 @@ class _Expanded:
     kv: KVSource
     latent: LatentAttention
 
-    def stored(self, layer: int) -> Contiguous | Blocks:
-        raise NotImplementedError
+    def stored(self, layer: int) -> None:
+        """None: expanded latents are not stored."""
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         latents, _ = self.kv.read(layer, slot, length, start)

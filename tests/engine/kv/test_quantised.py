@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demo.prompts import prompts as demo_prompts
 from vattn import KVConfig, TensorGroup
-from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span
+from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span, whole_layer
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.quantised import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
@@ -168,7 +168,7 @@ def test_what_cannot_be() -> None:
         make("int8")
     kv = make()
     with pytest.raises(ConfigError, match="torch_sdpa"):
-        kv.stored(0)
+        whole_layer(kv, 0)
     kv.close()
     model = make_model("llama")
     with pytest.raises(ConfigError, match="kv='virtual'"):
@@ -213,6 +213,6 @@ def test_a_kernel_that_reads_whole_layers_does_not(options: dict[str, Any]) -> N
     kernel.reads = "layer"
     with pytest.raises(
         ConfigError,
-        match="it reads whole layers, and this cache can be read request by request only; possible: auto, torch_sdpa",
+        match="it reads whole layers, and this cache can be read request by request only; possible: auto, native",
     ):
         LLM(make_model("llama"), attention=kernel, **options)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
+from vattn.attention import cpu
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([20]))
@@ -401,27 +402,34 @@ def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tens
     torch._dynamo.reset()
 
 
-def test_decoding_on_a_cpu_folds_grouped_queries(model: transformers.PreTrainedModel, want: Tensor) -> None:
-    """2 query heads per KV head: SDPA gets `[1, 2, 2, 8]`, with the model's attention as it was."""
+class _Shapes(TorchDispatchMode):
+    """The shapes of the queries that SDPA gets."""
 
-    class Shapes(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: set[tuple[int, ...]] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "scaled_dot_product" in str(func):
-                self.seen.add(tuple(args[0].shape))
-            return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in str(func):
+            self.seen.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
+
+@pytest.mark.parametrize("native", [True, False])
+def test_who_computes_decode_steps_on_a_cpu(
+    native: bool, model: transformers.PreTrainedModel, want: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SDPA does not see the single queries, or sees those of a KV head as rows; the model's attention is as it was."""
+    if not native:
+        monkeypatch.setattr(cpu, "refusal", lambda *_: "not here")
     assert model.config._attn_implementation == "sdpa"
     shapes = {}
     for name, cache in (("virtual", vattn.VirtualCache(model, **OPTIONS)), ("dynamic", DynamicCache())):
-        with Shapes() as mode:
+        with _Shapes() as mode:
             assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
         shapes[name] = mode.seen
-    assert shapes["dynamic"] == {(1, 4, 20, 8), (1, 4, 1, 8)}, "transformers folds by itself now: drop FoldingKeys"
-    assert shapes["virtual"] == {(1, 4, 20, 8), (1, 2, 2, 8)}
+    assert shapes["dynamic"] == {(1, 4, 20, 8), (1, 4, 1, 8)}, "transformers folds by itself now: do not fold"
+    assert shapes["virtual"] == {(1, 4, 20, 8)} | (set() if native else {(1, 2, 2, 8)})
 
 
 def test_pipelines_and_streamers() -> None:

@@ -1,0 +1,132 @@
+"""Decode attention of one layer on a CPU: vattn's kernels, torch's, and a plain copy of as many bytes.
+
+32 requests of Qwen2-0.5B's shape, 14 query heads on two KV heads of 64, bfloat16, heads first; every kernel is called
+in turn over plain tensors. `torch` is `scaled_dot_product_attention`, called once per request with the query heads of a
+KV head folded into rows, which is the fastest way to call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import interleave
+from vattn.attention import cpu, decode
+from vattn.quantised import quantise
+
+ABOUT = "decode attention of one layer: vattn's kernels for CPUs, torch's, and a copy of as many bytes"
+
+_LENGTHS = {330: 6.0, 1024: 6.0, 4096: 4.0, 16_384: 3.0}  # and what torch's time over ours is to be
+_REQUESTS, _KV_HEADS, _GROUP, _DIM = 32, 2, 7, 64
+_LONG = 4096
+
+
+def run(quick: bool) -> Report:
+    lengths = [16, 64] if quick else list(_LENGTHS)
+    rounds = 3 if quick else 15
+    threads = torch.get_num_threads()
+    figures: list[Row] = []
+    for count in sorted({1, threads}):
+        torch.set_num_threads(count)
+        try:
+            figures += [_row(length, count, rounds) for length in lengths]
+        finally:
+            torch.set_num_threads(threads)
+    long = [row for row in figures if quick or int(row["tokens"]) >= _LONG]
+    return Report(
+        parameters={
+            "requests": _REQUESTS,
+            "heads": f"{_KV_HEADS * _GROUP} on {_KV_HEADS} of {_DIM}",
+            "dtype": "bfloat16",
+            "kernels": cpu.chosen().name,
+            "calls": rounds,
+        },
+        figures=figures,
+        goals=[
+            *(
+                Goal(
+                    f"torch over native, {row['tokens']} tokens, {row['threads']} threads",
+                    float(row["torch over native"]),
+                    ">=",
+                    _LENGTHS.get(int(row["tokens"]), 1.0),
+                )
+                for row in figures
+            ),
+            *(
+                Goal(
+                    f"bandwidth over a copy's, {row['tokens']} tokens, {row['threads']} threads",
+                    float(row["over a copy"]),
+                    ">=",
+                    0.7,
+                )
+                for row in long
+            ),
+            *(
+                Goal(
+                    f"native over int8, {row['tokens']} tokens, {row['threads']} threads",
+                    float(row["native us"]) / float(row["int8 us"]),
+                    ">=",
+                    1.4,
+                )
+                for row in long
+            ),
+        ],
+    )
+
+
+def _row(length: int, threads: int, rounds: int) -> Row:
+    def rows(*dims: int) -> torch.Tensor:
+        return torch.randn(_REQUESTS, _KV_HEADS, *dims, dtype=torch.bfloat16)
+
+    keys, values = rows(length, _DIM), rows(length, _DIM)
+    key, value = keys.transpose(1, 2), values.transpose(1, 2)
+    (key_codes, key_scales), (value_codes, value_scales) = quantise(keys), quantise(values)
+    key_codes, value_codes = key_codes.transpose(1, 2), value_codes.transpose(1, 2)
+    scales = key_scales.transpose(1, 2), value_scales.transpose(1, 2)
+    query = torch.randn(_REQUESTS, _KV_HEADS * _GROUP, _DIM, dtype=torch.bfloat16)
+    folded = query.view(_REQUESTS, 1, _KV_HEADS, _GROUP, _DIM).unbind()
+    lengths = torch.full((_REQUESTS,), length, dtype=torch.int32)
+    target = torch.empty_like(keys)
+
+    def torch_calls() -> None:
+        for i in range(_REQUESTS):
+            scaled_dot_product_attention(folded[i], keys[i : i + 1], values[i : i + 1])
+
+    actions: dict[str, Callable[[], object]] = {
+        "native": lambda: decode(query, key, value, lengths),
+        "int8": lambda: decode(query, key_codes, value_codes, lengths, scales=scales),
+        "torch": torch_calls,
+        "copy": lambda: target.copy_(keys),  # reads and writes as many bytes as attention reads
+    }
+    us = {name: 1e6 * median(s) / _REQUESTS for name, s in interleave(actions, rounds, warmup=2).items()}
+    gigabytes = 2 * keys.nbytes / _REQUESTS / 1e3
+    return {
+        "threads": threads,
+        "tokens": length,
+        "native us": us["native"],
+        "int8 us": us["int8"],
+        "torch us": us["torch"],
+        "torch over native": us["torch"] / us["native"],
+        "native GB/s": gigabytes / us["native"],
+        "copy GB/s": gigabytes / us["copy"],
+        "over a copy": us["copy"] / us["native"],
+    }
+
+
+def draw(axes: Any, record: Record) -> None:
+    for threads in dict.fromkeys(row["threads"] for row in record["figures"]):
+        rows = [row for row in record["figures"] if row["threads"] == threads]
+        axes.plot(
+            [row["tokens"] for row in rows],
+            [row["torch over native"] for row in rows],
+            marker="o",
+            label=f"{threads} threads",
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens per request", ylabel="torch over native, time", ylim=(0, None))

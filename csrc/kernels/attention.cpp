@@ -1,0 +1,171 @@
+#include "attention.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+
+namespace vattn::kernels {
+
+extern const Kernels avx512_bf16_kernels, avx512_kernels, avx2_kernels, portable_kernels;
+
+std::span<const Kernels* const> kernels() {
+  static constexpr const Kernels* all[] = {
+#if defined(__x86_64__)
+      &avx512_bf16_kernels, &avx512_kernels, &avx2_kernels,
+#endif
+      &portable_kernels};
+  return all;
+}
+
+namespace {
+
+constexpr int kRows = 64;     // of a head in an item: their sums stay in the second cache
+constexpr int kItems = 4;     // per thread, so that threads end at nearly the same time
+constexpr int kFewest = 256;  // keys in a part of a request: below, merging costs more than waiting
+constexpr std::int64_t kAlign = 64;
+
+// Partial results of one stretch of queries: `count` of them, `stride` floats apart.
+struct Merge {
+  Item item;
+  int count;
+  std::int64_t stride;
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Merge> merges;
+  std::int64_t partial = 0;  // floats
+  int rows = 0;              // most of an item
+};
+
+Plan plan(const Attention& a) {
+  Plan plan;
+  // Where the heads of a token are neighbours, an item takes all heads, so that memory is read in order.
+  const bool together = a.key.head_stride < a.key.token_stride;
+  const int heads = together ? a.num_kv_heads : 1;
+  const int tokens = std::max(1, kRows / a.group() / heads);
+  std::int64_t work = 0;
+  for (int i = 0; i < a.count; ++i) {
+    const int num_new = a.starts ? a.starts[i + 1] - a.starts[i] : 1;
+    for (int token = 0; token < num_new; token += tokens) {
+      const int count = std::min(tokens, num_new - token);
+      const int position = a.lengths[i] - num_new + token;
+      const int begin = a.window ? std::max(0, position - a.window + 1) : 0;
+      work += std::int64_t{position + count - begin} * count * a.num_kv_heads;
+      for (int head = 0; head < a.num_kv_heads; head += heads)
+        plan.items.push_back({i, head, heads, token, count, begin, position + count, -1});
+      plan.rows = std::max(plan.rows, count * a.group() * heads);
+    }
+  }
+  if (a.threads == 1) return plan;
+
+  const std::int64_t share = std::max<std::int64_t>(1, work / (a.threads * kItems));
+  std::vector<Item> items;
+  for (const Item& item : plan.items) {
+    const std::int64_t keys = item.end - item.begin;
+    const std::int64_t cost = keys * item.num_tokens * item.num_heads;
+    const std::int64_t parts = std::clamp<std::int64_t>((cost + share - 1) / share, 1, (keys + kFewest - 1) / kFewest);
+    if (parts == 1) {
+      items.push_back(item);
+      continue;
+    }
+    // Whole blocks, but for the last part.
+    const std::int64_t part = (keys + parts * kBlock - 1) / (parts * kBlock) * kBlock;
+    const std::int64_t stride = item.num_tokens * a.group() * item.num_heads * (sum_stride(a) + 2);
+    Merge& merge = plan.merges.emplace_back(item, 0, stride);
+    merge.item.partial = plan.partial;
+    for (std::int64_t begin = item.begin; begin < item.end; begin += part) {
+      Item piece = item;
+      piece.begin = static_cast<int>(begin);
+      piece.end = static_cast<int>(std::min<std::int64_t>(item.end, begin + part));
+      piece.partial = plan.partial;
+      plan.partial += stride;
+      ++merge.count;
+      items.push_back(piece);
+    }
+  }
+  plan.items = std::move(items);
+  return plan;
+}
+
+// One piece of memory, kept between calls by the thread that calls.
+class Room {
+ public:
+  std::byte* reserve(std::size_t bytes) {
+    if (bytes > size_) {
+      data_.reset();
+      size_ = 0;
+      data_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kAlign})));
+      size_ = bytes;
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Delete {
+    void operator()(std::byte* data) const { ::operator delete(data, std::align_val_t{kAlign}); }
+  };
+  std::unique_ptr<std::byte, Delete> data_;
+  std::size_t size_ = 0;
+};
+
+// Lays out a thread's memory from `at` on; returns how much it takes.
+std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* at, Scratch& s) {
+  std::size_t used = 0;
+  const auto take = [&]<class T>(T*& field, std::int64_t count) {
+    field = reinterpret_cast<T*>(at + used);
+    used += (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+  };
+  const std::int64_t width = sum_stride(a), rows = plan.rows + kMaxLanes;
+  take(s.queries, rows * (a.head_dim + 2));
+  take(s.keys, std::int64_t{kPanels} * a.head_dim * lanes);
+  take(s.values, width * kBlock);
+  take(s.scores, rows * kBlock);
+  take(s.weights, rows * kWeightStride);
+  take(s.sums, rows * width);
+  for (float** field : {&s.maximum, &s.total, &s.factor, &s.next, &s.rescale}) take(*field, rows);
+  take(s.places, 5 * kBlock);
+  take(s.scales, 2 * kBlock);
+  return used;
+}
+
+void merge(const Attention& a, const Kernels& k, const Merge& merge, const float* partials) {
+  const Item& item = merge.item;
+  const std::int64_t width = sum_stride(a) + 2;
+  const float* partial = partials + item.partial;
+  const int first = (a.starts ? a.starts[item.request] : item.request) + item.token;
+  for (int head = 0; head < item.num_heads; ++head)
+    for (int token = 0; token < item.num_tokens; ++token)
+      for (int g = 0; g < a.group(); ++g, partial += width) {
+        const std::int64_t row = std::int64_t{first + token} * a.num_heads + (item.head + head) * a.group() + g;
+        k.merge(a, partial, merge.count, merge.stride, a.output + row * a.v_head_dim * size_of(a.query_type));
+      }
+}
+
+}  // namespace
+
+void attend(const Attention& a, const Kernels& k) {
+  const Plan todo = plan(a);
+  Scratch measure;
+  const std::size_t each = lay_out(a, todo, k.lanes, nullptr, measure);
+  const int num_items = static_cast<int>(todo.items.size()), num_merges = static_cast<int>(todo.merges.size());
+  const int threads = std::min(a.threads, num_items);
+  const std::size_t partial = (static_cast<std::size_t>(todo.partial) * sizeof(float) + kAlign - 1) / kAlign * kAlign;
+  static thread_local Room room;
+  std::byte* memory = room.reserve(partial + static_cast<std::size_t>(threads) * each);
+
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+    lay_out(a, todo, k.lanes, memory + partial + static_cast<std::size_t>(omp_get_thread_num()) * each, scratch);
+    scratch.partials = reinterpret_cast<float*>(memory);
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < num_items; ++i) k.attend(a, todo.items[i], scratch);
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < num_merges; ++i) merge(a, k, todo.merges[i], scratch.partials);
+  }
+}
+
+}  // namespace vattn::kernels

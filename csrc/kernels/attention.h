@@ -1,0 +1,105 @@
+// Attention for CPUs: queries of new tokens over the keys and values of a cache, read in place.
+//
+// Nothing here knows torch or a driver; a call is a struct of pointers, sizes and strides in bytes. No byte is read
+// that is not part of a row below a request's length: what follows may be unmapped.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace vattn::kernels {
+
+enum class Type : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+
+constexpr std::int64_t size_of(Type type) { return type == Type::kFloat32 ? 4 : type == Type::kInt8 ? 1 : 2; }
+
+// Rows of a layer's keys, values or scales; the elements of a row are neighbours.
+struct Rows {
+  const std::byte* data = nullptr;
+  std::int64_t slot_stride = 0;  // of a slot, or of a block where there is a block table
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+};
+
+struct Attention {
+  Type query_type;   // of queries and output
+  Type stored_type;  // of keys and values: the query's, or codes
+  Type scale_type;   // of the scales of codes, which are not negative
+  int num_heads, num_kv_heads, head_dim, v_head_dim;
+
+  const std::byte* query;
+  std::int64_t query_token_stride, query_head_stride;
+  std::byte* output;  // [tokens, num_heads, v_head_dim], contiguous
+  Rows key, value, key_scale, value_scale;
+
+  // Requests: the slot of each, its length with the new tokens, and the first row of its queries; the last entry of
+  // `starts` is the number of rows. Without `starts`, each has one query.
+  int count;
+  const std::int32_t* slots;
+  const std::int32_t* lengths;
+  const std::int32_t* starts;
+
+  // A block table `[slots, *]`, where keys and values lie in blocks.
+  const std::int32_t* table;
+  std::int64_t table_stride;
+  int block_size;
+
+  float scale;
+  float softcap;  // 0 for none
+  int window;     // a query sees this many keys, itself included; 0 for all
+  const float* sinks;
+  int threads;
+
+  int group() const { return num_heads / num_kv_heads; }
+};
+
+// A part of the work: some query tokens of a request, some heads, and a stretch of its keys.
+struct Item {
+  int request;
+  int head, num_heads;    // of keys and values
+  int token, num_tokens;  // among the request's new ones
+  int begin, end;         // keys
+  std::int64_t partial;   // where among the partial results this one goes; -1 for a result that is whole
+};
+
+constexpr int kBlock = 128;  // keys between two updates of a row's maximum
+constexpr int kPanels = 4;   // vectors of keys that are scored together
+constexpr int kMaxLanes = 16;
+
+// Memory of a thread for one item, in elements of four bytes.
+struct Scratch {
+  float* partials;         // of all threads; a row is its maximum, its total, and its sums in whole vectors
+  std::uint32_t* queries;  // [rows, query_stride]
+  std::uint32_t* keys;     // [kPanels, head_dim, lanes]
+  std::uint32_t* values;   // [vectors of v_head_dim, kBlock, lanes]
+  float* scores;           // [rows of a head, kBlock]
+  std::uint32_t* weights;  // [rows of a head, kWeightStride]
+  float* sums;             // [rows, sum_stride]
+  float *maximum, *total, *factor, *next, *rescale;
+  const std::byte** places;  // [5, kBlock]
+  float* scales;             // [2, kBlock]
+};
+constexpr int kWeightStride = kBlock + 2;
+
+// Elements of a row of sums: a multiple of what any kernel lays out together.
+constexpr std::int64_t sum_stride(const Attention& a) { return (a.v_head_dim + 63) / 64 * 64; }
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  const char* needs;  // what a CPU must have
+  int lanes;
+  bool (*supported)();
+  void (*attend)(const Attention&, const Item&, const Scratch&);
+  // Writes a row's result, of `count` partial ones that are `stride` floats apart.
+  void (*merge)(const Attention&, const float* partial, int count, std::int64_t stride, std::byte* output);
+};
+
+// All that this build has, the fastest first; the last one is supported everywhere.
+std::span<const Kernels* const> kernels();
+
+void attend(const Attention&, const Kernels&);
+
+}  // namespace vattn::kernels

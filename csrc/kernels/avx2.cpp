@@ -1,0 +1,163 @@
+// Vectors of eight floats.
+#include <immintrin.h>
+
+#include "tile.h"
+
+namespace vattn::kernels {
+namespace {
+
+struct Avx2 {
+  using F = __m256;
+  static constexpr int kLanes = 8;
+  static constexpr int kMaxRows = 6;
+  static constexpr int columns(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
+
+  static __m256i lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static __m256i some(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes()); }
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F load(const float* at) { return _mm256_loadu_ps(at); }
+  static F load_some(const float* at, int count) { return _mm256_maskload_ps(at, some(count)); }
+  static F broadcast(const float* at) { return _mm256_broadcast_ss(at); }
+  static void store(float* at, F x, int count) {
+    if (count == kLanes)
+      _mm256_storeu_ps(at, x);
+    else
+      _mm256_maskstore_ps(at, some(count), x);
+  }
+  static F add(F x, F y) { return _mm256_add_ps(x, y); }
+  static F sub(F x, F y) { return _mm256_sub_ps(x, y); }
+  static F mul(F x, F y) { return _mm256_mul_ps(x, y); }
+  static F div(F x, F y) { return _mm256_div_ps(x, y); }
+  static F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
+  static F max(F x, F y) { return _mm256_max_ps(x, y); }
+  static float sum(F x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+  }
+  static float largest(F x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+  }
+  static float first(F x) { return _mm256_cvtss_f32(x); }
+
+  // -inf outside of lanes [first, last).
+  static F hide(F x, int first, int last) {
+    const __m256 shown = _mm256_castsi256_ps(_mm256_andnot_si256(some(first), some(last)));
+    return _mm256_blendv_ps(set(-__builtin_inff()), x, shown);
+  }
+
+  static F exp2(F x) {
+    x = _mm256_max_ps(set(-200), _mm256_min_ps(set(127), x));  // in this order NaN stays NaN
+    const F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F rest = _mm256_sub_ps(x, whole);
+    F y = set(1.54035304e-4f);
+    y = fma(y, rest, set(1.33335581e-3f));
+    y = fma(y, rest, set(9.61812911e-3f));
+    y = fma(y, rest, set(5.55041087e-2f));
+    y = fma(y, rest, set(2.40226507e-1f));
+    y = fma(y, rest, set(6.93147181e-1f));
+    y = fma(y, rest, set(1));
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
+    y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
+    // What is less than a normal number is 0.
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, set(-126), _CMP_LT_OQ), y);
+  }
+
+  // Bytes past `count` elements are not read.
+  template <int kSize>
+  static __m128i partial(const std::byte* at, int count) {
+    alignas(16) std::byte room[16] = {};
+    for (int i = 0; i < count * kSize; ++i) room[i] = at[i];
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(room));
+  }
+
+  template <Type kType>
+  static F widen(const std::byte* at, int count) {
+    if constexpr (kType == Type::kFloat32) {
+      const float* from = reinterpret_cast<const float*>(at);
+      return count == kLanes ? _mm256_loadu_ps(from) : _mm256_maskload_ps(from, some(count));
+    } else if constexpr (kType == Type::kInt8) {
+      const __m128i codes =
+          count == kLanes ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)) : partial<1>(at, count);
+      return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+    } else {
+      const __m128i bits =
+          count == kLanes ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)) : partial<2>(at, count);
+      if constexpr (kType == Type::kFloat16) return _mm256_cvtph_ps(bits);
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+  }
+
+  template <Type kType>
+  static void narrow(std::byte* at, F x, int count) {
+    if constexpr (kType == Type::kFloat32) {
+      store(reinterpret_cast<float*>(at), x, count);
+      return;
+    }
+    __m128i bits;
+    if constexpr (kType == Type::kFloat16) {
+      bits = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    } else {
+      // To the nearest, ties to even; NaN keeps its high bits, one of which is set so that it stays NaN.
+      const __m256i all = _mm256_castps_si256(x);
+      const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(all, 16), _mm256_set1_epi32(1));
+      const __m256i rounded = _mm256_add_epi32(all, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+      const __m256i kept = _mm256_or_si256(all, _mm256_set1_epi32(0x00400000));
+      const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+      const __m256i chosen = _mm256_srli_epi32(
+          _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(kept), nan)), 16);
+      bits = _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1));
+    }
+    if (count == kLanes) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(at), bits);
+    } else {
+      alignas(16) std::byte room[16];
+      _mm_store_si128(reinterpret_cast<__m128i*>(room), bits);
+      for (int i = 0; i < 2 * count; ++i) at[i] = room[i];
+    }
+  }
+
+  // Element j of vector i becomes element i of vector j.
+  static void transpose(F (&x)[8]) {
+    F y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i] = _mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < 2; ++j) {
+        x[4 * i + 2 * j] = _mm256_shuffle_ps(y[4 * i + j], y[4 * i + 2 + j], 0x44);
+        x[4 * i + 2 * j + 1] = _mm256_shuffle_ps(y[4 * i + j], y[4 * i + 2 + j], 0xee);
+      }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+      y[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+      y[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) x[i] = y[i];
+  }
+};
+
+bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+}  // namespace
+
+extern const Kernels avx2_kernels;
+const Kernels avx2_kernels{"avx2",
+                           "AVX2, FMA and F16C",
+                           Avx2::kLanes,
+                           supported,
+                           attend_any<Avx2, Floats<Avx2, Type::kBFloat16>, Floats<Avx2, Type::kInt8>>,
+                           merge_rows<Avx2>};
+
+}  // namespace vattn::kernels

@@ -1,0 +1,83 @@
+// The Python module `_kernels`: pointers and sizes in, nothing of torch.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "attention.h"
+
+namespace nb = nanobind;
+using namespace vattn::kernels;
+
+namespace {
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using Place = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
+
+Rows rows(const Place& place) {
+  const auto [data, slot, token, head] = place;
+  return {pointer<const std::byte>(data), slot, token, head};
+}
+
+const Kernels& find(int index) { return *kernels()[index]; }
+
+}  // namespace
+
+NB_MODULE(_kernels, module) {
+  module.def(
+      "kernels",
+      [] {
+        std::vector<std::tuple<std::string, std::string, bool>> all;
+        for (const Kernels* k : kernels()) all.emplace_back(k->name, k->needs, k->supported());
+        return all;
+      },
+      "Name, needs, and whether this CPU has them, of all kernels; the fastest first.");
+
+  module.def(
+      "attend",
+      [](int kernel, int query_type, int stored_type, int scale_type, int num_heads, int num_kv_heads, int head_dim,
+         int v_head_dim, std::uintptr_t query, std::int64_t query_token_stride, std::int64_t query_head_stride,
+         std::uintptr_t output, const Place& key, const Place& value, const Place& key_scale, const Place& value_scale,
+         int count, std::uintptr_t slots, std::uintptr_t lengths, std::uintptr_t starts, std::uintptr_t table,
+         std::int64_t table_stride, int block_size, float scale, float softcap, int window, std::uintptr_t sinks,
+         int threads) {
+        const Attention attention{static_cast<Type>(query_type),
+                                  static_cast<Type>(stored_type),
+                                  static_cast<Type>(scale_type),
+                                  num_heads,
+                                  num_kv_heads,
+                                  head_dim,
+                                  v_head_dim,
+                                  pointer<const std::byte>(query),
+                                  query_token_stride,
+                                  query_head_stride,
+                                  pointer<std::byte>(output),
+                                  rows(key),
+                                  rows(value),
+                                  rows(key_scale),
+                                  rows(value_scale),
+                                  count,
+                                  pointer<const std::int32_t>(slots),
+                                  pointer<const std::int32_t>(lengths),
+                                  pointer<const std::int32_t>(starts),
+                                  pointer<const std::int32_t>(table),
+                                  table_stride,
+                                  block_size,
+                                  scale,
+                                  softcap,
+                                  window,
+                                  pointer<const float>(sinks),
+                                  threads};
+        nb::gil_scoped_release release;
+        attend(attention, find(kernel));
+      },
+      "Attention of new tokens over stored keys and values; see attention.h. Addresses are integers, strides bytes.");
+}

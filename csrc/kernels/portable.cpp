@@ -1,0 +1,182 @@
+// Plain C++ over arrays of four floats, which compilers turn into whatever vectors the machine has.
+#include "tile.h"
+
+namespace vattn::kernels {
+namespace {
+
+struct Portable {
+  static constexpr int kLanes = 4;
+  struct F {
+    float x[kLanes];
+  };
+  static constexpr int kMaxRows = 4;
+  static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
+
+  template <class Function>
+  static F each(Function function) {
+    F y;
+    for (int i = 0; i < kLanes; ++i) y.x[i] = function(i);
+    return y;
+  }
+
+  static F zero() { return set(0); }
+  static F set(float x) {
+    return each([&](int) { return x; });
+  }
+  static F load(const float* at) {
+    return each([&](int i) { return at[i]; });
+  }
+  static F load_some(const float* at, int count) {
+    return each([&](int i) { return i < count ? at[i] : 0; });
+  }
+  static F broadcast(const float* at) { return set(*at); }
+  static void store(float* at, F x, int count) {
+    for (int i = 0; i < smaller(kLanes, count); ++i) at[i] = x.x[i];
+  }
+  static F add(F x, F y) {
+    return each([&](int i) { return x.x[i] + y.x[i]; });
+  }
+  static F sub(F x, F y) {
+    return each([&](int i) { return x.x[i] - y.x[i]; });
+  }
+  static F mul(F x, F y) {
+    return each([&](int i) { return x.x[i] * y.x[i]; });
+  }
+  static F div(F x, F y) {
+    return each([&](int i) { return x.x[i] / y.x[i]; });
+  }
+  static F fma(F x, F y, F z) {
+    return each([&](int i) { return x.x[i] * y.x[i] + z.x[i]; });
+  }
+  static F max(F x, F y) {
+    return each([&](int i) { return x.x[i] > y.x[i] ? x.x[i] : y.x[i]; });
+  }
+  static float sum(F x) { return (x.x[0] + x.x[1]) + (x.x[2] + x.x[3]); }
+  static float largest(F x) {
+    float most = x.x[0];
+    for (int i = 1; i < kLanes; ++i) most = x.x[i] > most ? x.x[i] : most;
+    return most;
+  }
+  static float first(F x) { return x.x[0]; }
+  static F hide(F x, int first, int last) {
+    return each([&](int i) { return first <= i && i < last ? x.x[i] : -__builtin_inff(); });
+  }
+
+  static F exp2(F x) {
+    return each([&](int i) {
+      float z = x.x[i];
+      if (z < -126) return 0.0f;
+      if (z > 127) z = 127;
+      const float whole = z + 12582912.0f - 12582912.0f;  // 1.5 * 2^23 rounds to the nearest integer
+      const float rest = z - whole;
+      float y = 1.54035304e-4f;
+      y = y * rest + 1.33335581e-3f;
+      y = y * rest + 9.61812911e-3f;
+      y = y * rest + 5.55041087e-2f;
+      y = y * rest + 2.40226507e-1f;
+      y = y * rest + 6.93147181e-1f;
+      y = y * rest + 1;
+      if (z != z) return z;
+      const std::uint32_t bits = static_cast<std::uint32_t>(static_cast<int>(whole) + 127) << 23;
+      float power;
+      std::memcpy(&power, &bits, 4);
+      return y * power;
+    });
+  }
+
+  template <Type kType>
+  static F widen(const std::byte* at, int count) {
+    return each([&](int i) { return i < count ? element<kType>(at + i * size_of(kType)) : 0.0f; });
+  }
+
+  template <Type kType>
+  static float element(const std::byte* at) {
+    if constexpr (kType == Type::kInt8) {
+      return static_cast<float>(static_cast<std::int8_t>(*at));
+    } else if constexpr (kType == Type::kFloat32) {
+      float x;
+      std::memcpy(&x, at, 4);
+      return x;
+    } else {
+      std::uint16_t half;
+      std::memcpy(&half, at, 2);
+      std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+      if constexpr (kType == Type::kFloat16) {
+        const std::uint32_t sign = bits & 0x80000000u, rest = half & 0x7fffu;
+        if (rest >= 0x7c00u) {
+          bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
+        } else if (rest >= 0x400u) {
+          bits = sign | ((rest << 13) + 0x38000000u);
+        } else {
+          const float tiny = static_cast<float>(rest) * 0x1p-24f;
+          return sign ? -tiny : tiny;
+        }
+      }
+      float x;
+      std::memcpy(&x, &bits, 4);
+      return x;
+    }
+  }
+
+  template <Type kType>
+  static void narrow(std::byte* at, F x, int count) {
+    for (int i = 0; i < count; ++i) {
+      if constexpr (kType == Type::kFloat32) {
+        std::memcpy(at + 4 * i, &x.x[i], 4);
+      } else {
+        const std::uint16_t bits = kType == Type::kBFloat16 ? bfloat16(x.x[i]) : float16(x.x[i]);
+        std::memcpy(at + 2 * i, &bits, 2);
+      }
+    }
+  }
+
+  static std::uint16_t bfloat16(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return static_cast<std::uint16_t>((bits | 0x00400000u) >> 16);
+    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+
+  static std::uint16_t float16(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const std::uint32_t sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
+    if (rest >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds past the largest
+    std::uint32_t half;
+    if (rest < 0x38800000u) {
+      // Adding 0.5 aligns the last bit of a subnormal with the last of the sum, which rounds it.
+      float magnitude;
+      std::memcpy(&magnitude, &rest, 4);
+      magnitude += 0.5f;
+      std::memcpy(&half, &magnitude, 4);
+      half -= 0x3f000000u;
+    } else {
+      half = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13;
+    }
+    return static_cast<std::uint16_t>(sign | half);
+  }
+
+  static void transpose(F (&x)[kLanes]) {
+    for (int i = 0; i < kLanes; ++i)
+      for (int j = 0; j < i; ++j) {
+        const float y = x[i].x[j];
+        x[i].x[j] = x[j].x[i];
+        x[j].x[i] = y;
+      }
+  }
+};
+
+bool supported() { return true; }
+
+}  // namespace
+
+extern const Kernels portable_kernels;
+const Kernels portable_kernels{"portable",
+                               "nothing",
+                               Portable::kLanes,
+                               supported,
+                               attend_any<Portable, Floats<Portable, Type::kBFloat16>, Floats<Portable, Type::kInt8>>,
+                               merge_rows<Portable>};
+
+}  // namespace vattn::kernels

@@ -1,0 +1,530 @@
+// The attention of one item, written once for all instruction sets.
+//
+// Keys are taken in blocks of 128 tokens. Within a block, `lanes` keys at a time are transposed into a panel, in which
+// a vector holds the same element of each; then a tile of query rows is multiplied with the panels, one element of a
+// row against a vector of keys, so that scores need no sum across lanes. Values are laid out as panels too, and the
+// weights multiplied with them by the same product. All query heads of a KV head, and all new tokens, are rows of the
+// product, so each key and value is read from memory once.
+//
+// `Isa` has vectors of floats and conversions, `Kind` the format of the operands: floats, pairs of bfloat16, or codes
+// of eight bits. Everything is in an anonymous namespace: each instruction set has its own copy, compiled with its
+// flags, and calls nothing that the linker could take from another.
+#pragma once
+
+#include <cstring>
+
+#include "attention.h"
+
+namespace vattn::kernels {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+// Less than any score, but finite, so that differences with it are no NaN.
+constexpr float kLowest = -1e30f;
+
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A row that was not finite has a scale that is not; NaN then shows it in whatever is computed with the row.
+inline float scale(Type type, const std::byte* at) {
+  std::uint32_t bits;
+  if (type == Type::kFloat32) {
+    std::memcpy(&bits, at, 4);
+  } else {
+    std::uint16_t high;
+    std::memcpy(&high, at, 2);
+    bits = static_cast<std::uint32_t>(high) << 16;
+  }
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x + 0 * x;
+}
+
+template <class Isa>
+typename Isa::F widen(Type type, const std::byte* at, int count) {
+  switch (type) {
+    case Type::kFloat32:
+      return Isa::template widen<Type::kFloat32>(at, count);
+    case Type::kBFloat16:
+      return Isa::template widen<Type::kBFloat16>(at, count);
+    default:
+      return Isa::template widen<Type::kFloat16>(at, count);
+  }
+}
+
+template <class Isa>
+void narrow(Type type, std::byte* at, typename Isa::F x, int count) {
+  switch (type) {
+    case Type::kFloat32:
+      return Isa::template narrow<Type::kFloat32>(at, x, count);
+    case Type::kBFloat16:
+      return Isa::template narrow<Type::kBFloat16>(at, x, count);
+    default:
+      return Isa::template narrow<Type::kFloat16>(at, x, count);
+  }
+}
+
+// A product whose sums are floats.
+template <class Isa_>
+struct PlainProduct {
+  using Isa = Isa_;
+  static constexpr int kMaxRows = Isa::kMaxRows;
+  static constexpr int columns(int rows) { return Isa::columns(rows); }
+  using Sum = typename Isa::F;
+  static Sum start(const std::uint32_t*) { return Isa::zero(); }
+  static Sum finish(Sum sum, float) { return sum; }
+};
+
+// Operands are floats, whatever is stored.
+template <class Isa_, Type kStored>
+struct Floats {
+  using Isa = Isa_;
+  using F = typename Isa::F;
+  static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
+  static constexpr int kTokens = 1;    // in an element of a panel of values
+  static constexpr bool kScaled = kStored == Type::kInt8;
+
+  struct Product : PlainProduct<Isa> {
+    static F step(F sum, const std::uint32_t* a, int, F b) {
+      return Isa::fma(Isa::broadcast(reinterpret_cast<const float*>(a)), b, sum);
+    }
+  };
+  using ForKeys = Product;
+  using ForValues = Product;
+
+  // Elements of a packed row of queries; and the distance between its two parts, where it has two.
+  static int query_stride(int head_dim) { return head_dim; }
+  static int query_gap(int) { return 0; }
+  static constexpr int kWeightGap = 0;
+
+  // These return the factor that the packed row is to be multiplied by.
+  static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
+    for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
+      const int count = smaller(Isa::kLanes, a.head_dim - i);
+      const F x = widen<Isa>(a.query_type, row + i * size_of(a.query_type), count);
+      Isa::store(reinterpret_cast<float*>(out) + i, x, count);
+    }
+    return 1;
+  }
+  static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
+    for (int i = 0; i < vectors * Isa::kLanes; i += Isa::kLanes)
+      Isa::store(reinterpret_cast<float*>(out) + i, Isa::load(weights + i), Isa::kLanes);
+    return 1;
+  }
+  static int weight_steps(int count) { return count; }
+
+  static F keys(const std::byte* row, int first, int count) {
+    return Isa::template widen<kStored>(row + first * size_of(kStored), count);
+  }
+  // Of the rows of `kTokens` tokens, as many vectors from element `first` on. Their lanes may be in any order that
+  // `order` turns into the elements' own.
+  static void values(const std::byte* const* rows, int, int first, int rest, F (&out)[kTokens]) {
+    out[0] = keys(rows[0], first, smaller(rest, Isa::kLanes));
+  }
+  static void order(F (&)[kTokens]) {}
+};
+
+// Where the rows of a block of keys are: one after another,
+struct Contiguous {
+  const std::byte* data;
+  std::int64_t stride;
+
+  Contiguous(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte**)
+      : data(rows.data + a.slots[request] * rows.slot_stride + head * rows.head_stride + first * rows.token_stride),
+        stride(rows.token_stride) {}
+  const std::byte* operator[](int i) const { return data + i * stride; }
+};
+
+// or in blocks that a table names.
+struct Paged {
+  const std::byte* const* places;
+
+  Paged(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) : places(room) {
+    const std::int32_t* table = a.table + a.slots[request] * a.table_stride;
+    const int last = smaller(first + kBlock, a.lengths[request]);
+    int block = first / a.block_size, rest = first % a.block_size;
+    for (int token = first; token < last; ++block, rest = 0) {
+      const std::byte* at = rows.data + table[block] * rows.slot_stride + head * rows.head_stride;
+      const int end = smaller(last, token + a.block_size - rest);
+      for (; token < end; ++token, ++rest) *room++ = at + rest * rows.token_stride;
+    }
+  }
+  const std::byte* operator[](int i) const { return places[i]; }
+};
+
+// Rows that will be needed next, fetched a few lines at a time while the products leave the memory idle: the hardware
+// does not look further ahead than a few rows.
+template <class Place>
+class Ahead {
+ public:
+  Ahead(const Place& rows, int count, std::int64_t row_bytes)
+      : rows_(rows), count_(count), lines_(static_cast<int>((row_bytes + 63) / 64)) {}
+
+  void fetch() {
+    for (int i = 0; i < kLines && row_ < count_; ++i) {
+      __builtin_prefetch(rows_[row_] + 64 * line_);
+      if (++line_ == lines_) {
+        line_ = 0;
+        ++row_;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLines = 2;
+  const Place& rows_;
+  int count_, lines_, row_ = 0, line_ = 0;
+};
+
+template <class Product, int kRows, int kColumns, class Next>
+void product(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels, std::int64_t panel_stride,
+             int steps, const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
+  using Isa = typename Product::Isa;
+  using F = typename Isa::F;
+  typename Product::Sum sums[kRows][kColumns];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::start(a + r * a_stride);
+  for (int k = 0; k < steps; ++k) {
+    next.fetch();
+    F b[kColumns];
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c)
+      b[c] = Isa::load(reinterpret_cast<const float*>(panels + c * panel_stride + k * Isa::kLanes));
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::step(sums[r][c], a + r * a_stride + k, gap, b[c]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) {
+      float* at = out + r * out_stride + c * Isa::kLanes;
+      F x = Product::finish(sums[r][c], factor[r]);
+      if (rescale) x = Isa::fma(Isa::load(at), Isa::set(rescale[r]), x);
+      Isa::store(at, x, Isa::kLanes);
+    }
+}
+
+template <class Product, int kRows, class Next>
+void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels,
+                     std::int64_t panel_stride, int num_panels, int steps, const float* factor, const float* rescale,
+                     float* out, std::int64_t out_stride, Next& next) {
+  constexpr int kColumns = Product::columns(kRows);
+  const int lanes = Product::Isa::kLanes;
+  int c = 0;
+  for (; c + kColumns <= num_panels; c += kColumns)
+    product<Product, kRows, kColumns>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
+                                      out + c * lanes, out_stride, next);
+  if constexpr (kColumns > 2) {
+    if (c + 2 <= num_panels) {
+      product<Product, kRows, 2>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
+                                 out + c * lanes, out_stride, next);
+      c += 2;
+    }
+  }
+  for (; c < num_panels; ++c)
+    product<Product, kRows, 1>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
+                               out + c * lanes, out_stride, next);
+}
+
+// out = rescale * out + factor * (a x panels), for any number of rows; out = factor * (a x panels) without rescale.
+template <class Product, class Next>
+void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels,
+              std::int64_t panel_stride, int num_panels, int steps, const float* factor, const float* rescale,
+              float* out, std::int64_t out_stride, Next& next) {
+  // Tiles of nearly equal size: nine rows are five and four.
+  const int tile = ceil_div(rows, ceil_div(rows, Product::kMaxRows));
+  for (int r = 0; r < rows; r += tile) {
+    const auto go = [&]<int kRows>() {
+      product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, panels, panel_stride, num_panels, steps,
+                                      factor + r, rescale ? rescale + r : nullptr, out + r * out_stride, out_stride,
+                                      next);
+    };
+    switch (smaller(tile, rows - r)) {
+      case 1:
+        go.template operator()<1>();
+        break;
+      case 2:
+        go.template operator()<2>();
+        break;
+      case 3:
+        go.template operator()<3>();
+        break;
+      case 4:
+        go.template operator()<4>();
+        break;
+      case 5:
+        if constexpr (Product::kMaxRows >= 5) go.template operator()<5>();
+        break;
+      case 6:
+        if constexpr (Product::kMaxRows >= 6) go.template operator()<6>();
+        break;
+      case 7:
+        if constexpr (Product::kMaxRows >= 7) go.template operator()<7>();
+        break;
+      case 8:
+        if constexpr (Product::kMaxRows >= 8) go.template operator()<8>();
+        break;
+    }
+  }
+}
+
+// Transposes up to kLanes keys into a panel; the lanes after them repeat the last one.
+template <class Kind, class Place>
+void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint32_t* panel) {
+  using Isa = typename Kind::Isa;
+  constexpr int kLanes = Isa::kLanes;
+  const std::byte* rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) rows[i] = keys[first + smaller(i, count - 1)];
+  const int steps = head_dim / Kind::kElements;
+  for (int k = 0; k < steps; k += kLanes) {
+    typename Isa::F x[kLanes];
+    const int rest = smaller(kLanes, steps - k);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) x[i] = Kind::keys(rows[i], k * Kind::kElements, rest);
+    Isa::transpose(x);
+    float* out = reinterpret_cast<float*>(panel) + k * kLanes;
+    if (rest == kLanes) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) Isa::store(out + i * kLanes, x[i], kLanes);
+    } else {
+      for (int i = 0; i < rest; ++i) Isa::store(out + i * kLanes, x[i], kLanes);
+    }
+  }
+}
+
+template <class Kind, class Place>
+void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* panels) {
+  using Isa = typename Kind::Isa;
+  constexpr int kLanes = Isa::kLanes;
+  for (int token = 0; token < count; token += Kind::kTokens) {
+    const std::byte* rows[Kind::kTokens];
+    const int present = smaller(Kind::kTokens, count - token);
+    for (int i = 0; i < Kind::kTokens; ++i) rows[i] = values[token + smaller(i, present - 1)];
+    float* out = reinterpret_cast<float*>(panels) + token / Kind::kTokens * kLanes;
+    for (int d = 0; d < v_head_dim; d += kLanes * Kind::kTokens, out += kBlock * kLanes * Kind::kTokens) {
+      typename Isa::F x[Kind::kTokens];
+      Kind::values(rows, present, d, v_head_dim - d, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < Kind::kTokens; ++i) Isa::store(out + i * kBlock * kLanes, x[i], kLanes);
+    }
+  }
+}
+
+template <class Isa>
+struct Softmax {
+  using F = typename Isa::F;
+  static constexpr int kLanes = Isa::kLanes;
+
+  static F tanh(F x) {
+    const F e = Isa::exp2(Isa::mul(x, Isa::set(2 * kLog2E)));
+    return Isa::sub(Isa::set(1), Isa::div(Isa::set(2), Isa::add(e, Isa::set(1))));
+  }
+
+  // Whether scores only have to be scaled, which the largest of them survives.
+  static bool is_direct(const Attention& a) { return a.softcap == 0 && a.scale > 0; }
+
+  // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum of
+  // the logits to base 2, which are `factor` times what is left.
+  static float limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
+                     float factor, float maximum) {
+    const bool direct = is_direct(a);
+    const F scale = Isa::set(a.softcap > 0 ? a.scale / a.softcap : a.scale), cap = Isa::set(a.softcap);
+    F most = Isa::set(-__builtin_inff());
+    for (int i = 0; i < vectors; ++i) {
+      F x = Isa::load(scores + i * kLanes);
+      const bool hidden = i * kLanes < first || (i + 1) * kLanes > last;
+      if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
+      if (!direct) x = Isa::mul(x, scale);
+      if (a.softcap > 0) x = Isa::mul(tanh(x), cap);
+      if (hidden) x = Isa::hide(x, first - i * kLanes, last - i * kLanes);
+      if (scales || hidden || !direct) Isa::store(scores + i * kLanes, x, kLanes);
+      most = Isa::max(most, x);
+    }
+    const float here = Isa::largest(most) * factor;
+    return here > maximum ? here : maximum;
+  }
+
+  // Limited scores become weights, times the values' scales if there are any. Returns the weights' sum.
+  static float weights(float* scores, const float* scales, int vectors, float factor, float maximum) {
+    F sum = Isa::zero();
+    for (int i = 0; i < vectors; ++i) {
+      F x = Isa::exp2(Isa::fma(Isa::load(scores + i * kLanes), Isa::set(factor), Isa::set(-maximum)));
+      sum = Isa::add(sum, x);
+      if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
+      Isa::store(scores + i * kLanes, x, kLanes);
+    }
+    return Isa::sum(sum);
+  }
+};
+
+template <class Isa>
+void write_row(const Attention& a, const float* sums, float total, std::byte* output) {
+  const auto inverse = Isa::set(1 / total);
+  for (int i = 0; i < a.v_head_dim; i += Isa::kLanes)
+    narrow<Isa>(a.query_type, output + i * size_of(a.query_type), Isa::mul(Isa::load(sums + i), inverse),
+                smaller(Isa::kLanes, a.v_head_dim - i));
+}
+
+template <class Kind, class Place>
+void attend_item(const Attention& a, const Item& item, const Scratch& s) {
+  using Isa = typename Kind::Isa;
+  constexpr int kLanes = Isa::kLanes;
+  const int group = a.group();
+  const int rows = item.num_tokens * group;  // of a head
+  const int all = rows * item.num_heads;
+  const int stride = Kind::query_stride(a.head_dim);
+  const int vectors = ceil_div(a.v_head_dim, kLanes * Kind::kTokens) * Kind::kTokens;
+  const std::int64_t width = sum_stride(a);
+  const float factor = Softmax<Isa>::is_direct(a) ? a.scale * kLog2E : kLog2E;
+  const int request = item.request;
+  const int first_row = (a.starts ? a.starts[request] : request) + item.token;
+  const int num_new = a.starts ? a.starts[request + 1] - a.starts[request] : 1;
+  const int position = a.lengths[request] - num_new + item.token;  // of the item's first query
+  const int first_visible = a.window ? larger(0, position - a.window + 1) : 0;
+
+  for (int h = 0, r = 0; h < item.num_heads; ++h)
+    for (int t = 0; t < item.num_tokens; ++t)
+      for (int g = 0; g < group; ++g, ++r) {
+        const int head = (item.head + h) * group + g;
+        const std::byte* query = a.query + (first_row + t) * a.query_token_stride + head * a.query_head_stride;
+        s.factor[r] = Kind::pack_query(a, query, s.queries + r * static_cast<std::int64_t>(stride));
+        const bool sink = a.sinks && item.begin == first_visible;
+        s.maximum[r] = sink && a.sinks[head] * kLog2E > kLowest ? a.sinks[head] * kLog2E : kLowest;
+        s.total[r] = sink ? 1.0f : 0.0f;
+      }
+  const std::int64_t stored = size_of(a.stored_type);
+  std::memset(s.sums, 0, sizeof(float) * all * width);
+
+  for (int begin = item.begin; begin < item.end; begin += kBlock) {
+    const int count = smaller(kBlock, item.end - begin);
+    const int full = ceil_div(count, kLanes);
+    for (int h = 0; h < item.num_heads; ++h) {
+      const int head = item.head + h;
+      const Place keys(a, a.key, request, head, begin, s.places);
+      const Place values(a, a.value, request, head, begin, s.places + kBlock);
+      if constexpr (Kind::kScaled) {
+        const Place key_scales(a, a.key_scale, request, head, begin, s.places + 2 * kBlock);
+        const Place value_scales(a, a.value_scale, request, head, begin, s.places + 3 * kBlock);
+        for (int i = 0; i < full * kLanes; ++i) {
+          s.scales[i] = i < count ? scale(a.scale_type, key_scales[i]) : 0;
+          s.scales[kBlock + i] = i < count ? scale(a.scale_type, value_scales[i]) : 0;
+        }
+      }
+      // The keys that come next are those of the next head, or else of the next block.
+      const bool more = h + 1 < item.num_heads;
+      const int next_begin = more ? begin : begin + kBlock;
+      const int next_count = smaller(kBlock, item.end - next_begin);
+      const Place next_keys(a, a.key, request, more ? head + 1 : item.head, smaller(next_begin, item.end - 1),
+                            s.places + 4 * kBlock);
+      Ahead ahead_values(values, count, a.v_head_dim * stored), ahead_keys(next_keys, next_count, a.head_dim * stored);
+      const float* key_scales = Kind::kScaled ? s.scales : nullptr;
+      const float* value_scales = Kind::kScaled ? s.scales + kBlock : nullptr;
+
+      const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
+      const std::int64_t panel = a.head_dim / Kind::kElements * kLanes;
+      for (int i = 0; i < count; i += kPanels * kLanes) {
+        const int panels = ceil_div(smaller(kPanels * kLanes, count - i), kLanes);
+        for (int p = 0; p < panels; ++p) {
+          const int first = i + p * kLanes;
+          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, s.keys + p * panel);
+        }
+        multiply<typename Kind::ForKeys>(rows, queries, stride, Kind::query_gap(a.head_dim), s.keys, panel, panels,
+                                         a.head_dim / Kind::kElements, s.factor + h * rows, nullptr, s.scores + i,
+                                         kBlock, ahead_values);
+      }
+
+      float* maximum = s.maximum + h * rows;
+      float* total = s.total + h * rows;
+      for (int r = 0; r < rows; ++r) {
+        const int last = position + r / group;  // the query's own key
+        const int first = a.window ? larger(0, last - a.window + 1) : 0;
+        s.next[r] = Softmax<Isa>::limit(a, s.scores + r * kBlock, key_scales, full, first - begin,
+                                        smaller(count, last + 1 - begin), factor, maximum[r]);
+      }
+      for (int r = 0; r < rows; r += kLanes) {
+        const auto next = Isa::load(s.next + r);
+        const auto rescale = Isa::exp2(Isa::sub(Isa::load_some(maximum + r, rows - r), next));
+        Isa::store(s.rescale + r, rescale, kLanes);
+      }
+      for (int r = 0; r < rows; ++r) {
+        float* weights = s.scores + r * kBlock;
+        total[r] = total[r] * s.rescale[r] + Softmax<Isa>::weights(weights, value_scales, full, factor, s.next[r]);
+        maximum[r] = s.next[r];
+        s.next[r] = Kind::pack_weights(weights, full, s.weights + r * kWeightStride);
+      }
+
+      pack_values<Kind>(values, count, a.v_head_dim, s.values);
+      multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, s.values, kBlock * kLanes,
+                                         vectors, Kind::weight_steps(count), s.next, s.rescale,
+                                         s.sums + h * rows * width, width, ahead_keys);
+    }
+  }
+
+  for (int h = 0, r = 0; h < item.num_heads; ++h)
+    for (int t = 0; t < item.num_tokens; ++t)
+      for (int g = 0; g < group; ++g, ++r) {
+        float* sums = s.sums + r * width;
+        for (int d = 0; Kind::kTokens > 1 && d < vectors * kLanes; d += kLanes * Kind::kTokens) {
+          typename Isa::F x[Kind::kTokens];
+          for (int i = 0; i < Kind::kTokens; ++i) x[i] = Isa::load(sums + d + i * kLanes);
+          Kind::order(x);
+          for (int i = 0; i < Kind::kTokens; ++i) Isa::store(sums + d + i * kLanes, x[i], kLanes);
+        }
+        const std::int64_t row = static_cast<std::int64_t>(first_row + t) * a.num_heads + (item.head + h) * group + g;
+        if (item.partial < 0) {
+          write_row<Isa>(a, sums, s.total[r], a.output + row * a.v_head_dim * size_of(a.query_type));
+        } else {
+          float* partial = s.partials + item.partial + r * (width + 2);
+          partial[0] = s.maximum[r];
+          partial[1] = s.total[r];
+          std::memcpy(partial + 2, sums, sizeof(float) * width);
+        }
+      }
+}
+
+template <class Isa>
+void merge_rows(const Attention& a, const float* partial, int count, std::int64_t stride, std::byte* output) {
+  using F = typename Isa::F;
+  float most = partial[0];
+  for (int i = 1; i < count; ++i) most = partial[i * stride] > most ? partial[i * stride] : most;
+  float total = 0;
+  for (int i = 0; i < count; ++i)
+    total += Isa::first(Isa::exp2(Isa::set(partial[i * stride] - most))) * partial[i * stride + 1];
+  const F inverse = Isa::set(1 / total);
+  for (int d = 0; d < a.v_head_dim; d += Isa::kLanes) {
+    F sum = Isa::zero();
+    for (int i = 0; i < count; ++i)
+      sum = Isa::fma(Isa::exp2(Isa::set(partial[i * stride] - most)), Isa::load(partial + i * stride + 2 + d), sum);
+    narrow<Isa>(a.query_type, output + d * size_of(a.query_type), Isa::mul(sum, inverse),
+                smaller(Isa::kLanes, a.v_head_dim - d));
+  }
+}
+
+// Dispatch to the operands of the stored type. `Pairs` and `Quads` are the kinds for bfloat16 and for codes.
+template <class Isa, class BFloat16, class Int8>
+void attend_any(const Attention& a, const Item& item, const Scratch& scratch) {
+  const auto go = [&]<class Kind>() {
+    if (a.table)
+      attend_item<Kind, Paged>(a, item, scratch);
+    else
+      attend_item<Kind, Contiguous>(a, item, scratch);
+  };
+  switch (a.stored_type) {
+    case Type::kFloat32:
+      return go.template operator()<Floats<Isa, Type::kFloat32>>();
+    case Type::kBFloat16:
+      return go.template operator()<BFloat16>();
+    case Type::kFloat16:
+      return go.template operator()<Floats<Isa, Type::kFloat16>>();
+    case Type::kInt8:
+      return go.template operator()<Int8>();
+  }
+}
+
+}  // namespace
+}  // namespace vattn::kernels

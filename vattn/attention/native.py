@@ -1,0 +1,65 @@
+"""vattn's own kernels for CPUs, which read contiguous slots, blocks, and codes of 8 bits in place.
+
+One call serves all requests of a step: several times as fast as torch's fused kernel for single tokens and short chunks
+(docs/benchmarks.md, `kernels`). It reads nothing past a length, so it needs no guard rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vattn.attention import cpu
+from vattn.attention.base import AttentionParams, Case, KVSource, Reads
+from vattn.attention.batch import PackedBatch, Span
+from vattn.attention.storage import Blocks, Contiguous
+
+
+class Native:
+    """vattn's own kernels for CPUs, one call per layer; head sizes that are multiples of 8."""
+
+    name = "native"
+    guard_rows = 0
+    reads: Reads = "request"
+    capturable = False
+
+    def refusal(self, case: Case) -> str | None:
+        if case.device.type != "cpu":
+            return f"it runs on CPUs, not on {case.device.type}"
+        v_head_dim = case.head_dim if case.v_head_dim is None else case.v_head_dim
+        return cpu.refusal(case.dtype, case.head_dim, v_head_dim)
+
+    def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
+        query = query if query.stride(2) == 1 else query.contiguous()
+        stored = kv.stored(layer)
+        if stored is not None:
+            return self._attend(query, stored, batch, params)
+        outputs = []
+        row = 0
+        for span in batch.spans:
+            first = params.first_key(span)
+            key, value = kv.read(layer, span.slot, span.end, first)
+            alone = PackedBatch((Span(0, span.start - first, span.end - first),))
+            rows = Contiguous(key.transpose(1, 2), value.transpose(1, 2))
+            outputs.append(self._attend(query[row : row + len(span)], rows, alone, params))
+            row += len(span)
+        return torch.cat(outputs)
+
+    def _attend(
+        self, query: Tensor, stored: Contiguous | Blocks, batch: PackedBatch, params: AttentionParams
+    ) -> Tensor:
+        group = batch.together
+        return cpu.attend(
+            query,
+            stored.key,
+            stored.value,
+            slots=group.slots,
+            lengths=group.lengths,
+            starts=group.starts,
+            block_table=stored.table if isinstance(stored, Blocks) else None,
+            scales=stored.scales if isinstance(stored, Contiguous) else None,
+            scale=params.scale,
+            softcap=params.softcap,
+            window=params.window,
+            sinks=params.sinks,
+        )
