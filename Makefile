@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A CPU build of torch where nothing else is wanted; TORCH="torch==2.9.*", say, takes another. TRANSFORMERS likewise.
+# A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp)
 
-.PHONY: demo test test-fast campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast matrix campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -19,6 +19,11 @@ test: $(VENV)/.installed
 # While developing: all but the slow tests.
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
+
+# The tests that concern versions, in throw-away environments: with the oldest torch and transformers that pyproject.toml
+# declares, with those of the GPU's machine, and with the newest. ROWS=oldest for one of them; TESTS=tests for all tests.
+matrix:
+	$(PYTHON) -m tests.matrix $(ROWS) $(if $(TESTS),--tests $(TESTS))
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others.

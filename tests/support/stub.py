@@ -177,6 +177,7 @@ def stand_in() -> None:
     from vattn.drivers import cuda
 
     cuda.torch_lacks = lambda: None
+    torch.cuda.is_available = lambda: False  # CUDA's runtime, in a torch that has it, would warn about the stub
     cuda.current_device = lambda: 0
     streams = [0]  # the last is the current one
 

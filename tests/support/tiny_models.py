@@ -138,7 +138,11 @@ def random_model(config_class: str, **keywords: Any) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about configs, from transformers itself
         config = getattr(transformers, config_class)(**keywords)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # SDPA has no softcap; older releases of transformers choose it nevertheless.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

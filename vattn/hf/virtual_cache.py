@@ -404,6 +404,7 @@ class VirtualSlidingLayer(VirtualLayer):
 
 def _kept(length: int, tokens_to_remove: int) -> int:
     """The tokens of a layer that remain after `crop`."""
+    tokens_to_remove = int(tokens_to_remove)  # assisted generation passes a tensor in older releases of transformers
     return max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
 
 
@@ -429,6 +430,8 @@ def _model_layers(config: PretrainedConfig) -> list[Any]:
     kinds = getattr(config, "layer_types", None)
     if "chunked_attention" in kinds if kinds else getattr(config, "attention_chunk_size", None):
         raise _unsupported(config, "has chunked attention layers")
+    if "recurrent" in getattr(config, "layers_block_type", ()):  # older DynamicCaches take them for attention
+        raise _unsupported(config, "has recurrent layers, with state besides keys and values")
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:

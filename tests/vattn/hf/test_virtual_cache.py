@@ -217,6 +217,16 @@ def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
             cache.check()
 
 
+def test_crop_by_a_tensor() -> None:
+    """As assisted generation passes it in older releases of transformers."""
+    model = make_model("llama")
+    with vattn.VirtualCache(model, max_context_len=64) as cache, torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache, use_cache=True)
+        cache.crop(torch.tensor(-2))  # type: ignore[arg-type]
+        model(input_ids=torch.tensor([[6]]), past_key_values=cache, use_cache=True)
+        assert cache.get_seq_length() == 4
+
+
 # What it refuses
 
 
