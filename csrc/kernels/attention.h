@@ -86,6 +86,10 @@ constexpr int kWeightStride = kBlock + 2;
 // Elements of a row of sums: a multiple of what any kernel lays out together.
 constexpr std::int64_t sum_stride(const Attention& a) { return (a.v_head_dim + 63) / 64 * 64; }
 
+struct Norm;
+struct Rotation;
+struct Gate;
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -95,6 +99,10 @@ struct Kernels {
   void (*attend)(const Attention&, const Item&, const Scratch&);
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.
   void (*merge)(const Attention&, const float* partial, int count, std::int64_t stride, std::byte* output);
+  // One row or token of what layers.h has.
+  void (*norm)(const Norm&, std::int64_t);
+  void (*rotation)(const Rotation&, std::int64_t);
+  void (*gate)(const Gate&, std::int64_t);
 };
 
 // All that this build has, the fastest first; the last one is supported everywhere.

@@ -1,6 +1,7 @@
 // Vectors of eight floats.
 #include <immintrin.h>
 
+#include "layer_rows.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -158,6 +159,9 @@ const Kernels avx2_kernels{"avx2",
                            Avx2::kLanes,
                            supported,
                            attend_any<Avx2, Floats<Avx2, Type::kBFloat16>, Floats<Avx2, Type::kInt8>>,
-                           merge_rows<Avx2>};
+                           merge_rows<Avx2>,
+                           layer_row<Avx2, Norm>,
+                           layer_row<Avx2, Rotation>,
+                           layer_row<Avx2, Gate>};
 
 }  // namespace vattn::kernels

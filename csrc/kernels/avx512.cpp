@@ -1,5 +1,6 @@
 #include "avx512.h"
 
+#include "layer_rows.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -18,6 +19,9 @@ const Kernels avx512_kernels{"avx512",
                              Avx512::kLanes,
                              supported,
                              attend_any<Avx512, Floats<Avx512, Type::kBFloat16>, Floats<Avx512, Type::kInt8>>,
-                             merge_rows<Avx512>};
+                             merge_rows<Avx512>,
+                             layer_row<Avx512, Norm>,
+                             layer_row<Avx512, Rotation>,
+                             layer_row<Avx512, Gate>};
 
 }  // namespace vattn::kernels

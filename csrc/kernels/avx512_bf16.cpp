@@ -1,5 +1,6 @@
 // AVX-512 with products of bfloat16 pairs and of 8-bit quads.
 #include "avx512.h"
+#include "layer_rows.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -196,6 +197,9 @@ const Kernels avx512_bf16_kernels{"avx512_bf16",
                                   Bf16::kLanes,
                                   supported,
                                   attend_any<Bf16, Pairs, Quads>,
-                                  merge_rows<Bf16>};
+                                  merge_rows<Bf16>,
+                                  layer_row<Bf16, Norm>,
+                                  layer_row<Bf16, Rotation>,
+                                  layer_row<Bf16, Gate>};
 
 }  // namespace vattn::kernels

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "layers.h"
 
 namespace nb = nanobind;
 using namespace vattn::kernels;
@@ -80,4 +81,54 @@ NB_MODULE(_kernels, module) {
         attend(attention, find(kernel));
       },
       "Attention of new tokens over stored keys and values; see attention.h. Addresses are integers, strides bytes.");
+
+  module.def(
+      "norm",
+      [](int kernel, int type, std::int64_t rows, std::int64_t width, std::int64_t stride, std::uintptr_t input,
+         std::uintptr_t weight, float epsilon, std::uintptr_t output, int threads) {
+        const Norm norm{static_cast<Type>(type),
+                        rows,
+                        width,
+                        stride,
+                        pointer<const std::byte>(input),
+                        pointer<const std::byte>(weight),
+                        epsilon,
+                        pointer<std::byte>(output)};
+        nb::gil_scoped_release release;
+        compute(norm, find(kernel), threads);
+      },
+      "Root mean square norm of rows; see layers.h. Strides are elements.");
+
+  module.def(
+      "rotate",
+      [](int kernel, int type, std::int64_t tokens, std::int64_t stride, int num_queries, int num_keys, int head_dim,
+         std::uintptr_t heads, std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t query_weight,
+         std::uintptr_t key_weight, float epsilon, int threads) {
+        const Rotation rotation{static_cast<Type>(type),
+                                tokens,
+                                stride,
+                                num_queries,
+                                num_keys,
+                                head_dim,
+                                pointer<std::byte>(heads),
+                                pointer<const std::byte>(cos),
+                                pointer<const std::byte>(sin),
+                                pointer<const std::byte>(query_weight),
+                                pointer<const std::byte>(key_weight),
+                                epsilon};
+        nb::gil_scoped_release release;
+        compute(rotation, find(kernel), threads);
+      },
+      "Rotary embedding of queries and keys in place, with norms where there are weights; see layers.h.");
+
+  module.def(
+      "gate",
+      [](int kernel, int type, std::int64_t rows, std::int64_t width, std::uintptr_t input, std::uintptr_t output,
+         int threads) {
+        const Gate gate{static_cast<Type>(type), rows, width, pointer<const std::byte>(input),
+                        pointer<std::byte>(output)};
+        nb::gil_scoped_release release;
+        compute(gate, find(kernel), threads);
+      },
+      "silu(first half) * second half of rows; see layers.h.");
 }

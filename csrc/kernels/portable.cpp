@@ -1,4 +1,5 @@
 // Plain C++ over arrays of four floats, which compilers turn into whatever vectors the machine has.
+#include "layer_rows.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -177,6 +178,9 @@ const Kernels portable_kernels{"portable",
                                Portable::kLanes,
                                supported,
                                attend_any<Portable, Floats<Portable, Type::kBFloat16>, Floats<Portable, Type::kInt8>>,
-                               merge_rows<Portable>};
+                               merge_rows<Portable>,
+                               layer_row<Portable, Norm>,
+                               layer_row<Portable, Rotation>,
+                               layer_row<Portable, Gate>};
 
 }  // namespace vattn::kernels
