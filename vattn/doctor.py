@@ -8,8 +8,7 @@ from importlib import metadata
 
 import torch
 
-from vattn import _native, attention
-from vattn.attention import cpu
+from vattn import _native, attention, cpu
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes

@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
-from vattn.attention import cpu, decode
+from vattn import cpu
+from vattn.attention import decode
 from vattn.quantised import quantise
 
 ABOUT = "decode attention of one layer: vattn's kernels for CPUs, torch's, and a copy of as many bytes"

@@ -136,7 +136,7 @@ def _profile(
             (llm.core, "_outputs", "outputs"),
             (llm.core.sampler, "sample", "sampler"),
         ]
-        parts += [(Packed, name, "matrix products") for name in ("__call__", "plus", "times")]
+        parts += [(Packed, name, "matrix products") for name in ("__call__", "plus")]
         if not any("forward" in vars(module) for module in model.modules()):  # as transformers wrote it
             linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
             parts += [(module, "forward", "matrix products") for module in linears]

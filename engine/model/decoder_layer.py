@@ -1,8 +1,7 @@
 """A decoder layer in a packed step with few kernels: little more than norms and rotation between the matrix products.
 
 transformers' own layer takes about fifty small operations. Here the residual sums are in the epilogues of the products,
-queries and keys are rotated together in the output of their product, and the rotation's factors are laid out once per
-step.
+and vattn's kernels for CPUs compute norms, rotation and activation in one pass each.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
-from vattn import packed
+from vattn import cpu, packed
 from vattn.attention import AttentionParams
 from vattn.engine.model.linears import Packed, PackedMLP
 
@@ -26,30 +24,13 @@ class Norm:
         epsilons = {name: value for name, value in vars(module).items() if name in ("variance_epsilon", "eps")}
         if list(parameters) != ["weight"] or len(epsilons) != 1:
             raise ValueError(f"{type(module).__name__} is no RMS norm that is known here")
-        self._weight = parameters["weight"].detach()
-        self._epsilon = float(epsilons.popitem()[1])
+        self.weight = parameters["weight"].detach()
+        if self.weight.dtype != torch.bfloat16 or self.weight.ndim != 1:
+            raise ValueError(f"the weight is {list(self.weight.shape)} {self.weight.dtype}")
+        self.epsilon = float(epsilons.popitem()[1])
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return rms_norm(rows, self._weight.shape, self._weight, self._epsilon)
-
-
-class Rotary:
-    """Rotary embedding of heads whose halves are rotated against each other. One for all layers of a model."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def __call__(self, heads: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotated copies of `heads` `[T, num_heads, head_dim]`; of `embeddings` both `[1, T, head_dim]`."""
-        half = heads.shape[-1] // 2
-        last = self._last
-        if last is None or last[0] is not embeddings[0]:
-            # Spread over the heads once per step, so that the layers' passes read straight on.
-            cos, sin = (part[0, :, None].repeat(1, heads.shape[1], 1) for part in embeddings)
-            sin[..., :half].neg_()
-            self._last = last = embeddings[0], cos, sin
-        _, cos, sin = last
-        return (heads * cos).addcmul_(heads.roll(half, dims=-1), sin)
+        return cpu.norm(rows, self.weight, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -59,17 +40,15 @@ class DecoderLayer:
     Attributes:
         layer: its index in the packed step.
         params: of its attention.
-        query_norm, key_norm: norms of each head, before rotation; None without.
+        head_norms: of each query and of each key, before rotation, with one epsilon; None without.
         num_heads: numbers of query, key and value heads.
     """
 
     layer: int
     params: AttentionParams
-    rotary: Rotary
     attention_norm: Norm
     qkv: Packed
-    query_norm: Norm | None
-    key_norm: Norm | None
+    head_norms: tuple[Norm, Norm] | None
     output: Packed
     mlp_norm: Norm
     mlp: PackedMLP
@@ -80,14 +59,17 @@ class DecoderLayer:
         rows = hidden[0]
         queries, keys, values = self.num_heads
         heads = self.qkv(self.attention_norm(rows)).view(len(rows), queries + keys + values, -1)
-        positioned = heads[:, : queries + keys]
-        if self.query_norm is not None and self.key_norm is not None:
-            positioned = torch.cat(
-                (self.query_norm(positioned[:, :queries]), self.key_norm(positioned[:, queries:])), dim=1
-            )
-        rotated = self.rotary(positioned, embeddings)
+        cos, sin = (part[0].contiguous() for part in embeddings)
+        for factors in (cos, sin):
+            if factors.shape != (len(rows), heads.shape[2]) or factors.dtype != heads.dtype:
+                raise ValueError(f"rotary factors {list(factors.shape)} {factors.dtype} for heads {list(heads.shape)}")
+        if self.head_norms is None:
+            cpu.rotate(heads, queries, keys, cos, sin)
+        else:
+            query_norm, key_norm = self.head_norms
+            cpu.rotate(heads, queries, keys, cos, sin, (query_norm.weight, key_norm.weight), query_norm.epsilon)
         attended = step.attend(
-            self.layer, rotated[:, :queries], rotated[:, queries:], heads[:, queries + keys :], self.params
+            self.layer, heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :], self.params
         )
         rows = self.output.plus(attended.reshape(len(rows), -1), rows)
         return self.mlp.plus(self.mlp_norm(rows), rows)[None]

@@ -1,7 +1,7 @@
 """Linear layers with weights packed for oneDNN once, and single products in place of several.
 
-A call computes what the module would; `plus` and `times` add or multiply another tensor in the epilogue of the matrix
-product, in float32, without another pass over memory.
+A call computes what the module would; `plus` adds another tensor in the epilogue of the matrix product, in float32,
+without another pass over memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from vattn import cpu
 
 _mkldnn = torch.ops.mkldnn
 # The number of rows that oneDNN chooses a layout for. From 1 to 2048 rows no other choice was faster.
@@ -23,8 +25,8 @@ class Packed:
         self.weight: Tensor = _mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self.bias = None if bias is None else bias.detach()
 
-    def __call__(self, rows: Tensor, activation: str = "none") -> Tensor:
-        output: Tensor = _mkldnn._linear_pointwise(rows, self.weight, self.bias, activation, [], "")
+    def __call__(self, rows: Tensor) -> Tensor:
+        output: Tensor = _mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return output
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
@@ -32,24 +34,24 @@ class Packed:
         output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self.weight, self.bias, "add")
         return output
 
-    def times(self, rows: Tensor, other: Tensor) -> Tensor:
-        """The layer's output `* other`."""
-        output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self.weight, self.bias, "mul")
-        return output
-
 
 class PackedMLP:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(silu(gate(x)) * up(x))`; gate and up are one product, since two take 1.4 x as long for 21 rows."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
-        self._gate, self._up, self._down = (Packed(linear.weight, None) for linear in (gate, up, down))
+        self._both = Packed(torch.cat((gate.weight, up.weight)), None)
+        self._down = Packed(down.weight, None)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._down(self._up.times(rows, self._gate(rows, "swish")))
+        return self._down(self._gated(rows))
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The MLP's output `+ other`."""
-        return self._down.plus(self._up.times(rows, self._gate(rows, "swish")), other)
+        return self._down.plus(self._gated(rows), other)
+
+    def _gated(self, rows: Tensor) -> Tensor:
+        both = self._both(rows.reshape(-1, rows.shape[-1]))
+        return cpu.gate(both).view(*rows.shape[:-1], -1)
 
 
 class PackedTogether:

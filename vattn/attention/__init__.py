@@ -14,7 +14,7 @@ import torch
 
 from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads, whole_layer
 from vattn.attention.batch import Group, PackedBatch, Span
-from vattn.attention.cpu import decode
+from vattn.attention.decoding import decode
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.attention import cpu
+from vattn import cpu
 from vattn.attention.base import AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import PackedBatch, Span
 from vattn.attention.storage import Blocks, Contiguous

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn.attention import cpu
+from vattn import cpu
 
 
 class DecodedKeys(Tensor):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
-from vattn.attention import cpu, decode
+from vattn import cpu
+from vattn.attention import decode
 from vattn.errors import ConfigError
 from vattn.quantised import quantise
 

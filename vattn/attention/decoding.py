@@ -1,180 +1,12 @@
-"""vattn's own attention kernels for CPUs: which ones there are, and `decode` over plain tensors.
-
-The kernels are compiled for several instruction sets (`csrc/kernels/`). The fastest that the CPU has run, or those that
-the environment variable `VATTN_CPU_KERNELS` names.
-"""
+"""`decode`: vattn's kernels for CPUs over plain tensors, for anybody."""
 
 from __future__ import annotations
-
-import os
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from vattn import cpu
 from vattn.errors import ConfigError
-
-VARIABLE = "VATTN_CPU_KERNELS"
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-_NOWHERE = (0, 0, 0, 0)
-# Lengths and windows are counted in 32 bits.
-_MOST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of an instruction set.
-
-    Attributes:
-        name: for `VATTN_CPU_KERNELS`.
-        needs: what a CPU must have.
-        supported: whether this one has it.
-    """
-
-    name: str
-    needs: str
-    supported: bool
-
-
-@cache
-def _module() -> tuple[Any, str | None]:
-    """The native module, or the reason why it cannot be loaded."""
-    try:
-        from vattn import _kernels
-    except ImportError as error:  # no OpenMP runtime: torch has loaded none
-        return None, str(error)
-    return _kernels, None
-
-
-def kernels() -> list[Kernels]:
-    """All kernels of this build, the fastest first; none if the module cannot be loaded."""
-    module, _ = _module()
-    return [Kernels(*each) for each in module.kernels()] if module else []
-
-
-def unusable() -> str | None:
-    """Why no kernel can be used here; None if one can."""
-    _, why = _module()
-    return None if why is None else f"the native module cannot be loaded: {why}"
-
-
-@cache
-def refusal(dtype: torch.dtype, *head_dims: int) -> str | None:
-    """Why queries of this type and heads of these sizes cannot be computed here, as the end of a sentence; or None.
-
-    Raises:
-        ConfigError: as for `chosen`.
-    """
-    if dtype not in _FLOATS:
-        return f"it computes in float32, bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
-    for dim in head_dims:
-        if not dim or dim % 8:
-            return f"it needs head sizes that are multiples of 8, not {dim}"
-    why = unusable()
-    if why is None:
-        chosen()
-    return why
-
-
-@cache
-def chosen() -> Kernels:
-    """The kernels that run here.
-
-    Raises:
-        ConfigError: `VATTN_CPU_KERNELS` names others than this CPU can run, or there are none.
-    """
-    return kernels()[_index()]
-
-
-@cache
-def _index() -> int:
-    found = kernels()
-    if not found:
-        raise ConfigError(f"there are no attention kernels for this CPU: {unusable()}")
-    usable = [each.name for each in found if each.supported]
-    asked = os.environ.get(VARIABLE, "")
-    if asked and asked not in usable:
-        raise ConfigError(f"{VARIABLE}={asked!r}; this CPU can run {', '.join(usable)}")
-    return [each.name for each in found].index(asked or usable[0])
-
-
-def describe() -> str:
-    """Which kernels run here, and why, on one line."""
-    try:
-        running = chosen()
-    except ConfigError as error:
-        return f"none: {error}"
-    others = [each.name for each in kernels() if each.supported and each != running]
-    reason = f"{VARIABLE} asks for them" if os.environ.get(VARIABLE) else f"this CPU has {running.needs}"
-    return f"{running.name}: {reason}" + (f"; {VARIABLE} can name {' or '.join(others)} instead" if others else "")
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    slots: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`decode` without its checks: a wrong argument reads memory that is not there."""
-    num_tokens, num_heads, head_dim = query.shape
-    if out is None:
-        out = query.new_empty(num_tokens, num_heads, value.shape[-1])
-    if sinks is not None:
-        sinks = sinks.to(torch.float32).contiguous()
-    size = query.element_size()
-    key_scale, value_scale = (_NOWHERE, _NOWHERE) if scales is None else map(_place, scales)
-    _module()[0].attend(
-        _index(),
-        _TYPES[query.dtype],
-        _TYPES[key.dtype],
-        0 if scales is None else _TYPES[scales[0].dtype],
-        num_heads,
-        key.shape[2],
-        head_dim,
-        value.shape[3],
-        query.data_ptr(),
-        query.stride(0) * size,
-        query.stride(1) * size,
-        out.data_ptr(),
-        _place(key),
-        _place(value),
-        key_scale,
-        value_scale,
-        len(lengths),
-        slots.data_ptr(),
-        lengths.data_ptr(),
-        0 if starts is None else starts.data_ptr(),
-        0 if block_table is None else block_table.data_ptr(),
-        0 if block_table is None else block_table.stride(0),
-        0 if block_table is None else key.shape[1],
-        head_dim**-0.5 if scale is None else scale,
-        softcap or 0.0,
-        0 if window is None else min(window, _MOST),
-        0 if sinks is None else sinks.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def _place(rows: Tensor) -> tuple[int, int, int, int]:
-    """Address, and strides in bytes of a slot, a token and a head of `[slots, tokens, heads, dim]`."""
-    size = rows.element_size()
-    slot, token, head, _ = rows.stride()
-    return rows.data_ptr(), slot * size, token * size, head * size
 
 
 def decode(
@@ -226,7 +58,7 @@ def decode(
     """
     slots = torch.arange(len(lengths), dtype=torch.int32) if slots is None else slots
     _check(query, key, value, lengths, slots, starts, block_table, scales, window, sinks, out)
-    return attend(
+    return cpu.attend(
         query,
         key,
         value,
@@ -273,20 +105,20 @@ def _check(
     for dim in (key.shape[3], value.shape[3]):
         if not dim or dim % 8:
             raise ConfigError(f"heads of {dim} elements; the size must be a multiple of 8")
-    if query.dtype not in _FLOATS:
+    if query.dtype not in cpu.FLOATS:
         raise ConfigError(f"query is {query.dtype}; give float32, bfloat16 or float16")
     if window is not None and window < 1:
         raise ConfigError(f"window={window} hides every key; give 1 or more, or None")
 
     count, stored = len(lengths), query.dtype if scales is None else torch.int8
     asked: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], list[int]]] = [
-        ("query", query, _FLOATS, [*query.shape]),
+        ("query", query, cpu.FLOATS, [*query.shape]),
         ("key", key, (stored,), [*key.shape]),
         ("value", value, (stored,), [*value.shape]),
         ("lengths", lengths, (torch.int32,), [count]),
         ("slots", slots, (torch.int32,), [count]),
         ("starts", starts, (torch.int32,), [count + 1]),
-        ("sinks", sinks, _FLOATS, [heads]),
+        ("sinks", sinks, cpu.FLOATS, [heads]),
         ("out", out, (query.dtype,), [len(query), heads, value.shape[3]]),
     ]
     if block_table is not None:
