@@ -37,7 +37,7 @@ from vattn.memory.bands import Bands
 from vattn.memory.fences import Fences
 from vattn.memory.journal import Change
 from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool, Plan, atomic, reading
+from vattn.memory.pool import PagePool, Plan, atomic, reading, take_back
 from vattn.memory.prefixes import Prefixes
 from vattn.memory.reclaimer import Reclaimer
 from vattn.memory.slots import SlotTable
@@ -76,6 +76,7 @@ class KVCache:
                 f"KVCache(config, pool=...) takes a vattn.KVConfig and a vattn.PagePool, not {shown(config)} and "
                 f"{shown(pool)}; vattn.init takes keywords"
             )
+        take_back()
         layout, budget = resolve(
             config,
             pool_page_size=pool.page_size if pool else None,
@@ -527,6 +528,7 @@ class KVCache:
             waits=self._backer.waits,
             wait_seconds=self._backer.wait_ns * 1e-9,
             failures=self._pool.failures,
+            shared_read_only=self._pool.driver.native.read_only,
             calls={
                 name: CallStats(count, seconds)
                 for name, (count, seconds) in self._pool.driver.native.call_stats().items()
@@ -595,6 +597,10 @@ class KVCache:
         """Unmaps all pages and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
 
         The tensors must no longer be used; their address space is released with the last of them.
+
+        Raises:
+            StreamCapturing: pages are mapped, and a stream of the device is capturing a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
             if not self._finalizer.alive:
@@ -728,6 +734,4 @@ class KVCache:
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
     """Gives up the pages of a cache that was dropped without `close`, and shuts its own pool."""
-    pool.leave_behind(give_back)
-    if owns_pool:
-        pool.shut()
+    pool.leave_behind(give_back, unowned=owns_pool)

@@ -92,6 +92,7 @@ struct State {
   Result init_result = environment("STUB_CUDA_INIT", kSuccess);
   int version = environment("STUB_CUDA_VERSION", 13000);
   bool virtual_memory = environment("STUB_CUDA_VMM", 1);
+  bool read_only = environment("STUB_CUDA_READ_ONLY", 1);
   int granularity_log2 = environment("STUB_CUDA_GRANULARITY_LOG2", 21);
   std::size_t memory = kMemory;
   std::vector<Context> contexts =
@@ -476,6 +477,7 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs
   NEEDS(descs->flags == 0 || descs->flags == 1 || descs->flags == 3, "no such access");
   std::vector<Mapping*> mappings;
   NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
+  if (descs->flags == 1 && !s.read_only) return kNotSupported;
   const AccessDesc desc{{kLocationHost, s.granularity_log2}, descs->flags};
   const Result result = host_vmm().set_access(address, size, &desc, 1);
   if (result == kSuccess)

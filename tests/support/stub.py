@@ -178,6 +178,7 @@ def stand_in() -> None:
 
     cuda.torch_lacks = lambda: None
     cuda.current_device = lambda: 0
+    cuda.torch_streams = lambda device: []  # the legacy stream waits for all of the stub's
     streams = [0]  # the last is the current one
 
     @contextlib.contextmanager

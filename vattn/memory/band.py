@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
+
 from vattn import _native
 from vattn.layout import Band, TensorKind
 from vattn.memory.journal import Change
@@ -191,6 +193,15 @@ class BandPages:
         if blocks:
             return self.shared.common(slot, blocks) == len(blocks)
         return all(space.first(slot) >= end * columns for space, columns in self._spaces())
+
+    # Rows
+
+    def write(self, slot: int, start: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copies rows to the slot's tokens from `start` on, which must be in no block: other slots may have its pages,
+        and not every driver turns a write there into a fault.
+        """
+        assert start >= self.shared[slot].stop * self.band.block_tokens, "rows go to pages that slots may share"
+        self.rows.write(slot, start, rows)
 
     # Plans
 
