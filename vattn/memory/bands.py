@@ -86,7 +86,7 @@ class Bands:
         self.block_tokens = layout.bands[0].block_tokens
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
-        self._native = pool.driver.native
+        self._driver = pool.driver
         self._bands = [BandPages(band, layout.slots, pool, self.used_tokens) for band in layout.bands]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
@@ -442,12 +442,12 @@ class Bands:
         """Returns a plan that gives up every page, as soon as no kernel reads it. It does not keep the cache alive, and
         raises StreamCapturing.
         """
-        bands, native = self._bands, self._native
+        bands, driver = self._bands, self._driver
 
         def plan(change: Change) -> None:
             spaces = [space for band in bands for space in band.spaces]
             if any(space.columns(slot) > space.first(slot) for space in spaces for slot in range(space.slots)):
-                guard_all(change, native)
+                guard_all(change, driver)
             for space in spaces:
                 for slot in range(space.slots):
                     space.shrink(change.transaction, slot, space.columns(slot) - space.first(slot))

@@ -132,13 +132,21 @@ def refusal(doing: str) -> StreamCapturing:
     )
 
 
-def guard_all(change: Change, driver: _native.Driver) -> None:
+def any_capturing(driver: MemoryDriver) -> bool:
+    """Whether a stream of the device captures a CUDA graph: torch's current stream, which anyone may have made, or one
+    that the native driver knows.
+    """
+    current = driver.device.stream_handle(None)
+    return driver.native.any_capturing() or (current is not None and driver.native.capturing(current))
+
+
+def guard_all(change: Change, driver: MemoryDriver) -> None:
     """Makes the rest of the transaction wait for all kernels of the device, on whichever stream.
 
     Raises:
         StreamCapturing: a stream is capturing a CUDA graph, which synchronising its context would invalidate.
     """
-    if driver.any_capturing():
+    if any_capturing(driver):
         raise sync_refusal()
     change.transaction.wait_for(None)
 

@@ -26,7 +26,7 @@ from vattn.errors import (
     StreamCapturing,
     VattnError,
 )
-from vattn.memory.fences import sync_refusal
+from vattn.memory.fences import any_capturing, sync_refusal
 from vattn.memory.journal import Call, Change, Undo, revert
 from vattn.units import format_bytes, parse_bytes
 
@@ -276,7 +276,7 @@ class PagePool:
 
     def _has_deferred(self) -> bool:
         """Whether `catch_up` would do something."""
-        return bool(self._chores) or (bool(self._left) and not self.driver.native.any_capturing())
+        return bool(self._chores) or (bool(self._left) and not any_capturing(self.driver))
 
     def postpone(self, chore: Callable[[], object]) -> None:
         """Defers a chore, which may run twice, to the start of the next call."""
