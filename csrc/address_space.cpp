@@ -136,6 +136,7 @@ void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t 
     taken.insert(taken.end(), pages.begin(), pages.end());
   }
   if (!created.empty()) transaction.add({Operation::Kind::kCreate, created});
+  if (shape_.zeroed) transaction.add({Operation::Kind::kZero, taken});
   transaction.on_revert(
       [pool = pool_, taken = std::move(taken), created = std::move(created)] { pool->undo_take(taken, created); });
   push(transaction, slot, std::move(columns));

@@ -30,6 +30,7 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     std::size_t slots;
     std::size_t runs;
     std::size_t run_pages;
+    bool zeroed = false;  // pages are zero when they are mapped by grow, whatever memory they are
   };
 
   // Reserves `tensors` address ranges of slots * runs * run_pages pages. Throws DriverFailure; nothing stays reserved

@@ -288,11 +288,12 @@ NB_MODULE(_native, m) {
 
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, std::size_t tensors,
-                       std::size_t slots, std::size_t runs, std::size_t run_pages) {
+                       std::size_t slots, std::size_t runs, std::size_t run_pages, bool zeroed) {
              return std::make_shared<AddressSpace>(std::move(driver), std::move(pool),
-                                                   AddressSpace::Shape{tensors, slots, runs, run_pages});
+                                                   AddressSpace::Shape{tensors, slots, runs, run_pages, zeroed});
            }),
-           "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a)
+           "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a, "zeroed"_a = false,
+           "zeroed: whether pages are zero when they are mapped by `grow`, whatever memory they are.")
       .def_prop_ro("slots", [](const AddressSpace& self) { return self.shape().slots; })
       .def_prop_ro("lanes", &AddressSpace::lanes)
       .def_prop_ro("tensor_bytes", &AddressSpace::tensor_bytes)

@@ -102,7 +102,7 @@ class KVCache:
             self.layout = layout
             self._pool = pool
             self._fences = Fences(pool.driver)
-            self._bands = Bands(layout, pool)
+            self._bands = Bands(layout, pool, config.guard_rows)
             self._slots = SlotTable(config, layout.slots, self._bands)
             self._ledger = Ledger(min(budget, pool.total_pages), layout, self._slots, self._bands, pool)
             self._reclaimer = Reclaimer(config, self._slots, self._bands, self._ledger, self._fences, pool)
@@ -397,7 +397,8 @@ class KVCache:
         """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
 
         Strides depend on layout and kv_order; the last is 1. Only tokens that `step` has backed may be written; reads
-        elsewhere see zeros, or fault (see `KVConfig.guard`).
+        elsewhere see zeros, or fault (see `KVConfig.guard`). What a backed token holds before it is written is
+        arbitrary: whatever its page held before, and on CUDA whatever new memory holds.
 
         Raises:
             IndexError: the cache does not have this layer.

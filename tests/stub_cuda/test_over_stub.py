@@ -21,7 +21,9 @@ INNER = "tests/stub_cuda/inner"
 LIBRARY = "tests/vattn"
 # Each is a process. The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
 PARTS = {
-    "driver": [f"{INNER}/test_{name}.py" for name in ("captures", "driver", "fences", "preconditions", "vmm_stub")],
+    "driver": [
+        f"{INNER}/test_{name}.py" for name in ("captures", "driver", "fences", "preconditions", "reality", "vmm_stub")
+    ],
     "calls": [
         f"{LIBRARY}/test_cache.py",
         *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),

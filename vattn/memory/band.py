@@ -29,6 +29,7 @@ class BandPages:
         band: the kinds of tensors of the band, and its window.
         slots: number of slots.
         used_tokens: as in `SharedBlocks`.
+        guard_rows: as in `Bands`.
 
     Attributes:
         spaces: the virtual tensors, by kind.
@@ -36,7 +37,7 @@ class BandPages:
         rows: access to the tensors as plain bytes.
     """
 
-    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int]) -> None:
+    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int], guard_rows: int) -> None:
         self.band = band
         self.spaces = [
             _native.AddressSpace(
@@ -46,6 +47,9 @@ class BandPages:
                 slots=slots,
                 runs=kind.runs,
                 run_pages=kind.run_pages,
+                # A kernel multiplies what it reads without using it by zero, and memory may hold NaN. Nobody writes
+                # guard rows, nor those before the window of a request whose first tokens were copied in.
+                zeroed=guard_rows > 0 or band.window_guard > 0,
             )
             for kind in band.kinds
         ]

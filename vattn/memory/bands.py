@@ -75,6 +75,7 @@ class Bands:
     Args:
         layout: the geometry of the cache.
         pool: the pool that pages come from.
+        guard_rows: rows past a length that kernels read without using them.
 
     Attributes:
         block_tokens: tokens per block.
@@ -82,12 +83,12 @@ class Bands:
         used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any.
     """
 
-    def __init__(self, layout: Layout, pool: PagePool) -> None:
+    def __init__(self, layout: Layout, pool: PagePool, guard_rows: int) -> None:
         self.block_tokens = layout.bands[0].block_tokens
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
         self._driver = pool.driver
-        self._bands = [BandPages(band, layout.slots, pool, self.used_tokens) for band in layout.bands]
+        self._bands = [BandPages(band, layout.slots, pool, self.used_tokens, guard_rows) for band in layout.bands]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
 

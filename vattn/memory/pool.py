@@ -424,7 +424,8 @@ class PagePool:
 
     def leave_behind(self, give_back: Plan, *, unowned: bool) -> None:
         """`leave` for a cache that was garbage-collected: at once, or with the next call on any pool if a call is in
-        progress on this one, or a stream captures a CUDA graph.
+        progress on this one, a stream captures a CUDA graph, or the driver fails. Finalisers call it, so it raises
+        nothing.
 
         Args:
             unowned: whether nobody uses the pool any more, so that it is to be shut.
@@ -432,10 +433,15 @@ class PagePool:
         self._left.append(give_back)
         self._unowned |= unowned
         _holding[self] = None
-        self.take_back()
+        with contextlib.suppress(VattnError):
+            self.take_back()
 
     def take_back(self) -> None:
-        """Takes back what dropped caches left behind, unless a call is in progress or a stream captures."""
+        """Takes back what dropped caches left behind, unless a call is in progress or a stream captures.
+
+        Raises:
+            DriverError: a driver call failed; what is left stays.
+        """
         if not self.lock.acquire(blocking=False):
             return
         try:

@@ -48,8 +48,9 @@ def drop_in_a_cycle(caches: list[vattn.KVCache]) -> None:
     gc.collect()
 
 
-def test_a_cache_that_the_collector_finds_in_mid_capture(stub: Stub) -> None:
-    stream, captured = stub.stream(), stub.stream()
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_cache_that_the_collector_finds_in_mid_capture(stub: Stub, blocking: bool) -> None:
+    stream, captured = stub.stream(), stub.stream(blocking=blocking)
     with make() as other:
         empty = stub.usage().memory
         caches = [filled(stream, 2 * TOKENS)]
@@ -66,7 +67,7 @@ def test_a_cache_that_the_collector_finds_in_mid_capture(stub: Stub) -> None:
         assert stub.usage().mappings == before[1] + 2
         assert stub.calls("cuCtxSynchronize") == waits
         assert stub.violations() == []
-        stub.capture(captured, False)
+        assert stub.capture(captured, False) == 0
         stub.complete(stream)
         other.free_reqid(reqid, stream)
         assert stub.calls("cuCtxSynchronize") == waits + 1
