@@ -16,7 +16,6 @@ from vattn import KVCache, KVConfig
 ABOUT = "latency of driver calls, allocation bandwidth by layout"
 RANK = 4
 SECONDS = 60
-COMPUTES = False
 
 _LAYERS = 32
 

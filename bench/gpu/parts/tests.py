@@ -15,7 +15,6 @@ from bench.harness.report import Goal, Report, Row
 ABOUT = "tests/gpu: the contract on the real driver, kernels, fences, graphs"
 RANK = 1
 SECONDS = 230
-COMPUTES = False
 
 _ROOT = Path(__file__).parents[3]
 
