@@ -48,6 +48,34 @@ def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     assert [row["context"] for row in attention["figures"]] == [512, 512]
 
 
+REHEARSAL = """
+import json
+from bench.gpu import device
+assert device.over_stub()
+from bench.gpu.__main__ import find_parts
+for name, part in find_parts().items():
+    if name not in ("tests", "sanitizer"):  # which start tests that need a GPU
+        report = part.load().run(True)
+        rows = [list(row) for row in report.figures]
+        assert report.figures and report.goals and all(row == rows[0] for row in rows), name
+        assert not report.parameters.get("missing"), name
+        json.dumps(report.record(name, quick=True, foreign_cores=0.0)), report.text()
+        print(name)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
+@pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
+@pytest.mark.slow
+def test_every_part_runs_over_the_stub() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
+    command = [sys.executable, "-c", REHEARSAL]
+    environment = device.stub_environment()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {*done.stdout.split()} | {"tests", "sanitizer"} == gpu.find_parts().keys()
+
+
 def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
     """By SIGTERM, as `timeout` sends it."""
     script = "import os, signal; from bench.gpu import __main__ as gpu; gpu._place = lambda: (dict(os.environ), None)\n"

@@ -19,7 +19,7 @@ from bench.harness.report import Goal, Report, Row
 
 ABOUT = "whole decode steps of a model: virtual, pre-allocated and paged, with and without graphs"
 RANK = 8
-SECONDS = 90
+SECONDS = 120
 
 
 def run(quick: bool) -> Report:

@@ -16,7 +16,7 @@ from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span
 
 ABOUT = "decode attention by layout, against pre-allocated tensors"
-RANK = 6
+RANK = 10
 SECONDS = 60
 
 

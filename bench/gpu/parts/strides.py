@@ -12,7 +12,7 @@ from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "slots more than 100 GB apart"
-RANK = 3
+RANK = 5
 SECONDS = 40
 
 _LENGTH = 500
