@@ -26,7 +26,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
-from bench.harness.discovery import Case, find
+from bench.gpu.parts import find_parts
+from bench.harness.discovery import Case
 from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
 from bench.harness.timing import LoadMeter
 
@@ -87,21 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _pack(results, rows, args.out / title)
     print("\n".join(["", *text_table(rows)]))
     return 1 if failed else 0
-
-
-def find_parts() -> dict[str, Case]:
-    """The parts by name, the most valuable first.
-
-    Raises:
-        ValueError: a part lacks one of its constants.
-    """
-    found = find(folder)
-    for part in found.values():
-        if missing := {"RANK", "SECONDS"} - part.constants.keys():
-            raise ValueError(
-                f"{part.module} has no {', '.join(sorted(missing))}; bench/gpu/parts says what a part needs"
-            )
-    return dict(sorted(found.items(), key=lambda item: item[1].constants["RANK"]))
 
 
 def group(parts: Iterable[Case]) -> list[list[Case]]:

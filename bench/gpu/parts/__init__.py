@@ -13,5 +13,26 @@ the run then fails. Files of its own go to the folder that the environment varia
 Without a GPU a part runs over the stub driver, with `quick`: its tensors are on `device.DEVICE`, the CPU.
 """
 
+from __future__ import annotations
+
+import sys
+
+from bench.harness.discovery import Case, find
+
 MISSING = "missing"
 OUT = "VATTN_GPU_OUT"
+
+
+def find_parts() -> dict[str, Case]:
+    """The parts by name, the most valuable first.
+
+    Raises:
+        ValueError: a part lacks one of its constants.
+    """
+    found = find(sys.modules[__name__])
+    for part in found.values():
+        if missing := {"RANK", "SECONDS"} - part.constants.keys():
+            raise ValueError(
+                f"{part.module} has no {', '.join(sorted(missing))}; bench/gpu/parts says what a part needs"
+            )
+    return dict(sorted(found.items(), key=lambda item: item[1].constants["RANK"]))
