@@ -1,8 +1,9 @@
 """python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
 
-As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log; the
-part "tests" also writes tests.xml (JUnit). With --out, a tar of these files and a copy of the table go to DIR instead,
-named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C bench/results` brings them home.
+As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log (over
+the stub driver: in build/stub/gpu); the part "tests" also writes tests.xml (JUnit). With --out, a tar of these files
+and a copy of the table go to DIR instead, named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C
+bench/results` brings them home.
 
 A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
 `git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = re.sub(r"[^a-z0-9]+", "-", (device or "stub").lower()).strip("-")
     chosen = [part.name for part in groups[args.group - 1]] if args.group else args.parts or list(parts)
     title = f"group-{args.group}" if args.group else "-".join(args.parts) or "all"
-    results = _ROOT / "bench" / "results"
+    results = _ROOT / ("bench/results" if device else "build")  # what means nothing is no result
     rows: list[Row] = []
     failed = False
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from paths import ROOT
 from torch import Tensor
 
 from bench.gpu import PAGE
-from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
+from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
 from vattn import KVConfig
 from vattn.attention import AttentionParams, Contiguous, KVSource, PackedBatch, Span, get
 from vattn.engine.kv.virtual import VirtualKV
@@ -96,7 +96,7 @@ def check(kernel: str, kind: str) -> float:
     worst = 0.0
     for span_length in (1, 40):
         spans = [Span(s, max(0, n - span_length), n) for s, n in zip(slots, lengths, strict=True)]
-        batch = PackedBatch.pack(spans, "cuda")
+        batch = PackedBatch.pack(spans, DEVICE)
         query = random(batch.num_tokens, HEADS, HEAD_DIM)
         got = adapter(query, kv, 0, batch, AttentionParams())
         error = (got.double() - reference(query, kv, 0, batch)).abs().max()

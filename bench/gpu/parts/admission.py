@@ -37,6 +37,7 @@ def run(quick: bool) -> Report:
                 memory_budget=4 * prefix * token_bytes + 2**28,
                 layout=layout,
                 kv_order="NHD",  # a block of tokens is one of pages
+                overlap=False,  # the page of the next token is no part of an admission
                 eager_pages=0,
             )
             ids = list(range(prefix))

@@ -28,7 +28,7 @@ _DECODE = [
     (requests, 1, context)
     for context in (1024, 4096, 16_384, 32_768, 131_072)
     for requests in (1, 4, 16, 64)
-    if requests * context <= 2**20  # three caches of more do not fit
+    if requests * context <= 2**21  # 8 GiB in each of three caches
 ]
 _PREFILL = [(1, 1024, 1024), (1, 8192, 8192), (1, 32_768, 32_768), (1, 8192, 131_072), (1, 131_072, 131_072)]
 _QUICK = [(4, 1, 512), (1, 300, 512)]
