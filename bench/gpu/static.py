@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bench.gpu.device import DEVICE
 from vattn.attention import Contiguous, PackedBatch
 from vattn.engine.kv.base import KVStats
 
@@ -22,7 +23,7 @@ class StaticKV:
         shape = (slots, tokens, num_kv_heads, head_dim)
         with torch.inference_mode(False):
             self._stored = [
-                Contiguous(*(torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2)))
+                Contiguous(*(torch.empty(shape, dtype=dtype, device=DEVICE) for _ in range(2)))
                 for _ in range(num_layers)
             ]
         self._next = 0
