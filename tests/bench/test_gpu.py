@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import device
 from bench.gpu import parts as folder
 from bench.harness.discovery import Case
 from bench.harness.report import Report
@@ -144,12 +143,7 @@ def runs(pid: int) -> bool:
 def test_a_side_that_is_missing_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refusing = SimpleNamespace(name="torch_flash", refusal=lambda case: "it has no block_table")
-    monkeypatch.setattr(
-        device, "adapters", lambda: [SimpleNamespace(name="torch_sdpa", refusal=lambda _: None), refusing]
-    )
-    kernels, missing = device.paged_kernels(256)
-    assert (kernels, missing) == ([], ["paged, for want of a kernel (torch_flash: it has no block_table)"])
+    missing = ["paged with flash_attn_2: it is not installed"]
     goal = {"what": "decode", "value": 1.0, "relation": ">=", "bound": 0.99, "met": True}
     record = {"parameters": {folder.MISSING: missing}, "goals": [goal], "stub": False, "contended": False}
     monkeypatch.setattr(gpu, "_place", lambda: ({}, "A GPU"))
