@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).parents[2] / "build" / "fa2" / "vattn_fa2.so"
+HEAD_DIMS = (64, 128)
 _PACKAGE = "flash_attn"
 
 
@@ -34,6 +35,14 @@ def provide(library: Path = LIBRARY) -> str | None:
     vars(module)["flash_attn_with_kvcache"] = flash_attn_with_kvcache
     sys.modules[_PACKAGE] = module
     return None
+
+
+def lacks(head_dim: int) -> str | None:
+    """What the adapter `flash_attn_2` does not know: that the library, if it stands in, has few head sizes."""
+    package = sys.modules.get(_PACKAGE)
+    if getattr(package, "flash_attn_with_kvcache", None) is not flash_attn_with_kvcache or head_dim in HEAD_DIMS:
+        return None
+    return f"{LIBRARY.name} is built for heads of {' and '.join(map(str, HEAD_DIMS))}, not of {head_dim}"
 
 
 def flash_attn_with_kvcache(

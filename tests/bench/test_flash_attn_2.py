@@ -90,6 +90,8 @@ def make_backend(kv: str) -> KVBackend:
 def test_the_adapter_over_the_library_equals_sdpa(kv: str, params: AttentionParams, library: Path) -> None:
     assert flash_attn_2.provide(library) is None
     assert flash_attn_2.provide(library) is None, "the second time it is there"
+    assert flash_attn_2.lacks(128) is None
+    assert flash_attn_2.lacks(256) == "vattn_fa2.so is built for heads of 64 and 128, not of 256"
     kernel, reference = (attention._ADAPTERS[name]() for name in ("flash_attn_2", "torch_sdpa"))
     backend = make_backend(kv)
     slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
@@ -120,6 +122,7 @@ def test_a_package_that_is_installed_is_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     assert flash_attn_2.provide(Path("/nowhere")) is None
     assert sys.modules["flash_attn"] is package
+    assert flash_attn_2.lacks(256) is None
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, **refusals: dict[bool, str | None]) -> None:
