@@ -2,7 +2,7 @@
 # Builds build/fa2/vattn_fa2.so: flash-attn's decoding call for heads of 64 and 128 in bfloat16 on sm_90, as an operator
 # of torch 2.11 (bench/gpu/fa2/ops.cpp). It is the paged baseline of `bench.gpu` where no flash-attn is installed.
 #
-# It needs nvcc 13, g++ and about ten minutes of one core; called again, it goes on where it stopped. Without arguments
+# It needs nvcc 13, g++ and about fifteen minutes of one core; called again, it goes on where it stopped. Without arguments
 # it downloads flash-attn's sources (8 MB) and torch's wheel for headers and symbols (530 MB); where there is no network,
 # give both. Whatever torch it is built against is the one that it runs with.
 #
