@@ -77,4 +77,8 @@ g++ -shared -o "$out/vattn_fa2.so" "${objects[@]}" -Wl,--gc-sections,--exclude-l
 strip "$out/vattn_fa2.so"
 
 echo "$out/vattn_fa2.so: $(($(stat -c %s "$out/vattn_fa2.so") / 1024)) KiB"
-strings "$out/vattn_fa2.so" | grep '^fwd_kvcache(' | sed 's/^/vattn_fa2::/'
+"$python" - "$out/vattn_fa2.so" 2>/dev/null <<'PYTHON' || echo "$python cannot load it: that takes torch 2.11 with CUDA"
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+print(torch.ops.vattn_fa2.fwd_kvcache.default._schema)
+PYTHON
