@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu import flash_attn_2
 from bench.harness.timing import Key, interleave
 from vattn.attention import Attention, Case, adapters, get
 
@@ -47,16 +48,8 @@ def _stub() -> Any:
 def usable_kernels(block_size: int | None = None) -> list[Attention]:
     """The kernels that accept Llama-3-8B's shapes here, over contiguous slots or over blocks of `block_size` tokens."""
     case = Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size)
+    flash_attn_2.provide()
     return [kernel for kernel in adapters() if kernel.refusal(case) is None]
-
-
-def paged_kernels(block_size: int) -> tuple[list[Attention], list[str]]:
-    """The kernels to compare with over blocks; if there is none, why not, as a line for a report's MISSING."""
-    case = Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size)
-    refusals = [(kernel, kernel.refusal(case)) for kernel in adapters() if STUB or kernel.name != "torch_sdpa"]
-    usable = [kernel for kernel, refusal in refusals if refusal is None]
-    reasons = "; ".join(f"{kernel.name}: {refusal}" for kernel, refusal in refusals)
-    return usable, [] if usable else [f"paged, for want of a kernel ({reasons})"]
 
 
 def best(block_size: int | None = None) -> Attention:

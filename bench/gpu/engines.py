@@ -9,17 +9,21 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from bench.gpu.caches import BLOCK_SIZE
-from bench.gpu.device import best, empty_cache, paged_kernels
+from bench.gpu.device import empty_cache
+from bench.gpu.sides import sides
 from vattn.attention import Attention
 from vattn.engine import LLM
 from vattn.engine.scheduling.record import StepRecord
 
 
 def kernels() -> tuple[dict[str, Attention], list[str]]:
-    """The kernel of each backend to compare; and the lines for a report's MISSING."""
-    scattered, missing = paged_kernels(BLOCK_SIZE)
-    found = {"virtual": best(), "static": best()}
-    return found | ({"paged": scattered[0]} if scattered else {}), missing
+    """The first kernel of each backend that can be used; and, for backends that have none, a report's MISSING."""
+    compared = sides()
+    found: dict[str, Attention] = {}
+    for side in compared:
+        if not side.refusal:
+            found.setdefault(side.cache, side.kernel)
+    return found, [str(side) for side in compared if side.cache not in found]
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     strides, attention = (json.loads((gpu_records / f"{name}.json").read_text()) for name in ("strides", "attention"))
     assert (gpu_records / "strides.log").exists()
     assert (strides["stub"], strides["quick"], strides["goals"][0]["met"]) == (True, True, True)
-    assert [row["context"] for row in attention["figures"]] == [512, 512]
+    sides = [(row["cache"], row["kernel"]) for row in attention["figures"]]
+    assert sides == 2 * [(cache, "torch_sdpa") for cache in ("virtual", "static", "paged")]
 
 
 REHEARSAL = """
@@ -76,6 +77,42 @@ def test_every_part_runs_over_the_stub() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {*done.stdout.split()} | {"tests", "sanitizer"} == gpu.find_parts().keys()
+
+
+STALLS = """
+import json, sys
+from bench.gpu import device
+assert device.over_stub()
+import stub
+from bench.gpu.parts import stalls
+control = stub.Stub()
+control.latencies({"cuMemSetAccess": 2000})
+control.locking(sys.argv[1] == "locked")
+report = stalls.run(True)
+slow = {row["beside"]: [row["median us"], row["99th percentile us"]] for row in report.figures}
+print(json.dumps([slow, {goal.what: goal.met for goal in report.goals}]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
+@pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
+def test_stalls_shows_a_driver_whose_map_calls_stall_launches() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
+    found = {}
+    for driver in ("locked", "not locked"):
+        command = [sys.executable, "-c", STALLS, driver]
+        environment = device.stub_environment()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        found[driver], met = json.loads(done.stdout)
+        if driver == "locked":
+            assert not met["cuEventRecord: median beside map, set access, unmap over beside a thread that sleeps"]
+            assert not met["cuEventRecord: 99th percentile beside the cache's worker, us"]
+    locked, free = found["locked"], found["not locked"]
+    beside = "map, set access, unmap"
+    assert locked[beside][0] > 1000 > free[beside][0]
+    assert locked["the cache's worker"][1] > 1000  # few of its calls, so few of the launches
+    assert locked["a thread that sleeps"][0] < 1000
 
 
 def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
@@ -177,12 +214,7 @@ def runs(pid: int) -> bool:
 def test_a_side_that_is_missing_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refusing = SimpleNamespace(name="torch_flash", refusal=lambda case: "it has no block_table")
-    monkeypatch.setattr(
-        device, "adapters", lambda: [SimpleNamespace(name="torch_sdpa", refusal=lambda _: None), refusing]
-    )
-    kernels, missing = device.paged_kernels(256)
-    assert (kernels, missing) == ([], ["paged, for want of a kernel (torch_flash: it has no block_table)"])
+    missing = ["paged with flash_attn_2: it is not installed"]
     goal = {"what": "decode", "value": 1.0, "relation": ">=", "bound": 0.99, "met": True}
     record = {"parameters": {folder.MISSING: missing}, "goals": [goal], "stub": False, "contended": False}
     monkeypatch.setattr(gpu, "_place", lambda: ({}, "A GPU"))

@@ -8,6 +8,7 @@ import pytest
 import tails
 import torch
 
+from bench.gpu import flash_attn_2
 from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
@@ -35,7 +36,8 @@ def usable(name: str, **wanted: object) -> Attention:
     """The kernel, or a skip that says why it cannot be used here."""
     case = Case(torch.device("cuda"), torch.bfloat16, **wanted)  # type: ignore[arg-type]
     kernel = next(kernel for kernel in attention.adapters() if kernel.name == name)
-    if (refusal := kernel.refusal(case)) is not None:
+    lacks = flash_attn_2.lacks(case.head_dim) if name == "flash_attn_2" else None
+    if (refusal := kernel.refusal(case) or lacks) is not None:
         pytest.skip(refusal)
     return kernel
 
