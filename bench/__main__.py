@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import cases
+from bench.gpu.parts import find_parts
 from bench.harness import documents, plot, records
 from bench.harness.discovery import Case, find
 from bench.harness.report import Report
@@ -92,7 +93,10 @@ def publish(root: Path, *, check: bool) -> int:
     found = find(cases)
     try:
         committed = records.load(root / "bench" / "results", found)
-        stale = documents.update(root, committed, check=check)
+        parts = find_parts()
+        gpu = records.load_gpu(root / "bench" / "results", list(parts))
+        about = {name: part.about for name, part in parts.items()}
+        stale = documents.update(root, committed, gpu, about, check=check)
         stale += plot.update(root, found, committed, check=check)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -6,6 +6,9 @@
 # A machine that is bare the next time: `--group N --out DIR` leaves one tar and one table in DIR; VATTN_COMMIT is for
 # the records of a checkout without .git. `python -m bench.gpu --help` lists the groups.
 #
+# The paged baseline is build/fa2/vattn_fa2.so, built beforehand by bench/gpu/build_fa2.sh. VATTN_GPU_KERNELS=NAME,...
+# compares other kernels (docs/cuda.md).
+#
 #     bench/gpu.sh [--quick] [--out DIR] [--group N | PART ...]          PYTHON=... for another Python
 set -euo pipefail
 cd "$(dirname "$0")/.."

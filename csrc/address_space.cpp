@@ -1,13 +1,63 @@
 #include "address_space.h"
 
 #include <algorithm>
+#include <iterator>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
 namespace vattn {
+namespace {
+
+// The reservations of a space that is gone, with what is mapped in them.
+struct Remains {
+  std::shared_ptr<Driver> driver;
+  std::size_t page_size, tensor_bytes;
+  std::vector<Address> bases, mapped;
+
+  // False if it has to wait for a capture to end.
+  bool give_back() const {
+    const Driver::Scope scope(*driver);
+    Call call;
+    if (!mapped.empty())
+      if (const Result result = driver->synchronize(nullptr, &call); result != kSuccess)
+        return result != kCaptureUnsupported;
+    for (const Address at : mapped) driver->unmap(at, page_size);
+    for (const Address base : bases) driver->free(base, tensor_bytes);
+    return true;
+  }
+};
+
+// Of the whole process. Never destroyed: what waits when the process ends is left to the system.
+struct LeftBehind {
+  std::mutex mutex;
+  std::vector<Remains> remains;
+  const ForkGuard fork;
+};
+
+LeftBehind& left_behind() {
+  static LeftBehind* the = new LeftBehind;
+  return *the;
+}
+
+void give_back_left_behind() {
+  LeftBehind& left = left_behind();
+  if (left.fork.forked() || exiting()) return;
+  std::vector<Remains> remains;  // tried without the lock: the driver's calls may take long, or need other locks
+  {
+    const std::lock_guard lock(left.mutex);
+    remains.swap(left.remains);
+  }
+  std::erase_if(remains, [](const Remains& each) { return each.give_back(); });
+  const std::lock_guard lock(left.mutex);
+  std::move(remains.begin(), remains.end(), std::back_inserter(left.remains));
+}
+
+}  // namespace
 
 AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape)
     : driver_(std::move(driver)), pool_(std::move(pool)), shape_(shape), slots_(shape.slots) {
+  give_back_left_behind();
   const Driver::Scope scope(*driver_);
   // Pages are multiples of the granularity, which is a power of two; an alignment has to be one.
   const std::size_t alignment = pool_->page_size() & (~pool_->page_size() + 1);
@@ -24,18 +74,19 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
 
 AddressSpace::~AddressSpace() {
   if (fork_.forked() || exiting()) return;
+  give_back_left_behind();
+  Remains remains{driver_, pool_->page_size(), tensor_bytes(), bases_, {}};
   const Driver::Scope scope(*driver_);
   Handle handle = 0;
   Access access = Access::kNone;
-  bool idle = false;  // kernels, which may read what is still mapped, have ended
   for (std::size_t slot = 0; slot < shape_.slots; ++slot)
     for (std::size_t lane = 0; lane < lanes(); ++lane)
       for (std::size_t page = 0; page < slots_[slot].most_columns; ++page)
-        if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access)) {
-          if (!std::exchange(idle, true)) driver_->synchronize(nullptr);
-          driver_->unmap(at, pool_->page_size());
-        }
-  for (const Address base : bases_) driver_->free(base, tensor_bytes());
+        if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access))
+          remains.mapped.push_back(at);
+  if (remains.give_back()) return;
+  const std::lock_guard lock(left_behind().mutex);
+  left_behind().remains.push_back(std::move(remains));
 }
 
 Address AddressSpace::address(std::size_t lane, std::size_t slot, std::size_t page) const {
@@ -85,6 +136,7 @@ void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t 
     taken.insert(taken.end(), pages.begin(), pages.end());
   }
   if (!created.empty()) transaction.add({Operation::Kind::kCreate, created});
+  if (shape_.zeroed) transaction.add({Operation::Kind::kZero, taken});
   transaction.on_revert(
       [pool = pool_, taken = std::move(taken), created = std::move(created)] { pool->undo_take(taken, created); });
   push(transaction, slot, std::move(columns));
@@ -169,7 +221,7 @@ void AddressSpace::check() const {
         if (!driver_->mapped(address(lane, slot, page), &handle, &access))
           throw std::logic_error("a page in the books is not mapped");
         if (handle != pool_->handle(column.pages[lane])) throw std::logic_error("another page is mapped");
-        if (access != column.access) throw std::logic_error("a page is mapped with another access");
+        if (access != driver_->granted(column.access)) throw std::logic_error("a page is mapped with another access");
       }
       for (std::size_t page = begin > 2 ? begin - 2 : 0; page < shape_.run_pages && page < end + 2; ++page)
         if ((page < begin || page >= end) && driver_->mapped(address(lane, slot, page), &handle, &access))

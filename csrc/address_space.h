@@ -30,13 +30,15 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     std::size_t slots;
     std::size_t runs;
     std::size_t run_pages;
+    bool zeroed = false;  // pages are zero when they are mapped by grow, whatever memory they are
   };
 
   // Reserves `tensors` address ranges of slots * runs * run_pages pages. Throws DriverFailure; nothing stays reserved
   // then.
   AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape);
   // Gives the addresses back. Whatever is mapped is unmapped first, whether the books know of it or not, so nothing of
-  // it may be in the mapper's log.
+  // it may be in the mapper's log. If a graph is being captured, so that kernels that read it cannot be waited for, it
+  // stays until the next space is made or goes after that; for good, if waiting fails otherwise.
   ~AddressSpace();
   AddressSpace(const AddressSpace&) = delete;
   AddressSpace& operator=(const AddressSpace&) = delete;

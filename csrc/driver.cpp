@@ -28,9 +28,16 @@ Driver::~Driver() {
   for (const EventHandle event : stock_) table_.event_destroy(event);
 }
 
-Result Driver::synchronize(const Event* event) {
-  if (event) return counted(Call::kEventSynchronize, [&] { return table_.event_synchronize(event->handle()); });
-  return counted(Call::kContextSynchronize, [&] { return table_.context_synchronize(); });
+Result Driver::synchronize(const Event* event, Call* call) {
+  if (event) {
+    *call = Call::kEventSynchronize;
+    return counted(*call, [&] { return table_.event_synchronize(event->handle()); });
+  }
+  bool captures = false;
+  *call = Call::kIsCapturing;
+  if (const Result result = ask_any_capturing(&captures); result != kSuccess) return result;
+  *call = Call::kContextSynchronize;
+  return captures ? kCaptureUnsupported : counted(*call, [&] { return table_.context_synchronize(); });
 }
 
 Result Driver::attach(Call* call) {
@@ -94,17 +101,61 @@ Result Driver::zero(Address address, std::size_t size, Call* call, bool* touched
   *call = Call::kEventRecord;
   result = counted(*call, [&] { return table_.event_record(handle, per_thread_stream()); });
   if (result != kSuccess) return result;
-  *call = Call::kEventSynchronize;
-  return synchronize(&event);
+  return synchronize(&event, call);
 }
 
 bool Driver::capturing(StreamHandle stream) {
   const Scope scope(*this);
+  bool captures = false;
+  if (const Result result = ask_capturing(stream, &captures); result != kSuccess)
+    throw failure(Call::kIsCapturing, result);
+  return captures;
+}
+
+bool Driver::any_capturing() {
+  const Scope scope(*this);
+  bool captures = false;
+  if (const Result result = ask_any_capturing(&captures); result != kSuccess) throw failure(Call::kIsCapturing, result);
+  return captures;
+}
+
+Result Driver::ask_capturing(StreamHandle stream, bool* captures) {
   unsigned status = 0;
   const Result result = counted(Call::kIsCapturing, [&] { return table_.stream_is_capturing(stream, &status); });
-  if (result == kCaptureImplicit) return true;
-  if (result != kSuccess) throw failure(Call::kIsCapturing, result);
-  return status != 0;
+  *captures = result == kCaptureImplicit || status != 0;
+  return result == kCaptureImplicit ? kSuccess : result;
+}
+
+Result Driver::ask_any_capturing(bool* captures) {
+  Result result = ask_capturing(nullptr, captures);
+  for (auto stream = streams_.begin(); result == kSuccess && !*captures && stream != streams_.end(); ++stream)
+    result = ask_capturing(*stream, captures);
+  return result;
+}
+
+bool Driver::try_read_only(std::size_t size) {
+  const Scope scope(*this);
+  Address address = 0;
+  Handle handle = 0;
+  Access access = Access::kNone;
+  Call call = Call::kReserve;
+  Result result = reserve(&address, size, 0);
+  if (result != kSuccess) throw failure(call, result);
+  call = Call::kCreate;
+  result = create(&handle, size);
+  if (result == kSuccess) {
+    call = Call::kMap;
+    result = map(address, size, handle, false);
+    if (result == kSuccess) {
+      Handle found = 0;
+      if (set_access(address, size, Access::kRead) == kSuccess) static_cast<void>(mapped(address, &found, &access));
+      unmap(address, size);
+    }
+    release(handle);
+  }
+  free(address, size);
+  if (result != kSuccess) throw failure(call, result);
+  return access == Access::kRead;
 }
 
 bool Driver::mapped(Address address, Handle* handle, Access* access) const {

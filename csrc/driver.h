@@ -10,6 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fork_guard.h"
@@ -57,15 +58,18 @@ class Event;
 class Driver : public std::enable_shared_from_this<Driver> {
  public:
   // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap. `unmap_ranges`:
-  // one unmap may take several neighbouring mappings.
+  // one unmap may take several neighbouring mappings. `read_only`: memory can be mapped read-only; otherwise such
+  // mappings can be written. `streams`: those that may capture graphs, which exist as long as the driver.
   Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags,
-         bool unmap_ranges = true)
+         bool unmap_ranges = true, bool read_only = true, std::vector<StreamHandle> streams = {})
       : table_(table),
         prop_(prop),
         context_(context),
         reserve_flags_(reserve_flags),
         restore_flags_(restore_flags),
-        unmap_ranges_(unmap_ranges) {}
+        unmap_ranges_(unmap_ranges),
+        read_only_(read_only),
+        streams_(std::move(streams)) {}
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
@@ -92,16 +96,21 @@ class Driver : public std::enable_shared_from_this<Driver> {
     return counted(Call::kUnmap, [&] { return table_.unmap(address, size); });
   }
   Result set_access(Address address, std::size_t size, Access access) {
-    const AccessDesc desc{prop_.location, static_cast<unsigned>(access)};
+    const AccessDesc desc{prop_.location, static_cast<unsigned>(granted(access))};
     return counted(Call::kSetAccess, [&] { return table_.set_access(address, size, &desc, 1); });
   }
-  // Waits for the event; for all work in the context where it is null.
-  Result synchronize(const Event* event);
+  // Waits for the event; for all work in the context where it is null. A capture is invalidated when its context is
+  // synchronised, so while a stream captures the latter is not tried: kCaptureUnsupported. Which call failed is in
+  // *call.
+  Result synchronize(const Event* event, Call* call);
   // Zeroes a range that may be written, and waits until it is. Which call failed is in *call; *touched: something of
   // the range may be zero already.
   Result zero(Address address, std::size_t size, Call* call, bool* touched);
 
   bool unmap_ranges() const { return unmap_ranges_; }
+  bool read_only() const { return read_only_; }
+  // The access that a mapping has which was asked for with `access`.
+  Access granted(Access access) const { return access == Access::kRead && !read_only_ ? Access::kReadWrite : access; }
 
   // Makes the calling thread the driver's own: its context is current there, and graphs that other threads capture do
   // not forbid it any call. Which call failed is in *call.
@@ -126,6 +135,11 @@ class Driver : public std::enable_shared_from_this<Driver> {
   std::shared_ptr<Event> record(StreamHandle stream);
   // Whether the stream captures a graph, or cannot be used because another one does. Throws DriverFailure.
   bool capturing(StreamHandle stream);
+  // Whether any stream captures a graph: one of the driver's streams, or one that the legacy default stream waits for,
+  // which are all but those created as non-blocking. Throws DriverFailure.
+  bool any_capturing();
+  // Whether the provider maps memory read-only, tried on `size` bytes. Throws DriverFailure if it cannot be tried.
+  bool try_read_only(std::size_t size);
 
   // What is mapped at an address, asked of the provider itself; for checks only, so not counted.
   bool mapped(Address address, Handle* handle, Access* access) const;
@@ -140,6 +154,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   friend class Event;
 
   Result take_event(EventHandle* event);
+  Result ask_capturing(StreamHandle stream, bool* captures);
+  Result ask_any_capturing(bool* captures);
 
   template <class Body>
   Result counted(Call call, Body&& body) {
@@ -163,6 +179,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
   const Flags reserve_flags_;
   const Flags restore_flags_;
   const bool unmap_ranges_;
+  const bool read_only_;
+  const std::vector<StreamHandle> streams_;
   const ForkGuard fork_;
   std::array<Counter, kCalls> counters_;
   std::mutex stock_mutex_;

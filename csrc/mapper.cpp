@@ -256,8 +256,9 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
       return true;
     }
     case Operation::Kind::kFence: {
-      const Event* event = operation.event.get();
-      return !failed(event ? Call::kEventSynchronize : Call::kContextSynchronize, driver_->synchronize(event));
+      Call which;
+      const Result waited = driver_->synchronize(operation.event.get(), &which);
+      return !failed(which, waited);
     }
   }
   return false;

@@ -57,8 +57,11 @@ Table table_of(const Vmm& vmm) {
   return table;
 }
 
+StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
+
 std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
-                                    Flags restore_flags, bool unmap_ranges) {
+                                    Flags restore_flags, bool unmap_ranges, bool read_only,
+                                    const std::vector<std::uintptr_t>& streams) {
   Vmm vmm;
   visit_table(vmm, [&](const char* name, auto& function) {
     const auto entry = table.find(name);
@@ -68,8 +71,10 @@ std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uin
   AllocationProp allocation;
   if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
   std::memcpy(&allocation, prop.c_str(), sizeof allocation);
+  std::vector<StreamHandle> handles;
+  for (const std::uintptr_t stream : streams) handles.push_back(stream_of(stream));
   return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags,
-                                  unmap_ranges);
+                                  unmap_ranges, read_only, std::move(handles));
 }
 
 nb::bytes host_prop(std::size_t granularity) {
@@ -101,8 +106,6 @@ void without_lock(Body&& body) {
 }
 
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
-
-StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
 
 Stats call_stats(const Driver& driver) {
   Stats stats;
@@ -188,13 +191,21 @@ NB_MODULE(_native, m) {
 
   nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
       .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0,
-           "unmap_ranges"_a = true, "unmap_ranges: whether one unmap may take several neighbouring mappings.")
+           "unmap_ranges"_a = true, "read_only"_a = true, "streams"_a = std::vector<std::uintptr_t>{},
+           "unmap_ranges: whether one unmap may take several neighbouring mappings. read_only: whether memory can be "
+           "mapped read-only; if not, such mappings can be written. streams: those that may capture graphs, which "
+           "exist as long as the driver.")
+      .def_prop_ro("read_only", &Driver::read_only)
+      .def("try_read_only", &Driver::try_read_only, "size"_a,
+           "Whether the provider maps memory read-only, tried on `size` bytes.")
       .def(
           "record", [](Driver& self, std::uintptr_t stream) { return self.record(stream_of(stream)); }, "stream"_a,
           "An event that is complete when all is that was launched on the stream.")
       .def(
           "capturing", [](Driver& self, std::uintptr_t stream) { return self.capturing(stream_of(stream)); },
           "stream"_a, "Whether the stream captures a graph, or cannot be used because another one does.")
+      .def("any_capturing", &Driver::any_capturing,
+           "Whether any stream captures a graph, as far as the driver knows them.")
       .def("result_name", &Driver::result_name, "result"_a, "The provider's name for a result.")
       .def("call_stats", &call_stats, "Calls so far by CUDA's names: (count, seconds).");
 
@@ -277,11 +288,12 @@ NB_MODULE(_native, m) {
 
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, std::size_t tensors,
-                       std::size_t slots, std::size_t runs, std::size_t run_pages) {
+                       std::size_t slots, std::size_t runs, std::size_t run_pages, bool zeroed) {
              return std::make_shared<AddressSpace>(std::move(driver), std::move(pool),
-                                                   AddressSpace::Shape{tensors, slots, runs, run_pages});
+                                                   AddressSpace::Shape{tensors, slots, runs, run_pages, zeroed});
            }),
-           "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a)
+           "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a, "zeroed"_a = false,
+           "zeroed: whether pages are zero when they are mapped by `grow`, whatever memory they are.")
       .def_prop_ro("slots", [](const AddressSpace& self) { return self.shape().slots; })
       .def_prop_ro("lanes", &AddressSpace::lanes)
       .def_prop_ro("tensor_bytes", &AddressSpace::tensor_bytes)

@@ -37,7 +37,7 @@ from vattn.memory.bands import Bands
 from vattn.memory.fences import Fences
 from vattn.memory.journal import Change
 from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool, Plan, atomic, reading
+from vattn.memory.pool import PagePool, Plan, atomic, reading, take_back
 from vattn.memory.prefixes import Prefixes
 from vattn.memory.reclaimer import Reclaimer
 from vattn.memory.slots import SlotTable
@@ -76,6 +76,7 @@ class KVCache:
                 f"KVCache(config, pool=...) takes a vattn.KVConfig and a vattn.PagePool, not {shown(config)} and "
                 f"{shown(pool)}; vattn.init takes keywords"
             )
+        take_back()
         layout, budget = resolve(
             config,
             pool_page_size=pool.page_size if pool else None,
@@ -101,7 +102,7 @@ class KVCache:
             self.layout = layout
             self._pool = pool
             self._fences = Fences(pool.driver)
-            self._bands = Bands(layout, pool)
+            self._bands = Bands(layout, pool, config.guard_rows)
             self._slots = SlotTable(config, layout.slots, self._bands)
             self._ledger = Ledger(min(budget, pool.total_pages), layout, self._slots, self._bands, pool)
             self._reclaimer = Reclaimer(config, self._slots, self._bands, self._ledger, self._fences, pool)
@@ -396,7 +397,8 @@ class KVCache:
         """K and V of a layer: views `[max_batch_size, max_context_len, num_kv_heads, head_dim]` in the layer's dtype.
 
         Strides depend on layout and kv_order; the last is 1. Only tokens that `step` has backed may be written; reads
-        elsewhere see zeros, or fault (see `KVConfig.guard`).
+        elsewhere see zeros, or fault (see `KVConfig.guard`). What a backed token holds before it is written is
+        arbitrary: whatever its page held before, and on CUDA whatever new memory holds.
 
         Raises:
             IndexError: the cache does not have this layer.
@@ -527,6 +529,7 @@ class KVCache:
             waits=self._backer.waits,
             wait_seconds=self._backer.wait_ns * 1e-9,
             failures=self._pool.failures,
+            shared_read_only=self._pool.driver.native.read_only,
             calls={
                 name: CallStats(count, seconds)
                 for name, (count, seconds) in self._pool.driver.native.call_stats().items()
@@ -595,6 +598,10 @@ class KVCache:
         """Unmaps all pages and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
 
         The tensors must no longer be used; their address space is released with the last of them.
+
+        Raises:
+            StreamCapturing: pages are mapped, and a stream of the device is capturing a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
         """
         with self._pool.lock:
             if not self._finalizer.alive:
@@ -728,6 +735,4 @@ class KVCache:
 
 def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
     """Gives up the pages of a cache that was dropped without `close`, and shuts its own pool."""
-    pool.leave_behind(give_back)
-    if owns_pool:
-        pool.shut()
+    pool.leave_behind(give_back, unowned=owns_pool)

@@ -20,7 +20,7 @@ _MIN_AUTO_BLOCK_TOKENS = 64
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
-# Rows before a window that kernels read: on CUDA the rest of a tile of up to 256 keys.
+# Rows before a window that kernels read: on CUDA the rest of a tile of up to 256 keys. Zeroed, as guard rows are.
 _WINDOW_GUARD = {"cpu": 0, "cuda": 256}
 
 
@@ -57,7 +57,9 @@ class KVConfig:
             on the CPU, where attention reads it fastest, and NHD on CUDA, whose kernels expect it.
         block_tokens: most tokens that a page may cover. With a fixed page size it determines the layout, with a fixed
             layout the page size.
-        guard_rows: rows past a slot's length that a kernel reads without using them; they are backed and finite.
+        guard_rows: rows past a slot's length that a kernel reads without using them. They are backed, and hold zeros or
+            what a request wrote in that slot: its pages are zeroed when they are mapped, because new memory on CUDA,
+            and memory that other caches used, may hold NaN.
         guard: effect of other reads past the mapped pages on the host: "zero" returns zeros, "strict" faults. On CUDA
             such a read is always an error of the kernel.
         overlap: map the pages for the next step while this one computes.

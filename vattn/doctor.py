@@ -61,11 +61,20 @@ def _cuda_devices() -> list[str]:
         bindings, lacking = cuda.start()
         for ordinal in range(0 if lacking else cuda.device_count(bindings)):
             name, supported, memory = cuda.describe(bindings, ordinal)
-            unusable = "" if supported else "; unusable, it has no virtual memory management"
-            lines.append(f"  cuda:{ordinal} {name}, {format_bytes(memory)}{unusable}")
+            state = _sharing(ordinal) if supported else "unusable, it has no virtual memory management"
+            lines.append(f"  cuda:{ordinal} {name}, {format_bytes(memory)}; {state}")
     except VattnError as error:
         lines.append(f"  cuda   {error}")
     return lines
+
+
+def _sharing(ordinal: int) -> str:
+    """How slots share pages on a GPU, which takes a context and a page of memory to find out."""
+    try:
+        read_only = cuda.find(torch.device("cuda", ordinal)).read_only
+    except VattnError as error:
+        return f"not usable now: {error}"
+    return "shared pages are mapped read-only" if read_only else f"no read-only mappings: {cuda.NOT_READ_ONLY}"
 
 
 def _version(package: str) -> str:

@@ -84,7 +84,9 @@ class ForkedProcess(VattnError):
 
 
 class StreamCapturing(VattnError):
-    """The current stream is capturing a CUDA graph, and the call would map or unmap memory; nothing was changed."""
+    """A stream is capturing a CUDA graph, and the call would map or unmap memory on it, or wait for all kernels of the
+    device; nothing was changed.
+    """
 
 
 class DriverError(VattnError):

@@ -83,12 +83,14 @@ class Band:
         token_bytes: bytes of a token in all of its layers.
         block_tokens: tokens of a block, the unit in which slots share memory and windows give it back: the fewest that
             fill whole pages of every kind.
+        window_guard: rows of the window that kernels read without using them.
     """
 
     window: int | None
     kinds: tuple[TensorKind, ...]
     token_bytes: int
     block_tokens: int
+    window_guard: int = 0
 
     def floor(self, start: int) -> int:
         """The first token of the first block that queries from token `start` on can see."""
@@ -238,6 +240,7 @@ def _build(
             tuple(made),
             sum(group.token_bytes for group in of_groups),
             block_tokens,
+            0 if window is None else window_guard,
         )
         for window, (made, of_groups) in members.items()
     )

@@ -26,6 +26,8 @@ class CacheStats:
         parked_pages: pages still mapped for no request, and in no cached token block.
         cached_pages: pages of cached token blocks that no running request uses; they need not be mapped.
         shared_pages: owned pages that several running requests share.
+        shared_read_only: whether a shared page can be written in one slot at most; if not, because the device's driver
+            maps no memory read-only, a stray write to a shared page does not fault.
         other_pages: pages of other caches on the same pool.
         free_pages: pages that nobody holds.
         created_pages: physical pages of the pool, including free ones kept for reuse.
@@ -65,6 +67,7 @@ class CacheStats:
     waits: int
     wait_seconds: float
     failures: int
+    shared_read_only: bool
     calls: dict[str, CallStats] = field(default_factory=dict)
 
     @property

@@ -1,8 +1,9 @@
 """python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
 
-As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log; the
-part "tests" also writes tests.xml (JUnit). With --out, a tar of these files and a copy of the table go to DIR instead,
-named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C bench/results` brings them home.
+As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log (over
+the stub driver: in build/stub/gpu); the part "tests" also writes tests.xml (JUnit). With --out, a tar of these files
+and a copy of the table go to DIR instead, named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C
+bench/results` brings them home.
 
 A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
 `git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
@@ -26,7 +27,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
-from bench.harness.discovery import Case, find
+from bench.gpu.parts import find_parts
+from bench.harness.discovery import Case
 from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
 from bench.harness.timing import LoadMeter
 
@@ -35,11 +37,12 @@ BUILD_SECONDS = 90
 
 _ROOT = Path(__file__).parents[2]
 _SECONDS_TO_DIE = 10
+_CORES_OF_A_PART = 4
 _LINES_OF_A_FAILURE = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0 if every part ran with all its sides, or was skipped for a reason."""
+    """Runs the command line; returns 0 if every part ran with all its sides."""
     parts = find_parts()
     groups = group(parts.values())
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = re.sub(r"[^a-z0-9]+", "-", (device or "stub").lower()).strip("-")
     chosen = [part.name for part in groups[args.group - 1]] if args.group else args.parts or list(parts)
     title = f"group-{args.group}" if args.group else "-".join(args.parts) or "all"
-    results = _ROOT / "bench" / "results"
+    results = _ROOT / ("bench/results" if device else "build")  # what means nothing is no result
     rows: list[Row] = []
     failed = False
     with ExitStack() as stack:
@@ -79,31 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             part, file = parts[name], out / f"{name}.json"
             print(f"{name}: {part.about}", flush=True)
             start = time.monotonic()
-            if part.constants["COMPUTES"] and device is None:
-                record = _without("skipped", part, "it computes, and there is no GPU", file)
-            else:
-                record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
+            record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
             failed |= "failed" in record or bool(_missing(record))
             rows += _summary(name, record, time.monotonic() - start)
             if args.out:
                 _pack(results, rows, args.out / title)
     print("\n".join(["", *text_table(rows)]))
     return 1 if failed else 0
-
-
-def find_parts() -> dict[str, Case]:
-    """The parts by name, the most valuable first.
-
-    Raises:
-        ValueError: a part lacks one of its constants.
-    """
-    found = find(folder)
-    for part in found.values():
-        if missing := {"RANK", "SECONDS", "COMPUTES"} - part.constants.keys():
-            raise ValueError(
-                f"{part.module} has no {', '.join(sorted(missing))}; bench/gpu/parts says what a part needs"
-            )
-    return dict(sorted(found.items(), key=lambda item: item[1].constants["RANK"]))
 
 
 def group(parts: Iterable[Case]) -> list[list[Case]]:
@@ -162,7 +147,8 @@ def _run_apart(part: Case, quick: bool, file: Path, limit: float, environment: M
             _end_session(process)
     if not file.exists():
         print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-_LINES_OF_A_FAILURE:]))
-        return _without("failed", part, failure, file)
+        print(f"{part.name} failed: {failure}")
+        file.write_text(json.dumps({"name": part.name, "failed": failure}) + "\n")
     record: dict[str, Any] = json.loads(file.read_text())
     return record
 
@@ -196,18 +182,11 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _without(outcome: str, part: Case, why: str, file: Path) -> dict[str, Any]:
-    """The record of a part that was `"skipped"` or `"failed"`, also written to `file`."""
-    print(f"{part.name} {outcome}: {why}")
-    record = {"name": part.name, outcome: why}
-    file.write_text(json.dumps(record) + "\n")
-    return record
-
-
 def _run_here(part: Case, quick: bool, file: Path) -> int:
     from bench.gpu import device
 
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA
+    quick |= stub  # whose times mean nothing
     os.environ[folder.OUT] = str(file.parent)
     module = part.load()
     load = LoadMeter()
@@ -225,8 +204,11 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
 
 
 def contended(foreign_cores: float, cores: int) -> bool:
-    """Whether other load makes times void: over as large a share of these cores as MAX_FOREIGN_CORES is of two."""
-    return foreign_cores > MAX_FOREIGN_CORES * max(cores, 2) / 2
+    """Whether other load makes times void: with more than four cores, as much as half of those that a part leaves idle.
+
+    A machine that is lent may be a share of one with many more cores, of whose load the system tells.
+    """
+    return foreign_cores > max(MAX_FOREIGN_CORES, (cores - _CORES_OF_A_PART) / 2)
 
 
 def _carried_commit() -> dict[str, str | bool]:
@@ -236,9 +218,9 @@ def _carried_commit() -> dict[str, str | bool]:
 
 def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
     """One row per goal and per side that is missing, or one row that says why there are none."""
-    without = next((f"{key}: {record[key]}" for key in ("skipped", "failed") if key in record), None)
-    if without is not None:
-        return [{"part": name, "seconds": seconds, "goal": without, "value": "-", "asked": "-", "": ""}]
+    if "failed" in record:
+        why = f"failed: {record['failed']}"
+        return [{"part": name, "seconds": seconds, "goal": why, "value": "-", "asked": "-", "": ""}]
     rows: list[Row] = [
         {
             "part": name,

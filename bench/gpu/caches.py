@@ -6,7 +6,7 @@ import random as host_random
 from collections.abc import Sequence
 
 from bench.gpu import PAGE
-from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS, random
+from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, random
 from bench.gpu.static import StaticKV
 from vattn import KVConfig
 from vattn.attention import Blocks, Contiguous, whole_layer
@@ -56,7 +56,7 @@ def paged(slots: int, tokens: int, *, layers: int = 1, block_size: int = BLOCK_S
             max_model_len=tokens,
             block_size=block_size,
             dtype=DTYPE,
-            device="cuda",
+            device=DEVICE,
         ),
         num_blocks=slots * -(-tokens // block_size),
     )

@@ -1,4 +1,4 @@
-"""The GPU, or the stub driver in its place; timing on the device; Llama-3-8B's shapes."""
+"""The GPU, or the stub driver and the CPU in its place; timing on the device; Llama-3-8B's shapes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.timing import Key
+from bench.gpu import flash_attn_2
+from bench.harness.timing import Key, interleave
 from vattn.attention import Attention, Case, adapters, get
 
 _STUB = Path(__file__).parents[2] / "tests" / "support"
+STUB = "VATTN_STUB_CUDA" in os.environ
+DEVICE = "cpu" if STUB else "cuda"  # of all tensors but a cache's; the stub's memory is the host's
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 _HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms
@@ -24,10 +27,9 @@ _HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms
 
 def over_stub() -> bool:
     """Whether this process runs over the stub driver; if so, makes torch pass for a build with CUDA."""
-    if "VATTN_STUB_CUDA" not in os.environ:
-        return False
-    _stub().stand_in()
-    return True
+    if STUB:
+        _stub().stand_in()
+    return STUB
 
 
 def stub_environment() -> dict[str, str]:
@@ -45,22 +47,26 @@ def _stub() -> Any:
 
 def usable_kernels(block_size: int | None = None) -> list[Attention]:
     """The kernels that accept Llama-3-8B's shapes here, over contiguous slots or over blocks of `block_size` tokens."""
-    case = Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size)
+    case = Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size)
+    flash_attn_2.provide()
     return [kernel for kernel in adapters() if kernel.refusal(case) is None]
-
-
-def paged_kernels(block_size: int) -> tuple[list[Attention], list[str]]:
-    """The kernels to compare with over blocks; if there is none, why not, as a line for a report's MISSING."""
-    case = Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size)
-    refusals = [(kernel, kernel.refusal(case)) for kernel in adapters() if kernel.name != "torch_sdpa"]
-    usable = [kernel for kernel, refusal in refusals if refusal is None]
-    reasons = "; ".join(f"{kernel.name}: {refusal}" for kernel, refusal in refusals)
-    return usable, [] if usable else [f"paged, for want of a kernel ({reasons})"]
 
 
 def best(block_size: int | None = None) -> Attention:
     """The kernel that "auto" chooses for Llama-3-8B's shapes."""
-    return get("auto", Case(torch.device("cuda"), DTYPE, HEAD_DIM, block_size=block_size))
+    return get("auto", Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size))
+
+
+def synchronize() -> None:
+    """Waits for the device."""
+    if not STUB:
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Gives the memory that torch keeps for itself back to the device."""
+    if not STUB:
+        torch.cuda.empty_cache()
 
 
 def times(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 3) -> dict[Key, float]:
@@ -68,6 +74,8 @@ def times(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: i
 
     Each round begins with a pause of the device during which the host launches everything, so Python is not timed.
     """
+    if STUB:
+        return {key: median(seconds) for key, seconds in interleave(actions, rounds=2, warmup=0).items()}
     events: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in actions}
     order = list(actions)
     for number in range(-warmup, rounds):
@@ -89,4 +97,4 @@ def _event() -> Any:
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=DTYPE, device="cuda")
+    return torch.randn(shape, dtype=DTYPE, device=DEVICE)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS
+from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, STUB
 from vattn import packed
 
 
-def llama(*, layers: int, hidden: int = 4096, intermediate: int = 14_336, vocabulary: int = 128_256) -> PreTrainedModel:
-    """A model ready for packed steps: Llama-3-8B with 32 layers; its attention heads at any other size."""
+def llama(*, layers: int) -> PreTrainedModel:
+    """A model ready for packed steps: Llama-3-8B with 32 layers; over the stub narrow but with its heads."""
+    hidden, intermediate, vocabulary = (64, 64, 256) if STUB else (4096, 14_336, 128_256)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -24,7 +25,7 @@ def llama(*, layers: int, hidden: int = 4096, intermediate: int = 14_336, vocabu
     default = torch.get_default_dtype()
     torch.set_default_dtype(DTYPE)
     try:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             torch.manual_seed(0)
             model: PreTrainedModel = LlamaForCausalLM(config)
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bench.gpu.device import DEVICE
 from vattn.attention import Contiguous, PackedBatch
 from vattn.engine.kv.base import KVStats
 
@@ -23,7 +24,7 @@ class StaticKV:
         with torch.inference_mode(False):
             self._stored = [
                 Contiguous(
-                    torch.empty(shape, dtype=dtype, device="cuda"), torch.empty(shape, dtype=dtype, device="cuda")
+                    torch.empty(shape, dtype=dtype, device=DEVICE), torch.empty(shape, dtype=dtype, device=DEVICE)
                 )
                 for _ in range(num_layers)
             ]

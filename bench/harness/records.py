@@ -1,9 +1,9 @@
-"""The committed records: bench/results/<machine>/<name>.json."""
+"""The committed records: bench/results/<machine>/<name>.json, and those of bench.gpu in <machine>/gpu/."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,37 @@ def load(results: Path, names: Iterable[str]) -> Records:
     return records
 
 
+def load_gpu(results: Path, names: Sequence[str]) -> Records:
+    """Records of `bench.gpu` by machine and part, in the order of `names`; of a part that failed, with the reason only.
+
+    Raises:
+        ValueError: a record is of no part, or its figures are void: of a quick run, of one over the stub driver, or of
+            one on a machine that was busy with something else.
+    """
+    records: Records = {}
+    for path in sorted(results.glob("*/gpu/*.json"), key=lambda path: _place(path, names)):
+        record: Record = json.loads(path.read_text())
+        for flaw in ("quick", "stub", "contended"):
+            if record.get(flaw):
+                raise ValueError(f"{path} is from a {flaw} run and must not be published; run the part again")
+        records.setdefault(path.parts[-3], {})[path.stem] = record
+    return records
+
+
+def _place(path: Path, names: Sequence[str]) -> tuple[str, int]:
+    if path.stem not in names:
+        raise ValueError(f"{path} is a record of {path.stem!r}, but bench/gpu/parts has no such part")
+    return path.parts[-3], names.index(path.stem)
+
+
 def source(record: Record) -> str:
     """Where a record comes from, on one line: hardware, versions, commit and day."""
     hardware, torch = record["hardware"], record["versions"]["torch"]
+    gpu = ""
+    if "gpu" in hardware:
+        gpu = f"{hardware['gpu']}, {hardware['gpu_memory_bytes'] / 2**30:.0f} GiB, CUDA {hardware['cuda']}, beside "
     commit = (record["commit"] or "none")[:10] + (" with changes" if record["dirty"] else "")
     return (
-        f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
         f"{record['kernel']}, torch {torch}, commit {commit}, {record['date'][:10]}"
     )

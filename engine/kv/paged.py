@@ -98,12 +98,14 @@ class PagedKV(PlainStore):
         self._heads = num_kv_heads
         self._dims = (layer.head_dim, layer.v_head_dim)
 
+        # Kernels on CUDA read blocks as a whole and multiply what is past a length by zero, so it must not be NaN.
+        allocate = torch.zeros if torch.device(device).type == "cuda" else torch.empty
         # Explicitly outside inference mode: a tensor made inside could never be written outside it.
         with torch.inference_mode(False):
             pools, buffers = [], []
             for dim in self._dims:
                 shape = (num_layers, num_kv_heads * num_blocks, block_size * dim)
-                pools.append(torch.empty(shape, dtype=dtype, device=device))
+                pools.append(allocate(shape, dtype=dtype, device=device))
                 size = num_kv_heads * self.max_blocks * block_size * dim
                 buffers.append(torch.empty(size, dtype=dtype, device=device))
             self._gather_pools = [pool.unbind() for pool in pools]

@@ -64,6 +64,63 @@ def test_plot_refuses_a_record_of_no_benchmark(project: Path, capsys: pytest.Cap
     assert "a record of 'stride', but bench/cases has no such benchmark" in capsys.readouterr().err
 
 
+def _gpu_record(name: str, **changes: object) -> dict[str, object]:
+    figures: list[Row] = [{"page MiB": 2.0, "us": 31.4}]
+    goals = [Goal("cuMemCreate, us", 31.4, "<=", 29), Goal("cuMemMap, us", 1.5, "<=", 2)]
+    record = Report({"missing": ["paged, for want of a kernel"]}, figures, goals).record(
+        name, quick=False, foreign_cores=1.0
+    )
+    hardware = {"gpu": "NVIDIA X", "gpu_memory_bytes": 80 * 2**30, "cuda": "13.0"}
+    return record | {"stub": False, "contended": False, "hardware": {**record["hardware"], **hardware}} | changes
+
+
+@pytest.fixture
+def documents(project: Path) -> tuple[Path, Path]:
+    """README.md and a document, both without a record of a GPU yet."""
+    readme, tables = project / "README.md", project / "docs" / "benchmarks.md"
+    readme.write_text("before\n<!-- gpu -->\n<!-- /gpu -->\nafter\n")
+    tables.parent.mkdir(exist_ok=True)
+    tables.write_text("# Tables\n\n<!-- gpu tables -->\n<!-- /gpu tables -->\n")
+    assert publish(project, check=False) == 0
+    assert readme.read_text() == "before\n<!-- gpu -->\n<!-- /gpu -->\nafter\n"
+    (project / "bench" / "results" / "nvidia-x" / "gpu").mkdir(parents=True)
+    return readme, tables
+
+
+def test_the_section_on_gpus_comes_and_goes_with_the_records(project: Path, documents: tuple[Path, Path]) -> None:
+    """The most valuable part first, whatever its name; of one that failed, the reason."""
+    folder = project / "bench" / "results" / "nvidia-x" / "gpu"
+    (folder / "calls.json").write_text(json.dumps(_gpu_record("calls")))
+    (folder / "attention.json").write_text(json.dumps({"name": "attention", "failed": "stopped after 120 s"}))
+    assert publish(project, check=True) == 1
+    assert publish(project, check=False) == 0
+    readme, tables = (path.read_text() for path in documents)
+    assert "## On a GPU\n\nNVIDIA X, 80 GiB, CUDA 13.0, beside " in readme
+    rows = [line for line in readme.splitlines() if line.startswith("| ")][2:]
+    assert rows[0].endswith("| cuMemCreate, us | at most 29 | 31.4 | 1 of 2 |")
+    assert rows[1].endswith("| failed |  | stopped after 120 s |  |")
+    assert "| 2.000 | 31.4 |" in tables
+    assert "Missing: paged, for want of a kernel." in tables
+    assert "| cuMemMap, us | at most 2 | 1.5 | met |" in tables
+    assert publish(project, check=True) == 0
+    shutil.rmtree(folder)
+    assert publish(project, check=False) == 0
+    assert "GPU\n" not in documents[0].read_text()
+
+
+@pytest.mark.parametrize("flaw", ["quick", "stub", "contended"])
+def test_a_void_record_of_a_gpu_is_refused(
+    project: Path, documents: tuple[Path, Path], flaw: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = project / "bench" / "results" / "nvidia-x" / "gpu" / "calls.json"
+    file.write_text(json.dumps(_gpu_record("calls", **{flaw: True})))
+    assert publish(project, check=False) == 2
+    assert f"is from a {flaw} run" in capsys.readouterr().err
+    file.rename(file.with_name("phone.json"))
+    assert publish(project, check=False) == 2
+    assert "bench/gpu/parts has no such part" in capsys.readouterr().err
+
+
 def test_the_overview_is_drawn_for_a_machine_that_has_all_its_records(tmp_path: Path) -> None:
     for machine, count in (("whole", len(overview.BENCHMARKS)), ("partial", 2)):
         results = tmp_path / machine

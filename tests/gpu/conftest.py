@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from vmm_contract import Provider
 
+from bench.gpu import flash_attn_2
 from vattn import VattnError, drivers
 from vattn.drivers.cuda import CudaDevice, call
 
@@ -19,6 +20,11 @@ def missing() -> str | None:
     except VattnError as error:
         return str(error)
     return None
+
+
+# The kernels' tests run with it too, if bench/gpu/build_fa2.sh has built it.
+if missing() is None:
+    flash_attn_2.provide()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import vattn
 from vattn.drivers import cuda
+from vattn.memory import pool
 
 TOKENS = 4096  # per 2 MiB page: one layer, one head of 128 float32 in K and V each
 BASE: dict[str, Any] = {
@@ -135,6 +136,41 @@ def test_a_capture_elsewhere_does_not_stop_the_worker() -> None:
         k[reqid, : 3 * TOKENS] = 1
         torch.cuda.synchronize()
         cache.check()
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_capture_survives_a_cache_that_is_dropped_in_its_midst(mode: str) -> None:
+    dropped = make()
+    dropped.step({dropped.alloc_reqid(): TOKENS})
+    with make() as cache:
+        graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+        x.add_(0)  # its kernel is loaded
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode=mode):
+            x.add_(1)
+            refused = False
+            try:  # pytest would keep the error, and with it the cache
+                dropped.close()
+            except vattn.StreamCapturing:
+                refused = True
+            assert refused
+            del dropped
+            assert pool._holding
+            x.add_(1)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert x.tolist() == 8 * [2.0]
+        cache.step({cache.alloc_reqid(): TOKENS})  # takes back what the other left
+        assert pool._holding == {}
+        cache.check()
+
+
+def test_torch_makes_no_stream_that_the_driver_does_not_know() -> None:
+    known = cuda.torch_streams(torch.device("cuda", torch.cuda.current_device()))
+    assert len(known) == len(set(known))
+    for priority in (0, -1):
+        made = {int(torch.cuda.Stream(priority=priority).cuda_stream) for _ in range(100)}
+        assert made <= set(known)
 
 
 def test_other_devices_contexts_are_left_alone() -> None:

@@ -414,3 +414,132 @@ TEST(two_callers_with_a_worker_each) {
   CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
   CHECK_EQ(host_usage().kernel_mappings, before.kernel_mappings);
 }
+
+namespace {
+
+// The host's table, in which a stream captures a graph if a test says so.
+const StreamHandle kStream = reinterpret_cast<StreamHandle>(std::uintptr_t{64});
+bool captures = false;
+std::atomic<int> waits = 0;
+
+Vmm capturing_vmm() {
+  Vmm table = host_vmm();
+  table.stream_is_capturing = [](StreamHandle stream, unsigned* status) {
+    *status = captures && stream == kStream;
+    return Result{kSuccess};
+  };
+  table.context_synchronize = [] {
+    waits += 1;
+    return Result{kSuccess};
+  };
+  return table;
+}
+
+std::shared_ptr<Driver> capturing_driver() {
+  waits = 0;
+  return std::make_shared<Driver>(capturing_vmm(), host_prop(12), nullptr, 0, kMapRestore, true, true,
+                                  std::vector<StreamHandle>{kStream});
+}
+
+}  // namespace
+
+TEST(a_context_is_not_synchronised_while_a_stream_of_the_driver_captures) {
+  const auto driver = capturing_driver();
+  const auto pool = std::make_shared<PagePool>(4096, 1);
+  Mapper mapper(driver, pool);
+  const auto fence = [&] {
+    auto transaction = std::make_shared<Transaction>();
+    transaction->add({Operation::Kind::kFence, {}});
+    mapper.wait(mapper.submit(transaction));
+    return transaction;
+  };
+  captures = true;
+  CHECK(driver->any_capturing());
+  const auto refused = fence();
+  captures = false;
+  CHECK(refused->status() == Status::kFailed);
+  CHECK(refused->failed_call() == Call::kContextSynchronize);
+  CHECK_EQ(refused->failed_result(), Result{kCaptureUnsupported});
+  CHECK_EQ(waits, 0);
+  CHECK_EQ(take_failures(mapper).size(), 1u);
+  CHECK(!driver->any_capturing());
+  CHECK(fence()->status() == Status::kDone);
+  CHECK_EQ(waits, 1);
+}
+
+TEST(a_space_that_goes_during_a_capture_is_unmapped_after_it) {
+  const auto driver = capturing_driver();
+  const auto pool = std::make_shared<PagePool>(4096, 8);
+  const std::size_t before = host_usage().reservations;
+  {
+    auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
+    Mapper mapper(driver, pool);
+    auto transaction = std::make_shared<Transaction>();
+    space->grow(*transaction, 0, 3);
+    mapper.wait(mapper.submit(transaction));
+    const Address address = space->base(0);
+    word(address) = 7;
+    transaction.reset();
+    mapper.submit(std::make_shared<Transaction>());  // takes the last reference to the space from the log
+    mapper.stop();
+    captures = true;
+    space.reset();
+    CHECK_EQ(word(address), 7u);
+    const AddressSpace other(driver, pool, kShape);
+    CHECK_EQ(host_usage().reservations, before + 2);
+    CHECK_EQ(waits, 0);
+    captures = false;
+  }
+  // As the other space went.
+  CHECK_EQ(waits, 1);
+  CHECK_EQ(host_usage().reservations, before);
+}
+
+TEST(a_space_stays_mapped_if_kernels_cannot_be_waited_for) {
+  Vmm table = host_vmm();
+  table.context_synchronize = [] { return Result{kUnknown}; };
+  const auto driver = std::make_shared<Driver>(table, host_prop(12), nullptr, 0, kMapRestore);
+  const auto pool = std::make_shared<PagePool>(4096, 8);
+  auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
+  Mapper mapper(driver, pool);
+  auto transaction = std::make_shared<Transaction>();
+  space->grow(*transaction, 0, 1);
+  mapper.wait(mapper.submit(transaction));
+  const Address address = space->base(0);
+  word(address) = 7;
+  transaction.reset();
+  mapper.submit(std::make_shared<Transaction>());
+  mapper.stop();
+  space.reset();
+  CHECK_EQ(word(address), 7u);
+}
+
+TEST(read_only_mappings_are_writable_where_the_provider_refuses_them) {
+  Vmm table = host_vmm();
+  table.set_access = [](Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
+    return descs->flags == 1 ? Result{kNotSupported} : host_vmm().set_access(address, size, descs, count);
+  };
+  const auto usage = host_usage();
+  for (const bool refuses : {false, true}) {
+    Driver driver(refuses ? table : host_vmm(), host_prop(12), nullptr, 0, kMapRestore);
+    CHECK_EQ(driver.try_read_only(4096), !refuses);
+  }
+  CHECK_EQ(host_usage().reservations, usage.reservations);
+  CHECK_EQ(host_usage().handles, usage.handles);
+  const auto driver =
+      std::make_shared<Driver>(table, host_prop(12), nullptr, 0, kMapRestore, true, /*read_only=*/false);
+  const auto pool = std::make_shared<PagePool>(4096, 8);
+  const auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
+  Mapper mapper(driver, pool);
+  auto transaction = std::make_shared<Transaction>();
+  space->grow(*transaction, 0, 1);
+  alias(*space, *transaction, 1, 0, 1, Access::kRead);
+  mapper.wait(mapper.submit(transaction));
+  CHECK(transaction->status() == Status::kDone);
+  space->check();
+  std::vector<std::uint32_t> holders(pool->used()), writers(pool->used());
+  space->count(holders, writers);
+  CHECK_EQ(holders[0], 2u);
+  CHECK_EQ(writers[0], 1u);  // by the books, which no fault enforces here
+  mapper.submit(std::make_shared<Transaction>());
+}

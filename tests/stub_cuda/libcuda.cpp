@@ -31,8 +31,11 @@ enum : Result {
   kInvalidDevice = 101,
   kIllegalAddress = 700,
   kLaunchTimeout = 702,
+  kCaptureInvalidated = 901,
   kCapturedEvent = 907,
 };
+
+constexpr int kFresh = 0xA5;  // every byte of memory that nobody wrote yet
 
 int environment(const char* name, int otherwise) {
   const char* value = std::getenv(name);
@@ -42,20 +45,26 @@ int environment(const char* name, int otherwise) {
 struct Context {
   int device;
   std::size_t references = 0;  // of the primary context, by cuDevicePrimaryCtxRetain
+  Result poison = kSuccess;    // what a kernel failed with; nothing but the end of the process removes it
 };
 
-struct Kernel {  // what a test launched; it reads a range until it is completed
+struct Kernel {  // what a test launched; it reads a range, or reads and writes it, until it is completed
   std::size_t number;
   Address address;
   std::size_t size;
+  bool writes;
+  bool faulted = false;  // its pages were taken away while it ran; the host learns of it at its completion
+  bool touches(Address at, std::size_t bytes) const { return address < at + bytes && at < address + size; }
 };
 
 struct Stream {
-  explicit Stream(Context* its) : context(its) {}
+  Stream(Context* its, bool waits) : context(its), blocking(waits) {}
   Context* const context;
+  const bool blocking;  // waits for the legacy stream and is waited for by it; torch's streams are not
   std::vector<Kernel> running;
   std::size_t launched = 0;  // kernels ever
   bool capturing = false;
+  bool invalidated = false;  // the capture under way, by a call that it forbids
   unsigned mode = kCaptureGlobal;
   std::thread::id capturer;
   // Complete are all kernels before the first that runs.
@@ -63,12 +72,15 @@ struct Stream {
 };
 
 struct Event {
-  Context* context;
-  Stream* stream = nullptr;  // null: never recorded, which counts as complete
-  std::size_t upto = 0;      // kernels of the stream that it covers
+  explicit Event(Context* its) : context(its) {}
+  Context* const context;
+  Stream* stream = nullptr;                   // where it was recorded
+  std::map<const Stream*, std::size_t> upto;  // kernels that it covers; of none where it was never recorded
   bool captured = false;
   std::size_t waiters = 0;
-  bool complete() const { return !stream || stream->completed() >= upto; }
+  bool complete() const {
+    return std::all_of(upto.begin(), upto.end(), [](const auto& of) { return of.first->completed() >= of.second; });
+  }
 };
 
 struct Mapping {
@@ -84,6 +96,7 @@ struct Fault {
 };
 
 constexpr std::size_t kMemory = std::size_t{1} << 30;
+constexpr std::size_t kPooledStreams = 8;
 
 struct State {
   std::mutex mutex;
@@ -92,6 +105,7 @@ struct State {
   Result init_result = environment("STUB_CUDA_INIT", kSuccess);
   int version = environment("STUB_CUDA_VERSION", 13000);
   bool virtual_memory = environment("STUB_CUDA_VMM", 1);
+  bool read_only = environment("STUB_CUDA_READ_ONLY", 1);
   int granularity_log2 = environment("STUB_CUDA_GRANULARITY_LOG2", 21);
   std::size_t memory = kMemory;
   std::vector<Context> contexts =
@@ -103,18 +117,27 @@ struct State {
   std::set<Stream*> streams;
   std::vector<Stream*> default_streams;
   std::vector<Stream*> per_thread_streams;  // one per device: nothing is launched on them
+  // Per device, those that do not block: as torch's, they come in turn, and exist as long as the process.
+  std::vector<std::vector<Stream*>> pools;
+  std::size_t pooled = 0;  // given out
   std::map<std::string, std::size_t> calls;
   std::map<std::string, std::size_t> latencies;  // microseconds
   std::vector<Fault> faults;
   std::vector<std::string> log;
   std::vector<std::string> violations;
   bool logging = false;
+  bool gone = false;  // the driver has ended, as it does when the process exits
+  bool locking = false;
+  std::mutex driver;  // if locking: what a call takes its time under, and what a launch needs
 
   State() {
     for (std::size_t i = 0; i < contexts.size(); ++i) {
       contexts[i].device = static_cast<int>(i);
-      default_streams.push_back(new Stream(&contexts[i]));
-      per_thread_streams.push_back(new Stream(&contexts[i]));
+      default_streams.push_back(new Stream(&contexts[i], true));
+      per_thread_streams.push_back(new Stream(&contexts[i], true));
+      pools.emplace_back();
+      for (std::size_t n = 0; n < kPooledStreams; ++n)
+        streams.insert(pools[i].emplace_back(new Stream(&contexts[i], false)));
     }
   }
   std::size_t granularity() const { return std::size_t{1} << granularity_log2; }
@@ -124,6 +147,12 @@ State& state() {
   static State* the = new State;  // never destroyed: worker threads may outlive static objects
   return *the;
 }
+
+// The driver of a process that exits ends before the objects of libraries that were loaded earlier.
+[[maybe_unused]] const int at_exit = std::atexit([] {
+  const std::lock_guard lock(state().mutex);
+  state().gone = true;
+});
 
 thread_local Context* current = nullptr;
 thread_local unsigned capture_mode = kCaptureGlobal;
@@ -135,8 +164,9 @@ class Frame {
   explicit Frame(const char* name, const Args&... args) : name_(name) {
     State& s = state();
     std::size_t latency = 0;
+    std::unique_lock<std::mutex> driver;
     {
-      const std::lock_guard lock(s.mutex);
+      const std::lock_guard held(s.mutex);
       s.calls[name] += 1;
       if (s.logging) {
         std::ostringstream line;
@@ -145,6 +175,7 @@ class Frame {
         s.log.push_back(line.str());
       }
       if (const auto it = s.latencies.find(name); it != s.latencies.end()) latency = it->second;
+      if (s.locking) driver = std::unique_lock(s.driver, std::defer_lock);
       for (auto fault = s.faults.begin(); fault != s.faults.end(); ++fault)
         if ((fault->name.empty() || fault->name == name) && --fault->countdown == 0) {
           result = fault->code;
@@ -152,16 +183,21 @@ class Frame {
           break;
         }
     }
+    if (driver.mutex()) driver.lock();
     if (latency) std::this_thread::sleep_for(std::chrono::microseconds(latency));
     lock = std::unique_lock(s.mutex);
+    if (s.gone) result = kDeinitialized;
     if (result == kSuccess && s.pid != getpid()) refuse(kNotInitialized, "CUDA is not initialised in this process");
   }
 
   bool failed() const { return result != kSuccess; }
 
+  // Notes what the documentation forbids, but the driver does not refuse.
+  void note(const std::string& why) { state().violations.push_back(std::string(name_) + ": " + why); }
+
   // A precondition does not hold: notes it.
   Result refuse(Result code, const std::string& why) {
-    state().violations.push_back(std::string(name_) + ": " + why);
+    note(why);
     return result = code;
   }
 
@@ -170,17 +206,24 @@ class Frame {
     return condition;
   }
 
-  // Which calls a capture forbids, the documentation leaves open but for examples. Strictly: all of these.
+  // A kernel that failed fails every later call in its context.
   bool needs_context() {
     if (failed()) return false;
     if (!current) return refuse(kInvalidContext, "no context is current on the calling thread"), false;
-    for (const Stream* stream : state().streams) {
+    return (result = current->poison) == kSuccess;
+  }
+
+  // Which calls a capture forbids, the documentation leaves open but for examples. Strictly: all of these. A call that
+  // is forbidden fails, and invalidates the capture.
+  bool needs_no_capture() {
+    for (Stream* stream : state().streams) {
       if (!stream->capturing || stream->mode == kCaptureRelaxed || capture_mode == kCaptureRelaxed) continue;
       const bool mine = stream->capturer == std::this_thread::get_id();
-      if (mine || (stream->mode == kCaptureGlobal && capture_mode == kCaptureGlobal))
-        return refuse(kCaptureUnsupported, "a graph is being captured, and the thread's mode is not relaxed"), false;
+      if (!mine && (stream->mode != kCaptureGlobal || capture_mode != kCaptureGlobal)) continue;
+      stream->invalidated = true;
+      refuse(kCaptureUnsupported, "a graph is being captured, and the thread's mode is not relaxed");
     }
-    return true;
+    return !failed();
   }
 
   Result result = kSuccess;
@@ -198,6 +241,10 @@ class Frame {
 #define ENTER_CONTEXT(...) \
   ENTER(__VA_ARGS__);      \
   if (!call.needs_context()) return call.result
+// For what a capture may forbid.
+#define ENTER_UNSAFE(...)     \
+  ENTER_CONTEXT(__VA_ARGS__); \
+  if (!call.needs_no_capture()) return call.result
 #define NEEDS(...) \
   if (!call.needs(__VA_ARGS__)) return call.result
 
@@ -216,10 +263,23 @@ Stream* find_stream(const State& s, StreamHandle handle) {
   return s.streams.contains(stream) ? stream : nullptr;
 }
 
-bool implicitly_captured(const State& s, StreamHandle handle) {
-  if (handle) return false;
-  return std::any_of(s.streams.begin(), s.streams.end(),
-                     [](const Stream* stream) { return stream->capturing && stream->context == current; });
+// Streams that capture and that the legacy stream, if this is it, would have to wait for.
+std::vector<Stream*> implicitly_captured(const State& s, StreamHandle handle) {
+  std::vector<Stream*> found;
+  for (Stream* stream : s.streams)
+    if (!handle && stream->capturing && stream->blocking && stream->context == current) found.push_back(stream);
+  return found;
+}
+
+// What runs before anything that is launched on a stream now.
+std::map<const Stream*, std::size_t> before(const State& s, const Stream* stream) {
+  std::map<const Stream*, std::size_t> covered{{stream, stream->launched}};
+  const Stream* legacy = s.default_streams[static_cast<std::size_t>(stream->context->device)];
+  if (stream->blocking) covered[legacy] = legacy->launched;
+  if (stream == legacy)
+    for (const Stream* other : s.streams)
+      if (other->blocking && other->context == stream->context) covered[other] = other->launched;
+  return covered;
 }
 
 // The mappings that a range consists of; false where it does not, or has gaps.
@@ -240,20 +300,60 @@ const Mapping* mapping_at(const State& s, Address address) {
   return address < it->first + it->second.size ? &it->second : nullptr;
 }
 
-bool is_read(const State& s, Address address, std::size_t size) {
-  const auto reads = [&](const Stream* stream) {
-    return std::any_of(stream->running.begin(), stream->running.end(), [&](const Kernel& kernel) {
-      return kernel.address < address + size && address < kernel.address + kernel.size;
-    });
+// Calls a function for every kernel that runs, with its stream.
+template <class Body>
+void for_running(State& s, Body&& body) {
+  for (const auto* streams : {&s.default_streams, &s.per_thread_streams})
+    for (Stream* stream : *streams)
+      for (Kernel& kernel : stream->running) body(*stream, kernel);
+  for (Stream* stream : s.streams)
+    for (Kernel& kernel : stream->running) body(*stream, kernel);
+}
+
+// Whether all of a kernel's range is mapped, with the access that it needs.
+bool is_accessible(const State& s, const Kernel& kernel) {
+  Address reached = kernel.address;
+  while (reached < kernel.address + kernel.size) {
+    auto it = s.mappings.upper_bound(reached);
+    if (it == s.mappings.begin()) return false;
+    --it;
+    if (reached >= it->first + it->second.size || it->second.access < (kernel.writes ? 3u : 1u)) return false;
+    reached = it->first + it->second.size;
+  }
+  return true;
+}
+
+// The first kernel in a context that fails ends all work in it, and every call there fails from then on.
+void poison(State& s, Context* context) {
+  context->poison = kIllegalAddress;
+  const auto stop = [&](Stream* stream) {
+    if (stream->context == context) stream->running.clear();
   };
-  return std::any_of(s.streams.begin(), s.streams.end(), reads) ||
-         std::any_of(s.default_streams.begin(), s.default_streams.end(), reads);
+  std::for_each(s.streams.begin(), s.streams.end(), stop);
+  std::for_each(s.default_streams.begin(), s.default_streams.end(), stop);
+}
+
+// Overwrites new memory, by a mapping that exists for as long as that takes.
+Result fill(Handle handle, std::size_t size, const Location& location) {
+  const Vmm& vmm = host_vmm();
+  const AccessDesc desc{location, 3};
+  Address address = 0;
+  Result result = vmm.address_reserve(&address, size, 0, 0, 0);
+  if (result != kSuccess) return result;
+  result = vmm.map(address, size, 0, handle, 0);
+  if (result == kSuccess) {
+    result = vmm.set_access(address, size, &desc, 1);
+    if (result == kSuccess) std::memset(reinterpret_cast<void*>(address), kFresh, size);
+    vmm.unmap(address, size);
+  }
+  vmm.address_free(address, size);
+  return result;
 }
 
 // Waits until kernels are completed; not for ever, so that a test that fails ends.
 template <class Done>
 Result wait(Frame& call, Done&& done) {
-  if (state().completed.wait_for(call.lock, std::chrono::seconds(10), done)) return kSuccess;
+  if (state().completed.wait_for(call.lock, std::chrono::seconds(10), done)) return current->poison;
   return call.refuse(kLaunchTimeout, "the test completes none of the kernels that this waits for");
 }
 
@@ -280,6 +380,7 @@ Result cuInit(unsigned flags) {
   const std::lock_guard lock(s.mutex);
   s.calls["cuInit"] += 1;
   if (flags != 0) return kInvalidValue;
+  if (s.gone) return kDeinitialized;
   if (s.pid && s.pid != getpid()) return kNotInitialized;
   if (s.init_result != kSuccess) return s.init_result;
   if (s.contexts.empty()) return kNoDevice;
@@ -355,10 +456,13 @@ Result cuCtxGetCurrent(Context** context) {
 }
 
 Result cuCtxSynchronize() {
-  ENTER("cuCtxSynchronize");
-  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
-  for (const Stream* stream : s.streams)
-    NEEDS(!stream->capturing || stream->context != current, "a stream of the context captures", kCaptureUnsupported);
+  ENTER_CONTEXT("cuCtxSynchronize");
+  for (Stream* stream : s.streams)
+    if (stream->capturing && stream->context == current) {
+      stream->invalidated = true;
+      call.refuse(kCaptureUnsupported, "a stream of the context captures");
+    }
+  if (call.failed()) return call.result;
   return wait(call, [&, context = current] {
     const auto idle = [&](const Stream* stream) { return stream->context != context || stream->running.empty(); };
     return std::all_of(s.streams.begin(), s.streams.end(), idle) &&
@@ -376,7 +480,7 @@ Result cuThreadExchangeStreamCaptureMode(unsigned* mode) {
 // Memory
 
 Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
-  ENTER_CONTEXT("cuMemGetInfo");
+  ENTER_UNSAFE("cuMemGetInfo");
   *total = s.memory;
   *free = s.memory - std::min(s.memory, physical_bytes());
   return kSuccess;
@@ -390,7 +494,7 @@ Result cuMemGetAllocationGranularity(std::size_t* granularity, const AllocationP
 }
 
 Result cuMemAddressReserve(Address* address, std::size_t size, std::size_t alignment, Address hint, Flags flags) {
-  ENTER_CONTEXT("cuMemAddressReserve", size, alignment, hint, flags);
+  ENTER_UNSAFE("cuMemAddressReserve", size, alignment, hint, flags);
   NEEDS(flags == 0, "flags must be zero");
   NEEDS(size > 0 && size % 4096 == 0, "the size must be a multiple of the host page size");
   NEEDS((alignment & (alignment - 1)) == 0, "the alignment must be a power of two or zero");
@@ -401,7 +505,7 @@ Result cuMemAddressReserve(Address* address, std::size_t size, std::size_t align
 }
 
 Result cuMemAddressFree(Address address, std::size_t size) {
-  ENTER_CONTEXT("cuMemAddressFree", address, size);
+  ENTER_UNSAFE("cuMemAddressFree", address, size);
   const auto it = s.reservations.find(address);
   NEEDS(it != s.reservations.end() && it->second == size, "not exactly what cuMemAddressReserve returned");
   const auto first = s.mappings.lower_bound(address);
@@ -411,7 +515,7 @@ Result cuMemAddressFree(Address address, std::size_t size) {
 }
 
 Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop, Flags flags) {
-  ENTER_CONTEXT("cuMemCreate", size, flags);
+  ENTER_UNSAFE("cuMemCreate", size, flags);
   NEEDS(flags == 0, "flags must be zero");
   NEEDS(size > 0 && size % s.granularity() == 0, "the size must be a multiple of the granularity");
   NEEDS(prop && prop->type == 1 && prop->location.type == kLocationDevice, "only pinned memory of a device");
@@ -423,12 +527,17 @@ Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop,
   if (physical_bytes() + size > s.memory) return kOutOfMemory;
   const AllocationProp allocation = host_allocation(s.granularity_log2);
   const Result result = host_vmm().create(handle, size, &allocation, 0);
-  if (result == kSuccess) s.handles.emplace(*handle, std::pair{size, std::size_t{1}});
-  return result;
+  if (result != kSuccess) return result;
+  if (const Result filled = fill(*handle, size, allocation.location); filled != kSuccess) {
+    host_vmm().release(*handle);
+    return filled;
+  }
+  s.handles.emplace(*handle, std::pair{size, std::size_t{1}});
+  return kSuccess;
 }
 
 Result cuMemRelease(Handle handle) {
-  ENTER_CONTEXT("cuMemRelease", handle);
+  ENTER_UNSAFE("cuMemRelease", handle);
   const auto it = s.handles.find(handle);
   NEEDS(it != s.handles.end(), "not a valid handle: the behaviour is undefined");
   if (--it->second.second == 0) s.handles.erase(it);
@@ -436,7 +545,7 @@ Result cuMemRelease(Handle handle) {
 }
 
 Result cuMemMap(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags) {
-  ENTER_CONTEXT("cuMemMap", address, size, offset, handle, flags);
+  ENTER_UNSAFE("cuMemMap", address, size, offset, handle, flags);
   NEEDS(flags == 0, "flags must be zero");
   NEEDS(offset == 0, "the offset must be zero");
   const auto physical = s.handles.find(handle);
@@ -457,18 +566,22 @@ Result cuMemMap(Address address, std::size_t size, std::size_t offset, Handle ha
 }
 
 Result cuMemUnmap(Address address, std::size_t size) {
-  ENTER_CONTEXT("cuMemUnmap", address, size);
+  ENTER_UNSAFE("cuMemUnmap", address, size);
   const auto it = s.mappings.find(address);
   NEEDS(it != s.mappings.end(), "nothing is mapped at this address");
   NEEDS(it->second.size == size, "not the entire range of one mapping");
-  NEEDS(!is_read(s, address, size), "a kernel that is running reads these pages", kIllegalAddress);
+  for_running(s, [&](Stream&, Kernel& kernel) {
+    if (!kernel.touches(address, size)) return;
+    kernel.faulted = true;
+    call.note("a kernel that is running uses these pages");
+  });
   const Result result = host_vmm().unmap(address, size);
   if (result == kSuccess) s.mappings.erase(it);
   return result;
 }
 
 Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
-  ENTER_CONTEXT("cuMemSetAccess", address, size);
+  ENTER_UNSAFE("cuMemSetAccess", address, size);
   NEEDS(descs && count == 1, "one descriptor");
   const Location& location = descs->location;
   NEEDS(location.type == kLocationDevice && location.id >= 0 && location.id < static_cast<int>(s.contexts.size()),
@@ -476,15 +589,21 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs
   NEEDS(descs->flags == 0 || descs->flags == 1 || descs->flags == 3, "no such access");
   std::vector<Mapping*> mappings;
   NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
+  if (descs->flags == 1 && !s.read_only) return kNotSupported;
   const AccessDesc desc{{kLocationHost, s.granularity_log2}, descs->flags};
   const Result result = host_vmm().set_access(address, size, &desc, 1);
   if (result == kSuccess)
     for (Mapping* mapping : mappings) mapping->access = descs->flags;
+  for_running(s, [&](Stream&, Kernel& kernel) {
+    if (result != kSuccess || !kernel.touches(address, size) || is_accessible(s, kernel)) return;
+    kernel.faulted = true;
+    call.note("a kernel that is running needs more access to these pages");
+  });
   return result;
 }
 
 Result cuMemGetAccess(Flags* flags, const Location* location, Address address) {
-  ENTER_CONTEXT("cuMemGetAccess", address);
+  ENTER_UNSAFE("cuMemGetAccess", address);
   NEEDS(flags && location && location->type == kLocationDevice, "no such location");
   NEEDS(mapping_at(s, address), "nothing is mapped at this address");
   const Location host{kLocationHost, s.granularity_log2};
@@ -493,7 +612,7 @@ Result cuMemGetAccess(Flags* flags, const Location* location, Address address) {
 
 // "If the address requested is not mapped, the function will fail": asking is no violation.
 Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
-  ENTER_CONTEXT("cuMemRetainAllocationHandle", address);
+  ENTER_UNSAFE("cuMemRetainAllocationHandle", address);
   const Result result = host_vmm().retain_handle(handle, address);
   if (result == kSuccess) {
     const auto size = mapping_at(s, reinterpret_cast<Address>(address))->size;
@@ -503,30 +622,37 @@ Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
 }
 
 Result cuMemsetD8Async(Address address, unsigned char value, std::size_t size, StreamHandle handle) {
-  ENTER_CONTEXT("cuMemsetD8Async", address, size, handle);
+  ENTER_UNSAFE("cuMemsetD8Async", address, size, handle);
   NEEDS(find_stream(s, handle), "no such stream");
   NEEDS(handle == per_thread_stream(), "the stub orders no writes among kernels");
   std::vector<Mapping*> mappings;
   NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
   NEEDS(std::all_of(mappings.begin(), mappings.end(), [](const Mapping* mapping) { return mapping->access == 3; }),
         "the range must be writable", kIllegalAddress);
+  const auto ordered = before(s, find_stream(s, handle));
+  for_running(s, [&](Stream& stream, Kernel& kernel) {
+    if (ordered.contains(&stream)) return;
+    for (const auto& [at, mapping] : s.mappings)
+      if (kernel.touches(at, mapping.size) &&
+          std::any_of(mappings.begin(), mappings.end(), [&](const Mapping* m) { return m->handle == mapping.handle; }))
+        call.note("a kernel that is running, and that nothing orders before this, uses this memory");
+  });
   return host_vmm().memset_async(address, value, size, handle);
 }
 
 // Streams and events
 
 Result cuStreamIsCapturing(StreamHandle handle, unsigned* status) {
-  ENTER("cuStreamIsCapturing", handle);
+  ENTER_CONTEXT("cuStreamIsCapturing", handle);
   const Stream* stream = find_stream(s, handle);
-  NEEDS(stream, "no such stream, or no context is current");
-  if (implicitly_captured(s, handle)) return kCaptureImplicit;
-  *status = stream->capturing;
+  NEEDS(stream, "no such stream");
+  if (!implicitly_captured(s, handle).empty()) return kCaptureImplicit;  // documented not to invalidate the capture
+  *status = !stream->capturing ? 0 : stream->invalidated ? 2 : 1;
   return kSuccess;
 }
 
 Result cuEventCreate(Event** event, unsigned flags) {
-  ENTER("cuEventCreate", flags);
-  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
+  ENTER_CONTEXT("cuEventCreate", flags);
   NEEDS(flags < 4, "unknown flags");
   *event = new Event{current};
   s.events.insert(*event);
@@ -534,8 +660,7 @@ Result cuEventCreate(Event** event, unsigned flags) {
 }
 
 Result cuEventDestroy_v2(Event* event) {
-  ENTER("cuEventDestroy", event);
-  NEEDS(current, "no context is current on the calling thread", kInvalidContext);
+  ENTER_CONTEXT("cuEventDestroy", event);
   NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
   NEEDS(event->waiters == 0, "a thread waits for the event", kInvalidHandle);
   s.events.erase(event);
@@ -544,29 +669,40 @@ Result cuEventDestroy_v2(Event* event) {
 }
 
 Result cuEventRecord(Event* event, StreamHandle handle) {
-  ENTER("cuEventRecord", event, handle);
+  ENTER_CONTEXT("cuEventRecord", event, handle);
   Stream* stream = find_stream(s, handle);
   NEEDS(s.events.contains(event) && stream, "no such event or stream", kInvalidHandle);
   NEEDS(current == event->context && stream->context == event->context, "of different contexts", kInvalidHandle);
-  NEEDS(!implicitly_captured(s, handle), "the legacy stream depends on one that captures", kCaptureImplicit);
+  for (Stream* captured : implicitly_captured(s, handle)) {
+    captured->invalidated = true;
+    call.refuse(kCaptureImplicit, "the legacy stream depends on one that captures");
+  }
+  if (call.failed()) return call.result;
+  if (stream->invalidated) return kCaptureInvalidated;
   NEEDS(event->waiters == 0, "a thread waits for the event", kInvalidHandle);
   event->captured = stream->capturing;
   event->stream = stream;
-  event->upto = stream->launched;
+  event->upto = before(s, stream);
   return kSuccess;
 }
 
 Result cuEventQuery(Event* event) {
-  ENTER_CONTEXT("cuEventQuery", event);
+  ENTER_UNSAFE("cuEventQuery", event);
   NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
-  NEEDS(!event->captured, "the event is part of a graph", kCapturedEvent);
+  if (event->captured) {
+    event->stream->invalidated = event->stream->capturing;
+    return call.refuse(kCapturedEvent, "the event is part of a graph");
+  }
   return event->complete() ? kSuccess : kNotReady;
 }
 
 Result cuEventSynchronize(Event* event) {
-  ENTER_CONTEXT("cuEventSynchronize", event);
+  ENTER_UNSAFE("cuEventSynchronize", event);
   NEEDS(s.events.contains(event), "no such event", kInvalidHandle);
-  NEEDS(!event->captured, "the event is part of a graph", kCapturedEvent);
+  if (event->captured) {
+    event->stream->invalidated = event->stream->capturing;
+    return call.refuse(kCapturedEvent, "the event is part of a graph");
+  }
   event->waiters += 1;
   const Result result = wait(call, [&] { return event->complete(); });
   event->waiters -= 1;
@@ -576,12 +712,14 @@ Result cuEventSynchronize(Event* event) {
 // Names
 
 Result cuGetErrorName(Result result, const char** name) {
+  if (state().gone) return kDeinitialized;
   if (host_vmm().error_name(result, name) == kSuccess) return kSuccess;
   static const std::map<Result, const char*> names{{kDeinitialized, "CUDA_ERROR_DEINITIALIZED"},
                                                    {kDeviceUnavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
                                                    {kNoDevice, "CUDA_ERROR_NO_DEVICE"},
                                                    {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE"},
                                                    {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+                                                   {kCaptureInvalidated, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
                                                    {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT"}};
   const auto it = names.find(result);
   *name = it == names.end() ? nullptr : it->second;
@@ -685,6 +823,16 @@ void stub_forgive() {
   const std::lock_guard lock(state().mutex);
   state().violations.clear();
 }
+// Whether calls take their time under a lock that launches need as well.
+void stub_locking(int on) {
+  const std::lock_guard lock(state().mutex);
+  state().locking = on;
+}
+// The driver ends: every call fails from now on.
+void stub_end() {
+  const std::lock_guard lock(state().mutex);
+  state().gone = true;
+}
 void stub_memory(std::size_t bytes) {
   const std::lock_guard lock(state().mutex);
   state().memory = bytes;
@@ -697,44 +845,78 @@ void stub_usage(std::size_t usage[5]) {
                               physical_bytes()};
   std::copy(values, values + 5, usage);
 }
-StreamHandle stub_stream(int device) {
-  const std::lock_guard lock(state().mutex);
-  auto* stream = new Stream(&state().contexts[static_cast<std::size_t>(device)]);
-  state().streams.insert(stream);
+StreamHandle stub_stream(int device, int blocking) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto index = static_cast<std::size_t>(device);
+  Stream* stream = blocking ? new Stream(&s.contexts[index], true) : s.pools[index][s.pooled++ % kPooledStreams];
+  s.streams.insert(stream);
   return reinterpret_cast<StreamHandle>(stream);
+}
+// The streams of a device that do not block; how many there are.
+std::size_t stub_pool(int device, StreamHandle* handles) {
+  const auto& pool = state().pools[static_cast<std::size_t>(device)];
+  if (handles) std::copy(pool.begin(), pool.end(), reinterpret_cast<Stream**>(handles));
+  return pool.size();
 }
 static Stream* any_stream(StreamHandle handle) {
   return handle ? reinterpret_cast<Stream*>(handle) : state().default_streams[0];
 }
-// A kernel that reads a range of memory until it is completed.
-void stub_launch(StreamHandle handle, Address address, std::size_t size) {
-  const std::lock_guard lock(state().mutex);
+// A kernel that reads, or reads and writes, a range of memory until it is completed.
+void stub_launch(StreamHandle handle, Address address, std::size_t size, int writes) {
+  State& s = state();
+  std::unique_lock<std::mutex> driver;
+  {
+    const std::lock_guard lock(s.mutex);
+    if (s.locking) driver = std::unique_lock(s.driver, std::defer_lock);
+  }
+  if (driver.mutex()) driver.lock();
+  const std::lock_guard lock(s.mutex);
   Stream* stream = any_stream(handle);
-  stream->running.push_back({++stream->launched, address, size});
+  if (stream->context->poison != kSuccess) return;
+  Kernel kernel{++stream->launched, address, size, writes != 0};
+  if (!is_accessible(s, kernel)) {
+    kernel.faulted = true;
+    s.violations.push_back("a kernel was launched over memory that it has no access to");
+  }
+  stream->running.push_back(kernel);
 }
-// Completes the oldest kernels of a stream.
+// Completes the oldest kernels of a stream. One that faulted is where the context fails, however long ago that was.
 void stub_complete(StreamHandle handle, std::size_t kernels) {
   {
-    const std::lock_guard lock(state().mutex);
-    auto& running = any_stream(handle)->running;
-    running.erase(running.begin(), running.begin() + static_cast<std::ptrdiff_t>(std::min(kernels, running.size())));
+    State& s = state();
+    const std::lock_guard lock(s.mutex);
+    Stream* stream = any_stream(handle);
+    auto& running = stream->running;
+    const auto end = running.begin() + static_cast<std::ptrdiff_t>(std::min(kernels, running.size()));
+    const bool faulted = std::any_of(running.begin(), end, [](const Kernel& kernel) { return kernel.faulted; });
+    running.erase(running.begin(), end);
+    if (faulted) poison(s, stream->context);
   }
   state().completed.notify_all();
 }
-void stub_capture(StreamHandle handle, int on, unsigned mode) {
+// Begins a capture, or ends it; then whether there is a graph.
+Result stub_capture(StreamHandle handle, int on, unsigned mode) {
   const std::lock_guard lock(state().mutex);
   Stream* stream = any_stream(handle);
+  const Result result = stream->invalidated ? Result{kCaptureInvalidated} : Result{kSuccess};
   stream->capturing = on;
+  stream->invalidated = false;
   stream->mode = mode;
   stream->capturer = std::this_thread::get_id();
+  return result;
 }
-// Completes every kernel, ends every capture, forgets faults, latencies and violations, and gives memory back its size.
+// Completes every kernel, ends every capture, forgets faults, latencies, violations and what kernels failed with, and
+// gives memory back its size.
 void stub_reset() {
   {
     State& s = state();
     const std::lock_guard lock(s.mutex);
-    for (Stream* stream : s.streams) stream->running.clear(), stream->capturing = false;
+    for (Stream* stream : s.streams) stream->running.clear(), stream->capturing = stream->invalidated = false;
     for (Stream* stream : s.default_streams) stream->running.clear();
+    for (Context& context : s.contexts) context.poison = kSuccess;
+    s.pooled = 0;
+    s.locking = false;
     s.faults.clear();
     s.latencies.clear();
     s.violations.clear();

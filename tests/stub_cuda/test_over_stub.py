@@ -22,12 +22,13 @@ LIBRARY = "tests/vattn"
 # Each is a process. The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
 PARTS = {
     "driver": [
-        f"{INNER}/{name}" for name in ("test_driver.py", "test_fences.py", "test_preconditions.py", "test_vmm_stub.py")
+        f"{INNER}/test_{name}.py" for name in ("captures", "driver", "fences", "preconditions", "reality", "vmm_stub")
     ],
     "calls": [
         f"{LIBRARY}/test_cache.py",
         *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),
     ],
+    "calls without read-only mappings": [f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "sharing")],
     "machines": [
         f"{INNER}/test_random_kernels.py",
         *(f"{LIBRARY}/memory/test_{name}.py" for name in ("sharing_machine", "state_machine")),
@@ -35,9 +36,9 @@ PARTS = {
 }
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], **options: int) -> subprocess.CompletedProcess[str]:
     small = any(LIBRARY in argument or "test_random_kernels" in argument for argument in arguments)
-    environment = stub.environment(granularity_log2=12) if small else stub.environment(devices=2)
+    environment = stub.environment(**options, **({"granularity_log2": 12} if small else {"devices": 2}))
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
     options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]  # which test hangs, if one does
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 def test_over_the_stub(part: str) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     assert stub.ACTIVE not in os.environ, "already over the stub"
-    done = run(PARTS[part])
+    done = run(PARTS[part], read_only=int("without" not in part))
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
 
 

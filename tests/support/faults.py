@@ -26,12 +26,14 @@ _SIGNATURES = {
     "cuCtxSynchronize": (),
     "cuStreamIsCapturing": (_pointer, _pointer),
 }
+_PER_THREAD = 2  # CU_STREAM_PER_THREAD, on which memory is zeroed
 
 
 class FaultyTable:
     """`addresses` is a driver table; `fail(n)` makes the n-th call from now on fail (1: the next), once.
 
-    Calls that only look (retain, get_access) are passed on uncounted.
+    Calls that only look (retain, get_access) are passed on uncounted. The wait for a memset fails by name only: what
+    that leaves is unknown, so the pool is unusable then, and nothing is taken back.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,7 @@ class FaultyTable:
         self._code = 0
         self._transparent = False
         self._only: str | None = None
+        self._memset_event: int | None = None
         self._kept_alive = []
         for name, arguments in _SIGNATURES.items():
             prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
@@ -77,7 +80,12 @@ class FaultyTable:
             self.calls[name] += 1
             if name in self._always:
                 return self._code
-            if self._countdown is not None and self._only in (None, name):
+            if name == "cuEventRecord" and arguments[1] == _PER_THREAD:
+                self._memset_event = arguments[0]
+            waits = name in ("cuEventRecord", "cuEventSynchronize") and arguments[0] == self._memset_event
+            if name == "cuEventSynchronize" and waits:
+                self._memset_event = None  # the event is used again for other things
+            if self._countdown is not None and (self._only == name or (self._only is None and not waits)):
                 self._countdown -= 1
                 if self._countdown == 0:
                     self._countdown = None

@@ -110,7 +110,7 @@ def flash_attn_2() -> types.ModuleType:
         assert q.ndim == k_cache.ndim == 4
         _check(cache_seqlens)
         assert len(cache_seqlens) == len(q)
-        assert (block_table is None) != (cache_batch_idx is None), "one of them, and not both"
+        assert block_table is None or cache_batch_idx is None, "Paged KVcache does not support cache_batch_idx"
         out = torch.empty_like(q)
         for i, length in enumerate(cache_seqlens.tolist()):
             if block_table is not None:
@@ -118,10 +118,13 @@ def flash_attn_2() -> types.ModuleType:
                 assert k_cache.shape[1] % 256 == 0
                 keys, values = (gather(x, block_table[i], length) for x in (k_cache, v_cache))
             else:
-                assert cache_batch_idx is not None
-                _check(cache_batch_idx)
+                if cache_batch_idx is None:
+                    assert len(k_cache) == len(q)
+                else:
+                    _check(cache_batch_idx)
+                slot = i if cache_batch_idx is None else cache_batch_idx[i]
                 assert length <= k_cache.shape[1]
-                keys, values = (x[cache_batch_idx[i]][:length] for x in (k_cache, v_cache))
+                keys, values = (x[slot][:length] for x in (k_cache, v_cache))
             out[i] = attend(q[i], keys, values, softmax_scale, window_size, softcap)
         return out
 

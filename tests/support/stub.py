@@ -105,10 +105,13 @@ class Stub:
             ("forgive", None),
             ("memory", None, ctypes.c_size_t),
             ("usage", None, ctypes.c_size_t * 5),
-            ("stream", ctypes.c_size_t, ctypes.c_int),
-            ("launch", None, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t),
+            ("locking", None, ctypes.c_int),
+            ("end", None),
+            ("stream", ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
+            ("pool", ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
+            ("launch", None, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int),
             ("complete", None, ctypes.c_size_t, ctypes.c_size_t),
-            ("capture", None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint),
+            ("capture", ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint),
             ("reset", None),
             ("waiters", ctypes.c_size_t),
         ):
@@ -149,17 +152,35 @@ class Stub:
         self._library.stub_usage(values)
         return Usage(*values)
 
-    def stream(self, device: int = 0) -> int:
-        return int(self._library.stub_stream(device))
+    def locking(self, on: bool) -> None:
+        """Whether calls take their latencies under a lock that launches need too."""
+        self._library.stub_locking(on)
 
-    def launch(self, stream: int, address: int, size: int) -> None:
-        self._library.stub_launch(stream, address, size)
+    def end(self) -> None:
+        """Ends the driver, as the exit of the process does: every later call fails with CUDA_ERROR_DEINITIALIZED."""
+        self._library.stub_end()
+
+    def stream(self, device: int = 0, *, blocking: bool = False) -> int:
+        """A stream: the next one of `pool`; `blocking`: a new one, which waits for the legacy default stream and is
+        waited for by it.
+        """
+        return int(self._library.stub_stream(device, blocking))
+
+    def pool(self, device: int = 0) -> list[int]:
+        """All streams of a device that do not block; like torch's, they exist from the start."""
+        handles = (ctypes.c_size_t * self._library.stub_pool(device, None))()
+        self._library.stub_pool(device, handles)
+        return list(handles)
+
+    def launch(self, stream: int, address: int, size: int, *, writes: bool = False) -> None:
+        self._library.stub_launch(stream, address, size, writes)
 
     def complete(self, stream: int, kernels: int = 1 << 30) -> None:
         self._library.stub_complete(stream, kernels)
 
-    def capture(self, stream: int, on: bool, mode: int = 0) -> None:
-        self._library.stub_capture(stream, on, mode)
+    def capture(self, stream: int, on: bool, mode: int = 0) -> int:
+        """Begins or ends a capture; at the end, 0 or CUDA_ERROR_STREAM_CAPTURE_INVALIDATED."""
+        return int(self._library.stub_capture(stream, on, mode))
 
     def reset(self) -> None:
         self._library.stub_reset()
@@ -179,6 +200,7 @@ def stand_in() -> None:
     cuda.torch_lacks = lambda: None
     torch.cuda.is_available = lambda: False  # CUDA's runtime, in a torch that has it, would warn about the stub
     cuda.current_device = lambda: 0
+    cuda.torch_streams = lambda device: Stub().pool(device.index)
     streams = [0]  # the last is the current one
 
     @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The contract of csrc/vmm.h, held against a provider's table of addresses, whoever the provider is.
 
 A test module makes a subclass of `VmmContract` with a fixture `vmm`. Where CUDA's documentation leaves open what
-happens (`Provider.checks_everything` is false for a real driver), nothing is tried.
+happens, nothing is tried on a real driver (`Provider.checks_everything` is false): a size of zero, flags that "must be
+zero", addresses that nobody reserved, an unmap of nothing or past a mapping's end.
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ class VmmContract:
 
     def test_reserve_refuses(self, vmm: Provider) -> None:
         address = _u64()
-        for size, alignment, flags in ((0, 0, 0), (vmm.page + 1, 0, 0), (vmm.page, 3 * vmm.page, 0), (vmm.page, 0, 64)):
+        refused = [(vmm.page + 1, 0, 0), (vmm.page, 3 * vmm.page, 0)]
+        if vmm.checks_everything:
+            refused += [(0, 0, 0), (vmm.page, 0, 64)]
+        for size, alignment, flags in refused:
             assert vmm.cuMemAddressReserve(address, size, alignment, 0, flags) != 0, (size, alignment, flags)
 
     def test_free_takes_exactly_one_reservation(self, vmm: Provider) -> None:
@@ -176,7 +180,10 @@ class VmmContract:
 
     def test_create_refuses(self, vmm: Provider) -> None:
         handle = _u64()
-        for size, flags in ((0, 0), (vmm.page - 1, 0), (vmm.page // 2, 0), (vmm.page, 1)):
+        refused = [(vmm.page - 1, 0), (vmm.page // 2, 0)]
+        if vmm.checks_everything:
+            refused += [(0, 0), (vmm.page, 1)]
+        for size, flags in refused:
             assert vmm.cuMemCreate(handle, size, vmm.prop, flags) != 0, (size, flags)
 
     @pytest.mark.parametrize("size", [2**44, 2**62])
@@ -189,16 +196,20 @@ class VmmContract:
     def test_map_refuses(self, vmm: Provider) -> None:
         page = vmm.page
         with vmm.reservation(4) as base, vmm.memory() as one, vmm.memory(2) as two:
-            for address, size, offset, handle, flags in (
+            refused = [
                 (base + page // 2, page, 0, one, 0),  # alignment of the address
                 (base, page // 2, 0, one, 0),  # alignment of the size
                 (base, 2 * page, 0, one, 0),  # more than there is
                 (base, page, page, one, 0),  # past what there is
-                (base, 0, 0, one, 0),
-                (base, page, 0, one, 64),  # flags
-                (base + 4 * page, page, 0, one, 0),  # outside
-                (base + 3 * page, 2 * page, 0, two, 0),  # reaches outside
-            ):
+            ]
+            if vmm.checks_everything:
+                refused += [
+                    (base, 0, 0, one, 0),
+                    (base, page, 0, one, 64),  # flags
+                    (base + 4 * page, page, 0, one, 0),  # outside, where another reservation may be
+                    (base + 3 * page, 2 * page, 0, two, 0),  # reaches outside
+                ]
+            for address, size, offset, handle, flags in refused:
                 assert vmm.cuMemMap(address, size, offset, handle, flags) != 0, (address - base, size, offset, flags)
             with vmm.mapping(base + page, one):
                 assert vmm.cuMemMap(base + page, page, 0, one, 0) != 0
@@ -252,11 +263,14 @@ class VmmContract:
     def test_unmap_takes_whole_mappings(self, vmm: Provider) -> None:
         page = vmm.page
         with vmm.reservation(4) as base, vmm.memory(2) as two:
-            assert vmm.cuMemUnmap(base, page) != 0
+            if vmm.checks_everything:
+                assert vmm.cuMemUnmap(base, page) != 0
             with vmm.mapping(base, two, pages=2):
+                # "cuMemUnmap cannot unmap a sub-range of an address range mapped by cuMemCreate / cuMemMap"
                 assert vmm.cuMemUnmap(base, page) != 0
                 assert vmm.cuMemUnmap(base + page, page) != 0
-                assert vmm.cuMemUnmap(base, 3 * page) != 0
+                if vmm.checks_everything:
+                    assert vmm.cuMemUnmap(base, 3 * page) != 0
                 assert vmm.access(base) == vmm.access(base + page) == READ_WRITE
             assert not vmm.is_mapped(base)
 

@@ -125,7 +125,8 @@ class Attention(Protocol):
 
     Attributes:
         name: the name for `vattn.attention.get`.
-        guard_rows: rows past a request's length that the kernel may read; the cache keeps them mapped and finite.
+        guard_rows: rows past a request's length that the kernel may read; the cache keeps them mapped, and zero until
+            a request writes them.
         reads: "request" for a kernel that works with every cache, since it can call `KVSource.read`; "layer" for one
             that calls `whole_layer`, which needs `Case.whole_layers`.
         capturable: a step of single tokens can be captured in a CUDA graph: the kernel reads whole layers, and its

@@ -5,6 +5,8 @@ From its source (`flash_api.cpp`, `mha_fwd_kvcache`):
 - reads are predicated by `cache_seqlens`: no guard rows, and memory past the length may hold NaN; offsets are 64-bit;
 - the cache's second dimension determines how the keys are split, so the kernel gets `[:, :max_length]`;
 - the queries of a call have one length: all single tokens share a call, every longer chunk has its own;
+- `cache_batch_idx` selects the kernel that splits keys, whose tiles have fewer queries; a chunk's slot is therefore a
+  slice of the cache;
 - head sizes that are no multiple of 8 would copy the whole cache in every call: refused;
 - a paged cache needs blocks of a multiple of 256 tokens;
 - no sinks; float16 and bfloat16; heads up to 256, equal for keys and values.
@@ -42,13 +44,18 @@ class FlashAttn2:
         from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = whole_layer(kv, layer)
+        chunks = {row: span.slot for span, row in batch.chunks()}
         outputs = []
         for group in batch.uniform_groups:
-            if isinstance(stored, Contiguous):
+            if not isinstance(stored, Contiguous):
+                key, value, where = stored.key, stored.value, {"block_table": stored.tables(batch, group)}
+            elif group.max_query == 1:
                 key, value = stored.key[:, : group.max_length], stored.value[:, : group.max_length]
                 where = {"cache_batch_idx": group.slots}
             else:
-                key, value, where = stored.key, stored.value, {"block_table": stored.tables(batch, group)}
+                slot = chunks[group.rows.start]
+                key, value = (side[slot : slot + 1, : group.max_length] for side in (stored.key, stored.value))
+                where = {}
             output = flash_attn_with_kvcache(
                 query[group.rows].view(-1, group.max_query, *query.shape[1:]),
                 key,

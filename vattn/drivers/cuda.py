@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,15 +28,22 @@ _DLPACK_CUDA = 2
 _ABI = 12000
 _PROP_BYTES = 32  # sizeof(CUmemAllocationProp)
 
+NOT_READ_ONLY = "shared pages are writable in every slot that has them, so a stray write to one does not fault"
+_log = logging.getLogger("vattn")
+
 _initialised_in = 0  # the process that started CUDA, which does not survive a fork
 
 
 class CudaDevice(Device):
     """A GPU, by its ordinal among those in CUDA_VISIBLE_DEVICES, as in torch.
 
+    Attributes:
+        granularity: bytes of CUDA's own pages.
+        read_only: whether memory can be mapped read-only.
+
     Raises:
         ConfigError: it has no virtual memory management.
-        DriverError: CUDA cannot use it.
+        DriverError: CUDA cannot use it, or has no memory for a page.
     """
 
     default_utilization = 0.9
@@ -60,6 +68,11 @@ class CudaDevice(Device):
         self.page_sizes = (self.granularity,)
         self.default_page_size = self.granularity
         self._table: dict[str, int] = {name: _address(bindings, name) for name in _native.table_names()}
+        self._streams = torch_streams(self.torch_device)
+        with self._current():
+            self.read_only: bool = self._driver(self._table, read_only=True).try_read_only(self.granularity)
+        if not self.read_only:
+            _log.warning("%s maps no memory read-only: %s", self.torch_device, NOT_READ_ONLY)
 
     def check_page_size(self, page_size: int) -> int:
         if page_size <= 0 or page_size % self.granularity:
@@ -79,15 +92,20 @@ class CudaDevice(Device):
 
     def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
         self.check_page_size(page_size)
-        native = _native.Driver(
-            table if table is not None else self.table(),
+        native = self._driver(self._table if table is None else table, read_only=self.read_only)
+        return MemoryDriver(self, page_size, native, (_DLPACK_CUDA, self.torch_device.index))
+
+    def _driver(self, table: dict[str, int], *, read_only: bool) -> _native.Driver:
+        return _native.Driver(
+            table,
             self._prop,
             context=int(self._context),
             # "The range must be the entire contiguous address range that was mapped to": one call per mapping is what
             # cuMemUnmap's documentation surely allows. NVIDIA's samples unmap several at once.
             unmap_ranges=False,
+            read_only=read_only,
+            streams=self._streams,
         )
-        return MemoryDriver(self, page_size, native, (_DLPACK_CUDA, self.torch_device.index))
 
     def table(self) -> dict[str, int]:
         return dict(self._table)
@@ -218,6 +236,23 @@ def torch_stream(device: torch.device, handle: int) -> torch.cuda.Stream:
     """torch's object for a stream of the device."""
     # For torch, an external stream with the handle 0 is a new stream.
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)  # type: ignore[no-untyped-call]
+
+
+def torch_streams(device: torch.device) -> list[int]:
+    """The handles of all streams that torch makes on a device, which live as long as the process."""
+
+    def stream(priority: int) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+
+    lowest, highest = stream(0).priority_range()  # 0, -3
+    handles: list[int] = []
+    for priority in range(lowest, highest - 1, -1):
+        # Streams come from a pool per priority, in turn, until the first one comes again.
+        pool: dict[int, None] = {}
+        while (handle := int(stream(priority).cuda_stream)) not in pool:
+            pool[handle] = None
+        handles += pool
+    return handles
 
 
 def format_version(version: int) -> str:

@@ -34,8 +34,11 @@ class SharedPool(PagePool):
         super().leave(tenant, _and_release(give_back, self.native))
         self._let_go()
 
-    def leave_behind(self, give_back: Plan) -> None:
-        super().leave_behind(_and_release(give_back, self.native))
+    def leave_behind(self, give_back: Plan, *, unowned: bool) -> None:
+        super().leave_behind(_and_release(give_back, self.native), unowned=unowned)
+
+    def take_back(self) -> None:
+        super().take_back()
         if self.lock.acquire(blocking=False):
             try:
                 if self.usable and not self.is_inside():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig, budget_bytes, resolve
-from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, VattnError
+from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, StreamCapturing, VattnError
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.shared_pool import SharedPool, shared_pool
@@ -439,15 +440,18 @@ class Storage:
                     tensor.narrow(2, first, length - first).copy_(kept[rows.to(source.device)])
 
     def _retire(self, caches: Sequence[KVCache]) -> None:
-        """Closes unused caches; one that tensors still show is freed with the last of them."""
+        """Closes unused caches; one that tensors still show is freed with the last of them, as is one that a capture
+        keeps from being closed.
+        """
         shown = {lease.cache for lease in self._lent}
         self._lent = weakref.WeakSet()
         for cache in caches:
             lease = weakref.ref(self._leases.pop(cache))
             if lease() is None and cache not in shown:
-                cache.close()
-            else:
-                self._left.add(cache)
+                with contextlib.suppress(StreamCapturing):  # its pages leave after the capture
+                    cache.close()
+                    continue
+            self._left.add(cache)
 
     def _check_even(self) -> None:
         lengths = {self.lengths[index] for index in self._shown()}

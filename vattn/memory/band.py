@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
+
 from vattn import _native
 from vattn.layout import Band, TensorKind
 from vattn.memory.journal import Change
@@ -27,6 +29,7 @@ class BandPages:
         band: the kinds of tensors of the band, and its window.
         slots: number of slots.
         used_tokens: as in `SharedBlocks`.
+        guard_rows: as in `Bands`.
 
     Attributes:
         spaces: the virtual tensors, by kind.
@@ -34,7 +37,7 @@ class BandPages:
         rows: access to the tensors as plain bytes.
     """
 
-    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int]) -> None:
+    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int], guard_rows: int) -> None:
         self.band = band
         self.spaces = [
             _native.AddressSpace(
@@ -44,6 +47,9 @@ class BandPages:
                 slots=slots,
                 runs=kind.runs,
                 run_pages=kind.run_pages,
+                # A kernel multiplies what it reads without using it by zero, and memory may hold NaN. Nobody writes
+                # guard rows, nor those before the window of a request whose first tokens were copied in.
+                zeroed=guard_rows > 0 or band.window_guard > 0,
             )
             for kind in band.kinds
         ]
@@ -191,6 +197,15 @@ class BandPages:
         if blocks:
             return self.shared.common(slot, blocks) == len(blocks)
         return all(space.first(slot) >= end * columns for space, columns in self._spaces())
+
+    # Rows
+
+    def write(self, slot: int, start: int, rows: Sequence[torch.Tensor]) -> None:
+        """Copies rows to the slot's tokens from `start` on, which must be in no block: other slots may have its pages,
+        and not every driver turns a write there into a fault.
+        """
+        assert start >= self.shared[slot].stop * self.band.block_tokens, "rows go to pages that slots may share"
+        self.rows.write(slot, start, rows)
 
     # Plans
 

@@ -19,6 +19,7 @@ import torch
 from vattn import _native
 from vattn.layout import Layout
 from vattn.memory.band import BandPages
+from vattn.memory.fences import guard_all
 from vattn.memory.journal import Change
 from vattn.memory.pool import PagePool
 from vattn.memory.sharing import PageBlock, SharedBlocks, State
@@ -74,6 +75,7 @@ class Bands:
     Args:
         layout: the geometry of the cache.
         pool: the pool that pages come from.
+        guard_rows: rows past a length that kernels read without using them.
 
     Attributes:
         block_tokens: tokens per block.
@@ -81,11 +83,12 @@ class Bands:
         used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any.
     """
 
-    def __init__(self, layout: Layout, pool: PagePool) -> None:
+    def __init__(self, layout: Layout, pool: PagePool, guard_rows: int) -> None:
         self.block_tokens = layout.bands[0].block_tokens
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
-        self._bands = [BandPages(band, layout.slots, pool, self.used_tokens) for band in layout.bands]
+        self._driver = pool.driver
+        self._bands = [BandPages(band, layout.slots, pool, self.used_tokens, guard_rows) for band in layout.bands]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
 
@@ -286,12 +289,12 @@ class Bands:
     def write(self, slot: int, rows: Sequence[Rows]) -> None:
         """Writes saved rows back."""
         for band, (start, views) in zip(self._bands, rows, strict=True):
-            band.rows.write(slot, start, views)
+            band.write(slot, start, views)
 
     def copy(self, source: int, slot: int, first: Sequence[int], end: int) -> None:
         """Copies the rows of tokens `[first[band], end)` of each band from slot `source` to `slot`."""
         for band, start in zip(self._bands, first, strict=True):
-            band.rows.write(slot, start, band.rows.views(source, start, end))
+            band.write(slot, start, band.rows.views(source, start, end))
 
     # Decisions
 
@@ -437,13 +440,15 @@ class Bands:
         assert all(used > 0 for used in self.used_tokens.values()), "a slot is listed that uses no blocks"
 
     def give_back(self) -> Callable[[Change], None]:
-        """Returns a plan that gives up every page. The plan does not keep the cache alive."""
-        bands = self._bands
+        """Returns a plan that gives up every page, as soon as no kernel reads it. It does not keep the cache alive, and
+        raises StreamCapturing.
+        """
+        bands, driver = self._bands, self._driver
 
         def plan(change: Change) -> None:
             spaces = [space for band in bands for space in band.spaces]
             if any(space.columns(slot) > space.first(slot) for space in spaces for slot in range(space.slots)):
-                change.transaction.wait_for(None)  # kernels on any stream may still read the pages
+                guard_all(change, driver)
             for space in spaces:
                 for slot in range(space.slots):
                     space.shrink(change.transaction, slot, space.columns(slot) - space.first(slot))

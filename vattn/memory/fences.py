@@ -9,6 +9,10 @@ A step is prepared before its kernels are launched. If a request ends in between
 the kernels that are still to be launched. So a freed slot is *open* until the next step begins: by then the kernels of
 the previous step have been launched, the event is recorded again, and only then may the slot's pages be unmapped.
 
+A cache that is closed or dropped waits for the whole context, because kernels on any stream may read its pages. While
+a stream captures a CUDA graph, that is not possible: it would invalidate the capture. Then `close` is refused, and the
+pages of a dropped cache are given back later (`PagePool.take_back`).
+
 On the host, kernels finish before their calls return: there are no streams, hence no fences, and no slot is ever open.
 """
 
@@ -125,4 +129,32 @@ def refusal(doing: str) -> StreamCapturing:
         f"{doing} while the stream captures a CUDA graph: memory does not change in stream order, and a replay would "
         "not repeat it; before the capture, call step with the longest lengths that the graph will see; free requests "
         "after it"
+    )
+
+
+def any_capturing(driver: MemoryDriver) -> bool:
+    """Whether a stream of the device captures a CUDA graph: torch's current stream, which anyone may have made, or one
+    that the native driver knows.
+    """
+    current = driver.device.stream_handle(None)
+    return driver.native.any_capturing() or (current is not None and driver.native.capturing(current))
+
+
+def guard_all(change: Change, driver: MemoryDriver) -> None:
+    """Makes the rest of the transaction wait for all kernels of the device, on whichever stream.
+
+    Raises:
+        StreamCapturing: a stream is capturing a CUDA graph, which synchronising its context would invalidate.
+    """
+    if any_capturing(driver):
+        raise sync_refusal()
+    change.transaction.wait_for(None)
+
+
+def sync_refusal() -> StreamCapturing:
+    """The error for an operation that waits for all kernels of a device while a stream captures."""
+    return StreamCapturing(
+        "memory was to be given back while a stream captures a CUDA graph: kernels may still read the pages, and "
+        "waiting for all of them would invalidate the capture; close after the capture, or drop the cache, whose pages "
+        "are then given back by a later call"
     )

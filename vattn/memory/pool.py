@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -22,12 +23,15 @@ from vattn.errors import (
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
+    StreamCapturing,
     VattnError,
 )
+from vattn.memory.fences import any_capturing, sync_refusal
 from vattn.memory.journal import Call, Change, Undo, revert
 from vattn.units import format_bytes, parse_bytes
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_CAPTURE_UNSUPPORTED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 
 _MOST_PAGES = 2**32  # the native module's page indices have 32 bits
 
@@ -38,6 +42,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _pools: weakref.WeakSet[PagePool] = weakref.WeakSet()
+# The pools in which dropped caches left something behind that could not be given back yet. Nobody else may refer to
+# them any more.
+_holding: dict[PagePool, None] = {}
 
 
 class Tenant(Protocol):
@@ -77,6 +84,8 @@ def atomic(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P]
 
     @functools.wraps(method)
     def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _holding:
+            take_back()
         return self._pool.atomically(lambda: method(self, *args, **kwargs), self._check_open)
 
     return cast(Callable[Concatenate[M, P], R], call)
@@ -123,6 +132,7 @@ class PagePool:
         zero_on_free: bool = False,
         table: dict[str, int] | None = None,
     ) -> None:
+        take_back()
         source = drivers.find(device)
         if page_size == "auto":
             page_size = source.default_page_size
@@ -144,6 +154,8 @@ class PagePool:
         # For transactions that may still fail, by ticket: how to revert them in the Python books.
         self._undo: dict[int, list[Undo]] = {}
         self._chores: list[Callable[[], object]] = []  # work deferred to the next call
+        self._left: list[Plan] = []  # what dropped caches left behind
+        self._unowned = False  # the cache whose own pool this is was dropped
         self._refusal: VattnError | None = None
         self.failures = 0  # transactions that failed in a driver call
         _pools.add(self)
@@ -166,10 +178,14 @@ class PagePool:
 
         Raises:
             VattnError: a cache still uses the pool.
+            StreamCapturing: a dropped cache left pages behind, and a stream is capturing a CUDA graph.
         """
         with self.lock:
             if tenants := list(self._tenants):
                 raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
+            self.take_back()
+            if self._left:
+                raise sync_refusal()
             self.shut()
 
     def shut(self) -> None:
@@ -203,7 +219,7 @@ class PagePool:
                         call.failed = True
                         self.recover(error)
                         # Finalisers may have given back what was missing in the meantime.
-                        if not (self._chores and isinstance(error, OutOfPages | NoFreeSlot)):
+                        if not (isinstance(error, OutOfPages | NoFreeSlot) and self._has_deferred()):
                             raise
         except BaseException:
             if done is not None and done.repairs:  # interrupted while releasing the lock: the result is lost
@@ -250,8 +266,17 @@ class PagePool:
             self._chores[0]()
             self.commit()
             del self._chores[0]
+        with contextlib.suppress(StreamCapturing):
+            while self._left:
+                self.execute(self._left[0])
+                self.commit()
+                del self._left[0]
         if self._undo:
             self._forget_done()
+
+    def _has_deferred(self) -> bool:
+        """Whether `catch_up` would do something."""
+        return bool(self._chores) or (bool(self._left) and not any_capturing(self.driver))
 
     def postpone(self, chore: Callable[[], object]) -> None:
         """Defers a chore, which may run twice, to the start of the next call."""
@@ -397,15 +422,40 @@ class PagePool:
 
     # Without the lock
 
-    def leave_behind(self, give_back: Plan) -> None:
-        """`leave` for a cache that was garbage-collected: at once, or with the next call if one is in progress."""
-        self.postpone(lambda: self.execute(give_back))
-        if self.lock.acquire(blocking=False):
-            try:
-                if self._refusal is None and not self.is_inside():
-                    self.atomically(lambda: None)
-            finally:
-                self.lock.release()
+    def leave_behind(self, give_back: Plan, *, unowned: bool) -> None:
+        """`leave` for a cache that was garbage-collected: at once, or with the next call on any pool if a call is in
+        progress on this one, a stream captures a CUDA graph, or the driver fails. Finalisers call it, so it raises
+        nothing.
+
+        Args:
+            unowned: whether nobody uses the pool any more, so that it is to be shut.
+        """
+        self._left.append(give_back)
+        self._unowned |= unowned
+        _holding[self] = None
+        with contextlib.suppress(VattnError):
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Takes back what dropped caches left behind, unless a call is in progress or a stream captures.
+
+        Raises:
+            DriverError: a driver call failed; what is left stays.
+        """
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._refusal is None and not self.is_inside():
+                self.atomically(lambda: None)
+        finally:
+            if self._refusal is not None:  # address spaces unmap what they have when destroyed
+                self._left.clear()
+            _holding.pop(self, None)
+            if self._left:
+                _holding[self] = None
+            elif self._unowned and not self.is_inside():
+                self.shut()
+            self.lock.release()
 
     def _forget_done(self) -> None:
         """Drops the undo functions of executed transactions, which may keep objects alive."""
@@ -443,6 +493,10 @@ class PagePool:
         call, code = transaction.failed_call, transaction.failed_code
         name = self.driver.native.result_name(code)
         cause = failure(call, code, name)
+        if (call, code) == ("cuCtxSynchronize", _CAPTURE_UNSUPPORTED):
+            refusal = sync_refusal()
+            refusal.__cause__ = cause
+            return refusal
         if code != _OUT_OF_MEMORY:
             return cause
         error: OutOfPages
@@ -465,6 +519,15 @@ class PagePool:
             )
         error.__cause__ = cause
         return error
+
+
+def take_back() -> None:
+    """Takes back what dropped caches left behind in all pools of the process, as far as that is possible now. What a
+    pool cannot take back for another reason than a capture stays, and the pool's own calls raise the error.
+    """
+    for pool in list(_holding):
+        with contextlib.suppress(VattnError):
+            pool.take_back()
 
 
 def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
@@ -491,3 +554,4 @@ def _refuse_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_in_child)
+atexit.register(take_back)

@@ -1,81 +1,100 @@
-"""Latency of decode iterations that need new pages: mapped ahead by the worker, and mapped on the spot.
+"""Decode iterations around the ends of pages: mapped ahead by the worker, and mapped on the spot.
 
-Reproduces "decode latency with and without overlap" (Fig. 10/12). All requests reach the end of a block in the same
-iteration, and each then needs a new page. Steps are CUDA graphs, so that they are short.
+Reproduces "decode latency with and without overlap" (Fig. 10/12). All requests reach the end of a page in the same
+iteration, and each then needs a new one. Overlapped, the iteration before that maps ahead, and has a row of its own:
+the driver's calls may slow it down in the place of the next one. Steps are CUDA graphs, so that they are short.
 """
 
 from __future__ import annotations
 
 import time
-from statistics import median
-
-import torch
+from dataclasses import dataclass
+from statistics import mean, median
 
 from bench.gpu import PAGE
 from bench.gpu.caches import virtual
-from bench.gpu.device import best
+from bench.gpu.device import best, synchronize
 from bench.gpu.models import llama
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 
-ABOUT = "decode iterations that need memory, mapped ahead and on the spot"
-RANK = 7
+ABOUT = "decode iterations around the ends of pages, mapped ahead and on the spot"
+RANK = 6
 SECONDS = 60
-COMPUTES = True
+
+# Iterations before and after the first token of a page that have rows of their own.
+_AROUND = {-2: "-2", -1: "-1, maps ahead", 0: "0, first token of a page", 1: "+1"}
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    length: int
+    ms: float
+    pages: int  # mapped during it
 
 
 def run(quick: bool) -> Report:
-    layers, batch, blocks = (2, 4, 3) if quick else (16, 32, 8)
+    layers, batch, pages = (8, 2, 1) if quick else (16, 32, 8)
     model = llama(layers=layers)
-    figures: list[Row] = []
-    series: dict[str, list[float]] = {}
+    traces: dict[str, list[_Iteration]] = {}
+    captured = False
     for mode in ("overlapped", "synchronous"):
         kv = virtual(batch, 8192, layers=layers, layout="fused", overlap=mode == "overlapped")
         block = kv.cache.layout.page_tokens
-        steps = blocks * block
-        start = block // 2 + block
         loop = DecodeLoop(
-            model, kv, batch=batch, length=start, max_length=8192, attention=best(), logits=True, graphs=True
+            model, kv, batch=batch, length=block // 2, max_length=8192, attention=best(), logits=True, graphs=True
         )
-        kinds: dict[str, list[float]] = {"crossing": [], "other": []}
-        milliseconds = []
-        for number in range(steps):
-            torch.cuda.synchronize()
+        for _ in range(block):  # the capture among them, and first uses of everything
+            loop.step()
+        traces[mode] = []
+        for _ in range(pages * block):
+            synchronize()
+            mapped = kv.stats().map_calls
             begin = time.perf_counter()
             loop.step()
-            torch.cuda.synchronize()
-            if number < 4:  # the capture among them
-                continue
-            milliseconds.append(1e3 * (time.perf_counter() - begin))
-            kinds["crossing" if (loop.length - 1) % block == 0 else "other"].append(milliseconds[-1])
-        other = median(kinds["other"])
-        figures.append(
-            {
-                "mapping": mode,
-                "other ms": other,
-                "crossing ms": median(kinds["crossing"]),
-                "crossing / other": median(kinds["crossing"]) / other,
-                "slowest ms": max(milliseconds),
-                "slowest / median": max(milliseconds) / median(milliseconds),
-                "waited ms": 1e3 * kv.stats().wait_seconds,
-            }
-        )
-        series[mode] = milliseconds
+            synchronize()
+            milliseconds = 1e3 * (time.perf_counter() - begin)
+            traces[mode].append(_Iteration(loop.length, milliseconds, kv.stats().map_calls - mapped))
+        captured = loop.captured
         kv.close()
-    overlapped = figures[0]
+
+    figures: list[Row] = []
+    ratios: dict[tuple[str, str], float] = {}
+    for name in ("others", *_AROUND.values()):
+        row: Row = {"iteration": name}
+        for mode, trace in traces.items():
+            chosen = [iteration for iteration in trace if _kind(iteration.length, block) == name]
+            milliseconds = median(iteration.ms for iteration in chosen)
+            row[f"{mode} ms"] = milliseconds
+            others = row if name == "others" else figures[0]
+            row[f"{mode} / others"] = ratios[mode, name] = milliseconds / float(others[f"{mode} ms"])
+            row[f"{mode}: pages mapped"] = mean(iteration.pages for iteration in chosen)
+        figures.append(row)
+    overlapped = [iteration.ms for iteration in traces["overlapped"]]
     return Report(
         parameters={
             "layers": layers,
             "requests": batch,
             "layout": "fused",
+            "graphs": captured,
             "tokens per page": block,
-            "crossings": blocks,
-            "mapped MiB per crossing": batch * PAGE // 2**20,
+            "borders": pages,
+            "mapped MiB per border": batch * PAGE // 2**20,
         },
         figures=figures,
         goals=[
-            Goal("crossing over other, overlapped", float(overlapped["crossing / other"]), "<=", 1.05),
-            Goal("slowest over median, overlapped", float(overlapped["slowest / median"]), "<=", 1.05),
+            Goal("first token of a page over others, overlapped", ratios["overlapped", _AROUND[0]], "<=", 1.05),
+            Goal("the iteration that maps ahead over others", ratios["overlapped", _AROUND[-1]], "<=", 1.05),
+            Goal(
+                "the spike to hide: first token of a page, synchronous", ratios["synchronous", _AROUND[0]], ">=", 1.05
+            ),
+            Goal("slowest over median, overlapped", max(overlapped) / median(overlapped), "<=", 1.05),
         ],
-        series=series,
+        series={f"{mode} ms": [iteration.ms for iteration in trace] for mode, trace in traces.items()}
+        | {f"{mode}: pages mapped": [float(iteration.pages) for iteration in trace] for mode, trace in traces.items()},
     )
+
+
+def _kind(length: int, block: int) -> str:
+    position = (length - 1) % block
+    return _AROUND.get(position if position <= 1 else position - block, "others")

@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 
 from bench.gpu import PAGE
-from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, over_stub, random, usable_kernels
+from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, STUB, random, usable_kernels
 from bench.harness.report import Goal, Report, Row
 from vattn import KVConfig
 from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "slots more than 100 GB apart"
-RANK = 3
+RANK = 5
 SECONDS = 40
-COMPUTES = False
 
 _LENGTH = 500
 
 
 def run(quick: bool) -> Report:
     figures: list[Row] = []
-    stub = over_stub()
     for layout, tokens in (("layer", 2**24), ("fused", 2**20)):
         layers = 1 if layout == "layer" else 16
         config = KVConfig.from_options(
@@ -46,21 +44,18 @@ def run(quick: bool) -> Report:
             for slot in (slots[0], slots[-1]):
                 side[slot, :_LENGTH] = rows
             assert torch.equal(side[slots[0], :_LENGTH], side[slots[-1], :_LENGTH])
-        if stub:
-            figures.append({"layout": layout, "kernel": "none: no GPU", "GB apart": apart, "same output": "-"})
-        else:
-            params = AttentionParams()
-            batch = PackedBatch.pack([Span(s, _LENGTH - 1, _LENGTH) for s in (slots[0], slots[-1])], "cuda")
-            query = random(1, HEADS, HEAD_DIM).expand(2, -1, -1).contiguous()
-            for kernel in usable_kernels():
-                first, last = kernel(query, kv, layers - 1, batch, params)
-                same = "yes" if torch.equal(first, last) else "NO"
-                figures.append({"layout": layout, "kernel": kernel.name, "GB apart": apart, "same output": same})
+        params = AttentionParams()
+        batch = PackedBatch.pack([Span(s, _LENGTH - 1, _LENGTH) for s in (slots[0], slots[-1])], DEVICE)
+        query = random(1, HEADS, HEAD_DIM).expand(2, -1, -1).contiguous()
+        for kernel in usable_kernels():
+            first, last = kernel(query, kv, layers - 1, batch, params)
+            same = "yes" if torch.equal(first, last) else "NO"
+            figures.append({"layout": layout, "kernel": kernel.name, "GB apart": apart, "same output": same})
         del stored
         kv.close()
     wrong = sum(row["same output"] == "NO" for row in figures)
     return Report(
-        parameters={"length": _LENGTH, "stub": stub},
+        parameters={"length": _LENGTH, "stub": STUB},
         figures=figures,
         goals=[
             Goal("least distance of the slots in GB", min(float(row["GB apart"]) for row in figures), ">=", 100),

@@ -146,7 +146,52 @@ def test_an_automatic_budget_is_a_share_of_the_free_memory(stub: Stub) -> None:
 def test_the_doctor_says_what_it_finds(stub: Stub) -> None:
     text = doctor()
     assert "cuda   ok: a driver for CUDA 13.0" in text
-    assert "cuda:1 Stub GPU 1, 1.0 GiB" in text
+    assert "cuda:1 Stub GPU 1, 1.0 GiB; shared pages are mapped read-only" in text
+
+
+REFUSED = """
+import logging, sys; sys.path.insert(0, "tests/support")
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+import stub, vattn
+stub.stand_in()
+control, prompt = stub.Stub(), list(range(5000))  # a block of 4096 tokens, and a part of one
+cache = vattn.KVCache(vattn.KVConfig(
+    num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=3, max_context_len=8192, device="cuda",
+    memory_budget="32MiB", eager_pages=0))
+first, _ = cache.admit(prompt)
+cache.step({first: 5000})
+k, v = cache.layer(0)
+k[first, :5000] = v[first, :5000] = 1
+cache.commit(first, prompt)
+second, cached = cache.admit(prompt)
+cache.step({second: 5000})
+cache.check()
+print(cached, cache.stats().shared_pages, cache.stats().shared_read_only)
+cache.step({second: 4000})  # below the block, which the other keeps
+cache.step({second: 4001})
+k[second, 4000] = v[second, 4000] = 2
+print(k[first, 4000, 0, 0].item(), k[second, 3999, 0, 0].item(), cache.stats().shared_pages)
+cache.check()
+del k, v
+cache.close()
+from vattn.doctor import doctor
+print(*(line.strip() for line in doctor().splitlines() if "cuda:0" in line))
+print(control.usage().memory, control.violations())
+"""
+
+
+def test_pages_are_shared_by_writable_mappings_if_the_driver_has_no_others(stub: Stub) -> None:
+    done = stub_module.python(REFUSED, read_only=0, devices=1)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "WARNING cuda:0 maps no memory read-only: shared pages are writable in every slot that has them, so a stray "
+        "write to one does not fault",
+        "4096 2 False",
+        "1.0 1.0 0",
+        "cuda:0 Stub GPU 0, 1.0 GiB; no read-only mappings: shared pages are writable in every slot that has them, so "
+        "a stray write to one does not fault",
+        "(0, 0, 0, 0) []",
+    ]
 
 
 # Threads

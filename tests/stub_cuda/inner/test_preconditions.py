@@ -1,14 +1,15 @@
-"""What CUDA's documentation forbids, the stub refuses, and says so. docs/cuda.md lists these tests."""
+"""What CUDA's documentation forbids, the stub refuses, or lets do its harm; docs/cuda.md lists these tests."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
+import time
 
 import pytest
 from stub import Stub
-from vmm_contract import READ_WRITE, Provider
+from vmm_contract import PER_THREAD, READ_WRITE, Provider
 
 HANDLE, INVALID, NO_CONTEXT = 400, 1, 201
 
@@ -102,12 +103,110 @@ def test_unmap_of_a_part_of_several_or_of_nothing(stub: Stub, vmm: Provider) -> 
         refused(stub, vmm.cuMemUnmap(base, page), INVALID, "nothing is mapped at this address")
 
 
+def fails_later(stub: Stub, vmm: Provider, stream: int, says: str) -> None:
+    """Nothing failed so far; once the kernel completes, everything does."""
+    assert says in stub.violations()[-1]
+    event = ctypes.c_void_p()
+    assert vmm.cuEventCreate(event, 3) == vmm.cuEventRecord(event, stream) == 0
+    assert vmm.cuEventQuery(event) == 600
+    stub.complete(stream)
+    calls = [
+        vmm.cuEventQuery(event),
+        vmm.cuEventSynchronize(event),
+        vmm.cuCtxSynchronize(),
+        vmm.cuMemCreate(ctypes.c_uint64(), vmm.page, vmm.prop, 0),
+        vmm.cuMemAddressReserve(ctypes.c_uint64(), vmm.page, 0, 0, 0),
+        vmm.cuStreamIsCapturing(stub.stream(), ctypes.c_uint()),
+    ]
+    assert calls == [700] * len(calls)
+    stub.reset()
+    assert vmm.cuEventDestroy(event) == 0
+
+
 def test_unmap_under_a_running_kernel(stub: Stub, vmm: Provider) -> None:
     stream = stub.stream()
+    with vmm.reservation(1) as base, vmm.memory() as handle:
+        with vmm.mapping(base, handle):
+            stub.launch(stream, base + 8, 8)
+        fails_later(stub, vmm, stream, "a kernel that is running uses these pages")
+
+
+def test_a_kernel_whose_pages_were_unmapped_and_mapped_again(stub: Stub, vmm: Provider) -> None:
+    stream = stub.stream()
+    with vmm.reservation(1) as base, vmm.memory() as handle:
+        with vmm.mapping(base, handle):
+            stub.launch(stream, base + 8, 8)
+        with vmm.mapping(base, handle):
+            fails_later(stub, vmm, stream, "a kernel that is running uses these pages")
+
+
+def test_access_taken_from_a_running_kernel(stub: Stub, vmm: Provider) -> None:
+    stream, read_only = stub.stream(), vmm.descriptor(1)
     with vmm.reservation(1) as base, vmm.memory() as handle, vmm.mapping(base, handle):
-        stub.launch(stream, base + 8, 8)
-        refused(stub, vmm.cuMemUnmap(base, vmm.page), 700, "a kernel that is running reads these pages")
+        stub.launch(stream, base, 8)
+        assert vmm.cuMemSetAccess(base, vmm.page, read_only, 1) == 0
         stub.complete(stream)
+        assert vmm.cuMemSetAccess(base, vmm.page, vmm.descriptor(READ_WRITE), 1) == 0
+        stub.launch(stream, base, 8, writes=True)
+        assert vmm.cuMemSetAccess(base, vmm.page, read_only, 1) == 0
+        fails_later(stub, vmm, stream, "needs more access")
+
+
+@pytest.mark.parametrize("access", [None, 1])
+def test_a_kernel_without_access(stub: Stub, vmm: Provider, access: int | None) -> None:
+    stream = stub.stream()
+    with vmm.reservation(2) as base, vmm.memory() as handle, vmm.mapping(base, handle, access=access):
+        stub.launch(stream, base + 8, 8, writes=access == 1)
+        fails_later(stub, vmm, stream, "memory that it has no access to")
+        stub.launch(stream, base + vmm.page - 8, 16)  # its end is not mapped
+        fails_later(stub, vmm, stream, "memory that it has no access to")
+
+
+def test_a_memset_that_nothing_orders_behind_a_running_kernel(stub: Stub, vmm: Provider) -> None:
+    """The worker's stream waits for the legacy default stream, and for no stream of torch's."""
+    stream = stub.stream()
+    page = vmm.page
+    with vmm.reservation(2) as base, vmm.memory() as one, vmm.mapping(base, one), vmm.mapping(base + page, one):
+        stub.launch(0, base, 8)
+        assert vmm.cuMemsetD8Async(base + page, 0, page, PER_THREAD) == 0
+        assert stub.violations() == []
+        stub.launch(stream, base, 8)
+        assert vmm.cuMemsetD8Async(base + page, 0, page, PER_THREAD) == 0
+        assert "nothing orders before this" in stub.violations()[-1]
+        stub.complete(stream)
+        stub.complete(0)
+
+
+def test_fresh_memory(stub: Stub, vmm: Provider) -> None:
+    for _ in range(2):
+        with vmm.reservation(1) as base, vmm.memory() as handle, vmm.mapping(base, handle):
+            assert ctypes.string_at(base, vmm.page) == b"\xa5" * vmm.page
+            ctypes.memset(base, 0, vmm.page)
+
+
+@pytest.mark.parametrize("locking", [False, True])
+def test_calls_that_stall_launches(stub: Stub, vmm: Provider, locking: bool) -> None:
+    """With a lock in the driver, a launch waits while another thread's call takes its time."""
+    stub.latencies({"cuMemMap": 300_000})
+    stub.locking(locking)
+    with vmm.reservation(2) as base, vmm.memory() as handle, vmm.mapping(base, handle):
+
+        def map_another() -> None:
+            assert vmm.cuCtxSetCurrent(vmm.context) == 0
+            with vmm.memory() as other, vmm.mapping(base + vmm.page, other):
+                pass
+
+        before, worker = stub.calls("cuMemMap"), threading.Thread(target=map_another)
+        worker.start()
+        while stub.calls("cuMemMap") == before:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        began = time.perf_counter()
+        stub.launch(0, base, 8)
+        stalled = time.perf_counter() - began
+        stub.complete(0)
+        worker.join()
+    assert (stalled > 0.15) == locking
 
 
 def test_set_access(stub: Stub, vmm: Provider) -> None:
@@ -150,13 +249,27 @@ def test_event_and_stream_of_different_contexts(stub: Stub, vmm: Provider) -> No
     refused(stub, vmm.cuEventDestroy(event), HANDLE, "no such event")
 
 
+ACTIVE, INVALIDATED = 1, 2
+
+
+def captures(vmm: Provider, stream: int) -> int:
+    status = ctypes.c_uint()
+    assert vmm.cuStreamIsCapturing(stream, status) == 0
+    return status.value
+
+
 def test_an_event_that_is_part_of_a_graph(stub: Stub, vmm: Provider) -> None:
     event, stream = ctypes.c_void_p(), stub.stream()
     assert vmm.cuEventCreate(event, 3) == 0
     stub.capture(stream, True, mode=2)
     assert vmm.cuEventRecord(event, stream) == 0
-    refused(stub, vmm.cuEventQuery(event), 907, "part of a graph")
-    refused(stub, vmm.cuEventSynchronize(event), 907, "part of a graph")
+    for call in (vmm.cuEventQuery, vmm.cuEventSynchronize):
+        assert captures(vmm, stream) == ACTIVE
+        refused(stub, call(event), 907, "part of a graph")
+        assert captures(vmm, stream) == INVALIDATED
+        assert vmm.cuEventRecord(event, stream) == 901
+        assert stub.capture(stream, False) == 901
+        assert stub.capture(stream, True, mode=2) == 0
     stub.capture(stream, False)
     assert vmm.cuEventDestroy(event) == 0
 
@@ -194,7 +307,8 @@ def test_calls_during_a_capture(
     assert vmm.cuThreadExchangeStreamCaptureMode(before) == 0
     handle = ctypes.c_uint64()
     result = vmm.cuMemCreate(handle, vmm.page, vmm.prop, 0)
-    stub.capture(stream, False)
+    assert captures(vmm, stream) == (ACTIVE if allowed else INVALIDATED)
+    assert stub.capture(stream, False) == (0 if allowed else 901)
     assert vmm.cuThreadExchangeStreamCaptureMode(before) == 0
     if allowed:
         assert (result, vmm.cuMemRelease(handle.value)) == (0, 0)
@@ -206,16 +320,47 @@ def test_synchronising_a_context_that_captures(stub: Stub, vmm: Provider) -> Non
     stream = stub.stream()
     stub.capture(stream, True, mode=2)
     refused(stub, vmm.cuCtxSynchronize(), 900, "captures")
-    stub.capture(stream, False)
+    assert stub.capture(stream, False) == 901
+    other = stub.stream(device=1)
+    stub.capture(other, True, mode=2)
+    assert vmm.cuCtxSynchronize() == 0
+    assert stub.capture(other, False) == 0
 
 
 def test_the_legacy_stream_while_another_captures(stub: Stub, vmm: Provider) -> None:
-    event, stream = ctypes.c_void_p(), stub.stream()
+    event, stream = ctypes.c_void_p(), stub.stream(blocking=True)
     assert vmm.cuEventCreate(event, 3) == 0
     stub.capture(stream, True, mode=2)
     assert vmm.cuStreamIsCapturing(None, ctypes.c_uint()) == 906  # documented: no violation
+    assert captures(vmm, stream) == ACTIVE
     refused(stub, vmm.cuEventRecord(event, None), 906, "depends on one that captures")
-    stub.capture(stream, False)
+    assert stub.capture(stream, False) == 901
+    assert vmm.cuEventDestroy(event) == 0
+
+
+def test_the_legacy_stream_is_apart_from_streams_that_do_not_block(stub: Stub, vmm: Provider) -> None:
+    event, stream = ctypes.c_void_p(), stub.stream()
+    assert vmm.cuEventCreate(event, 3) == 0
+    stub.capture(stream, True)
+    assert vmm.cuStreamIsCapturing(None, ctypes.c_uint()) == 0
+    assert vmm.cuEventRecord(event, None) == 0
+    assert stub.capture(stream, False) == 0
+    assert vmm.cuEventDestroy(event) == 0
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_what_an_event_covers(stub: Stub, vmm: Provider, blocking: bool) -> None:
+    """Kernels of its own stream; and between the legacy default stream and one that blocks, the other's."""
+    event, stream = ctypes.c_void_p(), stub.stream(blocking=blocking)
+    assert vmm.cuEventCreate(event, 3) == 0
+    with vmm.reservation(1) as base, vmm.memory() as handle, vmm.mapping(base, handle):
+        for launched, recorded in ((stream, 0), (0, stream), (0, PER_THREAD)):
+            stub.launch(launched, base, 8)
+            assert vmm.cuEventRecord(event, recorded) == 0
+            waits = blocking or recorded == PER_THREAD
+            assert vmm.cuEventQuery(event) == (600 if waits else 0)
+            stub.complete(launched)
+            assert vmm.cuEventQuery(event) == 0
     assert vmm.cuEventDestroy(event) == 0
 
 

@@ -1,7 +1,7 @@
 """The library's random operations, with kernels that run while they happen.
 
 Every step is followed, sooner or later, by kernels that read what it backed; a thread completes them in its own time.
-The stub refuses to unmap what a running kernel reads, and a refusal is a violation.
+To unmap what a running kernel reads is a violation.
 """
 
 from __future__ import annotations

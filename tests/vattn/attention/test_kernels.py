@@ -146,6 +146,28 @@ def test_every_layout(name: str, layout: str, kv_order: str) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+def test_flash_attn_2_gets_an_index_of_slots_for_decodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, a chunk would be computed by the kernel for decodes."""
+    calls = []
+    fake = sys.modules["flash_attn"].flash_attn_with_kvcache
+
+    def recorded(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append((tuple(q.shape[:2]), key.shape[0], options.get("cache_batch_idx") is not None))
+        output: torch.Tensor = fake(q, key, value, **options)
+        return output
+
+    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_with_kvcache", recorded)
+    backend = make_backend("virtual")
+    slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
+    batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, (1, 4, 1, 4, 9), strict=True)])
+    backend.prepare({span.slot: span.end for span in batch.spans})
+    query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
+    attention._ADAPTERS["flash_attn_2"]()(query, backend, 0, batch, AttentionParams())
+    assert calls == [((2, 1), SLOTS, True), ((1, 4), 1, False), ((1, 4), 1, False), ((1, 9), 1, False)]
+    backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ["flash_attn_3", "flashinfer"])
 def test_blocks_of_any_size(name: str) -> None:
     backend = make_backend("paged", block_size=7)

@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
 from vattn import cpu
+from vattn.memory.fences import sync_refusal
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([20]))
@@ -53,6 +54,30 @@ def test_losing_the_last_reference_gives_the_memory_back(model: transformers.Pre
         assert target.usage() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("budget", ["64MiB", "auto"])  # a pool of its own, and a shared one
+def test_closing_in_mid_capture_gives_the_memory_back_after_it(
+    model: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch, budget: str
+) -> None:
+    options = {**OPTIONS, "memory_budget": budget}
+    model.generate(IDS, past_key_values=vattn.VirtualCache(model, **options), **GREEDY)
+    before = target.usage()
+    cache = vattn.VirtualCache(model, **options)
+    model.generate(IDS, past_key_values=cache, **GREEDY)
+
+    def refuse(*arguments: object) -> None:
+        raise sync_refusal()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vattn.memory.bands.guard_all", refuse)
+        cache.close()
+        with pytest.raises(vattn.CacheClosed):
+            cache.get_seq_length()
+        assert target.usage() != before
+    with vattn.VirtualCache(model, **options) as other:
+        model.generate(IDS, past_key_values=other, **GREEDY)
+    assert target.usage() == before
 
 
 def test_leaving_the_with_statement_closes(model: transformers.PreTrainedModel) -> None:

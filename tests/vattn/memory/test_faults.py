@@ -113,6 +113,19 @@ def test_every_single_failure_is_taken_back_and_can_be_retried() -> None:
     assert failed == (memory if DEVICE == "cpu" else memory | fences)
 
 
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize"])
+def test_pages_of_which_nobody_knows_whether_they_are_zeroed_yet_make_the_pool_unusable(call: str) -> None:
+    """A memset that is still under way could hit whoever gets the pages next."""
+    setup = Setup(overlap=False, guard_rows=3)
+    reqid = setup.cache.alloc_reqid()
+    setup.table.fail(1, name=call)
+    for _ in range(2):
+        with pytest.raises(vattn.DriverError, match="the mappings are unknown; close the cache and make a new one"):
+            setup.cache.step({reqid: 1})
+        assert setup.table.failed == call
+    setup.cache.close()
+
+
 def test_exhausted_memory_is_out_of_pages_with_the_driver_error_behind_it(setup: Setup) -> None:
     reqid = setup.cache.alloc_reqid()
     setup.table.fail_always("cuMemCreate", code=2)

@@ -1,4 +1,7 @@
-"""`zero_on_free`: what is freed is zero before anybody has it, in a native pool on any provider and in a cache."""
+"""`zero_on_free`: what is freed is zero before anybody has it, in a native pool on any provider and in a cache.
+
+Likewise what a native address space that is `zeroed` grows by.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import target
+from faults import FaultyTable
 
 import vattn
 from vattn import _native, drivers
@@ -19,22 +23,28 @@ PAGE = 4096
 class World:
     """Two slots of `PAGES` columns in one lane."""
 
-    def __init__(self, zero_on_free: bool) -> None:
+    def __init__(self, zero_on_free: bool, *, zeroed: bool = False) -> None:
         page = drivers.find(target.DEVICE).page_sizes[0]
-        driver = drivers.find(target.DEVICE).open(page)
+        self.table = FaultyTable()
+        driver = drivers.find(target.DEVICE).open(page, table=self.table.addresses)
         self.page_words = page // 8
         self.pool = _native.PagePool(page, PAGES, zero_on_free=zero_on_free)
-        self.space = _native.AddressSpace(driver.native, self.pool, tensors=1, slots=2, runs=1, run_pages=PAGES)
+        self.space = _native.AddressSpace(
+            driver.native, self.pool, tensors=1, slots=2, runs=1, run_pages=PAGES, zeroed=zeroed
+        )
         self.mapper = _native.Mapper(driver.native, self.pool)
         # On both providers memory is the host's, so that a pointer reads it.
         self.base = self.space.tensor(0, 1, 0).data_ptr()
 
-    def run(self, *decide: Callable[[Any], object]) -> None:
+    def run(self, *decide: Callable[[Any], object], fails: bool = False) -> None:
         transaction = _native.Transaction()
         for part in decide:
             part(transaction)
         self.mapper.wait(self.mapper.submit(transaction))
-        assert transaction.status == _native.Status.DONE
+        assert transaction.status == (_native.Status.FAILED if fails else _native.Status.DONE)
+        if fails:
+            transaction.revert()
+            self.mapper.resume()
 
     def words(self, slot: int, column: int) -> Any:
         where = self.base + (slot * PAGES + column) * self.page_words * 8
@@ -80,6 +90,32 @@ def test_pages_that_somebody_holds_are_left_alone_until_they_are_let_go() -> Non
     assert world.pool.counts().taken == 0
     world.run(lambda t: world.space.grow(t, 1, 2))
     assert set(world.words(1, 0)) == set(world.words(1, 1)) == {0}
+    world.close()
+
+
+@pytest.mark.parametrize("zero_on_free", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_a_zeroed_space_grows_by(zero_on_free: bool, at_once: bool) -> None:
+    world = World(zero_on_free, zeroed=True)
+    world.run(lambda t: world.space.grow(t, 0, 2))
+    for column in range(2):
+        assert set(world.words(0, column)) == {0}
+        world.words(0, column)[:] = [7] * world.page_words
+    shrink, grow = (lambda t: world.space.shrink(t, 0, 1)), (lambda t: world.space.grow(t, 1, 3))
+    if at_once:
+        # The page is the first slot's again, with what it held.
+        world.table.fail(1, name="cuMemsetD8Async")
+        world.run(shrink, grow, fails=True)
+        assert set(world.words(0, 0)) == set(world.words(0, 1)) == {7}
+        world.run(shrink, grow)
+    else:
+        world.run(shrink)
+        world.run(grow)
+    assert set(world.words(0, 0)) == {7}
+    assert {value for column in range(3) for value in world.words(1, column)} == {0}
+    held = world.space.pages(0, 0, 1)
+    world.run(lambda t: world.space.shrink(t, 1, 3), lambda t: world.space.attach(t, 1, [held]))
+    assert set(world.words(1, 0)) == {7}
     world.close()
 
 

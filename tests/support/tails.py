@@ -1,6 +1,6 @@
 """Kernels with an unmapped page, or with NaN, right after the end of a request's tokens.
 
-    python -m bench.gpu.parts.tails KERNEL unmapped|nan    prints the largest error against float64, or dies
+    python tests/support/tails.py KERNEL unmapped|nan    prints the largest error against float64, or dies
 
 Each case is a process of its own, since a stray read ends the CUDA context of its process.
 """
@@ -8,51 +8,33 @@ Each case is a process of its own, since a stray read ends the CUDA context of i
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
+from paths import ROOT
 from torch import Tensor
 
 from bench.gpu import PAGE
-from bench.gpu.device import DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
-from bench.harness.report import Goal, Report, Row
+from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
 from vattn import KVConfig
 from vattn.attention import AttentionParams, Contiguous, KVSource, PackedBatch, Span, get
 from vattn.engine.kv.virtual import VirtualKV
-
-ABOUT = "each kernel with an unmapped page, and with NaN, right after the length"
-RANK = 2
-SECONDS = 80
-COMPUTES = True
 
 KINDS = ("unmapped", "nan")
 TOLERANCE = 0.02  # bfloat16, values of variance 1 averaged over many keys
 _SECONDS = 40
 
 
-def run(quick: bool) -> Report:
-    figures: list[Row] = []
-    for kernel in usable_kernels():
-        for kind in KINDS:
-            error = in_a_process(kernel.name, kind)
-            figures.append({"kernel": kernel.name, "past the length": kind, "largest error": error})
-    wrong = sum(not float(row["largest error"]) <= TOLERANCE for row in figures)
-    return Report(
-        parameters={"dtype": str(DTYPE), "heads": f"{HEADS} on {KV_HEADS} of {HEAD_DIM}"},
-        figures=figures,
-        goals=[Goal("cases that died or are wrong", wrong, "==", 0)],
-        timed=False,
-    )
-
-
 def in_a_process(kernel: str, kind: str) -> float:
     """The largest error of a case; infinite if the process died."""
-    command = [sys.executable, "-m", "bench.gpu.parts.tails", kernel, kind]
-    root = Path(__file__).parents[3]
+    command = [sys.executable, __file__, kernel, kind]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         print(f"{kernel} {kind}: stopped after {_SECONDS} s")
         return math.inf
@@ -114,7 +96,7 @@ def check(kernel: str, kind: str) -> float:
     worst = 0.0
     for span_length in (1, 40):
         spans = [Span(s, max(0, n - span_length), n) for s, n in zip(slots, lengths, strict=True)]
-        batch = PackedBatch.pack(spans, "cuda")
+        batch = PackedBatch.pack(spans, DEVICE)
         query = random(batch.num_tokens, HEADS, HEAD_DIM)
         got = adapter(query, kv, 0, batch, AttentionParams())
         error = (got.double() - reference(query, kv, 0, batch)).abs().max()

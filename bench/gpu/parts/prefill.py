@@ -1,0 +1,68 @@
+"""Prompts through the engine: prefill tokens/s of Llama-3-8B's shape with random weights, over each backend.
+
+Reproduces "prefill throughput" (Fig. 8): one request at a time, computed in chunks, from its arrival to its first
+token.
+"""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+from typing import Any
+
+from bench.gpu.engines import engine, kernels
+from bench.gpu.models import llama
+from bench.gpu.parts import MISSING
+from bench.harness.report import Goal, Report, Row
+from vattn.engine import SamplingParams
+
+ABOUT = "prefill tokens/s of a model through the engine: virtual, pre-allocated and paged"
+RANK = 12
+SECONDS = 120
+
+_SAMPLING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+def run(quick: bool) -> Report:
+    model = llama(layers=2 if quick else 32)
+    lengths, chunk, rounds = ([64], 32, 1) if quick else ([1024, 8192, 32_768, 65_536], 8192, 3)
+    used, missing = kernels()
+    figures: list[Row] = []
+    rates: dict[tuple[str, int], float] = {}
+    for kv, attention in used.items():
+        longest = max(lengths) + 1
+        options: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": 1, "max_num_batched_tokens": chunk}
+        with engine(model, kv, attention, memory_budget="64MiB" if quick else "24GiB", **options) as llm:
+            rng = random.Random(0)
+            for length in lengths:
+                prompt = [rng.randrange(model.config.vocab_size) for _ in range(length)]
+                seconds = []
+                for number in range(rounds + 1 if length < 2**16 else 1):
+                    metrics = llm.generate(prompt, _SAMPLING, use_tqdm=False)[0].metrics
+                    if number or length >= 2**16 or quick:  # the first warms up
+                        seconds.append(metrics.time_to_first_token or 0.0)
+                rates[kv, length] = length / median(seconds)
+                figures.append(
+                    {
+                        "cache": kv,
+                        "kernel": attention.name,
+                        "prompt": length,
+                        "ms": 1e3 * median(seconds),
+                        "tokens/s": rates[kv, length],
+                    }
+                )
+    bounds = {"static": 0.99, "paged": 1.0}
+    return Report(
+        parameters={"layers": 2 if quick else 32, "chunk": chunk, "rounds": rounds, MISSING: missing},
+        figures=figures,
+        goals=[
+            Goal(
+                f"prefill tokens/s, virtual over {other} (least)",
+                min(rates["virtual", length] / rates[other, length] for length in lengths),
+                ">=",
+                bound,
+            )
+            for other, bound in bounds.items()
+            if other in used
+        ],
+    )

@@ -1,0 +1,80 @@
+"""Requests with one long prompt in common, through the engine: time to first token with and without a prefix cache.
+
+The first request computes the prompt, the others find it: over block tables, or over aliased pages.
+"""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+from typing import Any
+
+from bench.gpu.engines import engine, kernels
+from bench.gpu.models import llama
+from bench.gpu.parts import MISSING
+from bench.harness.report import Goal, Report, Row
+from vattn.engine import SamplingParams
+from vattn.engine.scheduling.record import StepRecord
+
+ABOUT = "requests with a prompt in common: time to first token, memory"
+RANK = 15
+SECONDS = 90
+
+
+def run(quick: bool) -> Report:
+    layers = 8 if quick else 32
+    model = llama(layers=layers)
+    requests, common, own, output = (2, 300, 8, 4) if quick else (16, 8192, 128, 32)
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(model.config.vocab_size) for _ in range(count)]
+
+    system = tokens(common)
+    prompts = [system + tokens(own) for _ in range(requests)]
+    sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    used, missing = kernels()
+    figures: list[Row] = []
+    for name, kv, prefixes in (("none", "virtual", False), ("virtual", "virtual", True), ("paged", "paged", True)):
+        if kv not in used:
+            continue
+        steps: list[StepRecord] = []
+        options: dict[str, Any] = {"max_model_len": 2 * common, "memory_budget": "256MiB" if quick else "24GiB"}
+        options |= {"max_num_seqs": requests, "max_num_batched_tokens": 2048}
+        if kv == "virtual":
+            options["kv_options"] = {"layout": "fused", "kv_order": "NHD"}
+        with engine(model, kv, used[kv], prefixes=prefixes, on_step=steps.append, **options) as llm:
+            llm.generate([tokens(own) for _ in range(requests)], sampling, use_tqdm=False)  # warms up
+            llm.kv.evict_prefixes()
+            alone = llm.generate(system, sampling, use_tqdm=False)
+            steps.clear()
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            block = llm.kv.prefix_block_tokens
+        firsts = [out.metrics.time_to_first_token or 0.0 for out in outputs]
+        figures.append(
+            {
+                "prefix cache": name,
+                "tokens per block": block,
+                "TTFT of the prompt s": alone[0].metrics.time_to_first_token or 0.0,
+                "TTFT s": median(firsts),
+                "prefill tokens": sum(step.prefill_tokens for step in steps),
+                "used GiB": max(step.kv.used_bytes for step in steps) / 2**30,
+                "ms in prepare": 1e3 * sum(step.prepare_seconds for step in steps),
+            }
+        )
+    by_name = {row["prefix cache"]: row for row in figures}
+
+    def over(other: str, column: str) -> float:
+        return float(by_name["virtual"][column]) / float(by_name[other][column])
+
+    goals = [
+        Goal("TTFT, virtual over no prefix cache", over("none", "TTFT s"), "<=", 0.2),
+        Goal("bytes held, virtual over no prefix cache", over("none", "used GiB"), "<=", 0.2),
+    ]
+    if "paged" in by_name:
+        goals.append(Goal("TTFT, virtual over paged", over("paged", "TTFT s"), "<=", 1.0))
+    return Report(
+        parameters={"layers": layers, "requests": requests, "common": common, "own": own, MISSING: missing},
+        figures=figures,
+        goals=goals,
+    )

@@ -1,0 +1,137 @@
+"""A trace of requests through the engine, end to end: virtual, pre-allocated and paged in the same memory.
+
+Reproduces "online and offline serving" (Fig. 10/11): requests of mixed lengths arrive at random times (seed 0). What is
+limited is the memory of the cache, so a cache that wastes less runs more of them at a time. The series are the trace:
+running requests and memory in use, step by step.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from bench.gpu.engines import engine, kernels
+from bench.gpu.models import llama
+from bench.gpu.parts import MISSING
+from bench.harness.report import Goal, Report, Row
+from vattn.attention import Attention
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.requests.outputs import RequestOutput
+from vattn.engine.scheduling.record import StepRecord
+
+ABOUT = "a trace of requests through the engine, end to end"
+RANK = 9
+SECONDS = 180
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    time: float
+    prompt: list[int]
+    output: int
+
+
+def run(quick: bool) -> Report:
+    model = llama(layers=2 if quick else 32)
+    arrivals = _arrivals(model, 4 if quick else 96, rate=1000.0 if quick else 8.0, prompt=40 if quick else 1024)
+    budget, longest = ("64MiB", 512) if quick else ("16GiB", 16_384)
+    used, missing = kernels()
+    figures: list[Row] = []
+    series: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}
+    for kv, attention in used.items():
+        for graphs in (True, False) if kv == "virtual" else (True,):
+            steps: list[StepRecord] = []
+            options: dict[str, Any] = {
+                "memory_budget": budget,
+                "max_model_len": longest,
+                "max_num_batched_tokens": 2048,
+            }
+            options |= {"memory_budget": budget, "enforce_eager": not graphs}
+            with engine(model, kv, attention, on_step=steps.append, **options) as llm:
+                warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+                llm.generate([arrival.prompt for arrival in arrivals[:2]], warm, use_tqdm=False)
+                steps.clear()
+                seconds, outputs = _play(llm, arrivals)
+                captured = llm.runner.graphs is not None and llm.runner.graphs.captured
+            name = kv if graphs else f"{kv}, eager"
+            row = _row(name, attention, arrivals, outputs, steps, seconds)
+            rates[name] = float(row["output tokens/s"])
+            figures.append(row | {"graphs": "yes" if captured else "no"})
+            series[f"running, {name}"] = [float(step.num_running) for step in steps]
+            series[f"used MiB, {name}"] = [step.kv.used_bytes / 2**20 for step in steps]
+    return Report(
+        parameters={
+            "layers": 2 if quick else 32,
+            "requests": len(arrivals),
+            "budget": budget,
+            "max_model_len": longest,
+            MISSING: missing,
+        },
+        figures=figures,
+        goals=[
+            Goal(f"output tokens/s, virtual over {other}", rates["virtual"] / rates[other], ">=", bound)
+            for other, bound in {"static": 1.0, "paged": 1.0, "virtual, eager": 1.0}.items()
+            if other in rates
+        ],
+        series=series,
+    )
+
+
+def _arrivals(model: PreTrainedModel, count: int, *, rate: float, prompt: int) -> list[_Arrival]:
+    """Requests with log-normal lengths, at the times of a Poisson process of `rate` per second."""
+    rng = random.Random(0)
+    at, arrivals = 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        length = min(8 * prompt, math.ceil(prompt * rng.lognormvariate(0, 0.8)))
+        tokens = [rng.randrange(model.config.vocab_size) for _ in range(length)]
+        arrivals.append(_Arrival(at, tokens, rng.randint(prompt // 8, prompt // 4)))
+    return arrivals
+
+
+def _play(llm: LLM, arrivals: list[_Arrival]) -> tuple[float, list[RequestOutput]]:
+    waiting = list(enumerate(arrivals))
+    outputs: dict[str, RequestOutput] = {}
+    start = time.monotonic()
+    while waiting or llm.has_unfinished():
+        while waiting and waiting[0][1].time <= time.monotonic() - start:
+            number, arrival = waiting.pop(0)
+            sampling = SamplingParams(temperature=0, max_tokens=arrival.output, ignore_eos=True)
+            llm.add_request(str(number), arrival.prompt, sampling)
+        if llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+        else:
+            time.sleep(0.001)
+    return time.monotonic() - start, list(outputs.values())
+
+
+def _row(
+    name: str,
+    attention: Attention,
+    arrivals: list[_Arrival],
+    outputs: list[RequestOutput],
+    steps: list[StepRecord],
+    seconds: float,
+) -> Row:
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert tokens == sum(arrival.output for arrival in arrivals), f"{name}: {tokens} tokens"
+    firsts = [output.metrics.time_to_first_token or 0.0 for output in outputs]
+    return {
+        "cache": name,
+        "kernel": attention.name,
+        "seconds": seconds,
+        "output tokens/s": tokens / seconds,
+        "TTFT s": median(firsts),
+        "TTFT s, 90th percentile": quantiles(firsts, n=10)[8],
+        "most running": max(step.num_running for step in steps),
+        "preempted": sum(step.num_preempted for step in steps),
+        "used GiB": max(step.kv.used_bytes for step in steps) / 2**30,
+        "waste %": 100 * sum(s.kv.waste_bytes for s in steps) / max(1, sum(s.kv.used_bytes for s in steps)),
+    }

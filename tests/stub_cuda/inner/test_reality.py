@@ -1,0 +1,364 @@
+"""The library relies on nothing that a friendlier driver would do: memory that is zero, errors that come at once,
+streams that wait for each other, memory for every call, a driver that outlives every object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import stub as stub_module
+import torch
+from stub import Stub
+
+import vattn
+
+PAGE = 2**21
+TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
+BASE: dict[str, Any] = {
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "head_dim": 128,
+    "dtype": "float32",
+    "max_batch_size": 2,
+    "max_context_len": 8 * TOKENS,
+    "device": "cuda",
+    "memory_budget": 16 * PAGE,
+    "eager_pages": 0,
+    "watermark": 0,
+}
+FRESH = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.float32).item()
+
+
+def make(pool: vattn.PagePool | None = None, **changes: Any) -> vattn.KVCache:
+    return vattn.KVCache(vattn.KVConfig(**BASE | changes), pool=pool)
+
+
+# New memory
+
+
+def rows(cache: vattn.KVCache, reqid: int, begin: int, end: int) -> set[float]:
+    """The values in these rows of K and V."""
+    return {value for tensor in cache.layer(0) for value in tensor[reqid, begin:end].unique().tolist()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("zero_on_free", [False, True])
+def test_guard_rows_are_zero_whatever_memory_they_are_in(stub: Stub, overlap: bool, zero_on_free: bool) -> None:
+    pool = vattn.PagePool(16 * PAGE, device="cuda", zero_on_free=zero_on_free)
+    options = {"pool": pool, "overlap": overlap, "zero_on_free": zero_on_free}
+    with make(**options, guard_rows=100) as cache, make(**options, dtype="float64", head_dim=64) as other:
+        for dirty in (False, True):
+            if dirty:
+                filler = other.alloc_reqid()
+                other.step({filler: 8 * TOKENS})
+                for tensor in other.layer(0):
+                    tensor[filler] = torch.nan
+                other.free_reqid(filler)
+                other.step({})
+                other.trim()
+            reqid = cache.alloc_reqid()
+            for length in (1, 10, TOKENS - 50, TOKENS, TOKENS + 1, 3 * TOKENS - 100, 3 * TOKENS - 99):
+                cache.step({reqid: length})
+                assert rows(cache, reqid, length, length + 100) == {0}
+            cache.free_reqid(reqid)
+            cache.step({})
+            cache.trim()
+    pool.close()
+
+
+def test_rows_before_the_window_of_a_restored_request_are_zero(stub: Stub) -> None:
+    """Kernels read whole tiles, so some of them; nobody copies them in."""
+    window, start = 64, TOKENS + 20
+    with make(sliding_window=window, memory_budget=8 * PAGE) as cache:
+        reqid = cache.alloc_reqid(start=start)
+        cache.step({reqid: start + 1})
+        assert rows(cache, reqid, start - window - 256 + 1, start + 1) == {0}
+
+
+def test_memory_is_not_zeroed_for_a_cache_without_guard_rows(stub: Stub) -> None:
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 10})
+        assert rows(cache, reqid, 0, TOKENS) == {FRESH}
+        assert cache.stats().calls["cuMemsetD8Async"].count == 0
+
+
+def test_guard_rows_that_cannot_be_zeroed_fail_the_step(stub: Stub) -> None:
+    with make(guard_rows=100, overlap=False) as cache:
+        reqid = cache.alloc_reqid()
+        before = cache.page_map()
+        stub.fail("cuMemsetD8Async")
+        with pytest.raises(vattn.DriverError, match="cuMemsetD8Async"):
+            cache.step({reqid: 10})
+        assert cache.page_map() == before
+        cache.check()
+        cache.step({reqid: 10})
+        assert rows(cache, reqid, 10, 110) == {0}
+
+
+# Kernels that fail
+
+SCRIPT = """
+import sys; sys.path.insert(0, "tests/support")
+import atexit, gc, os, stub
+control = stub.Stub()
+import vattn
+stub.stand_in()
+config = vattn.KVConfig(num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=2,
+                        max_context_len=32768, device="cuda", memory_budget=16 * 2**21, zero_on_free={zero_on_free})
+cache = vattn.KVCache(config)
+def attempt(call, *arguments):
+    try:
+        call(*arguments)
+    except vattn.VattnError as error:
+        print(type(error).__name__, getattr(error, "code", ""))
+    else:
+        print("fine")
+"""
+
+
+@pytest.mark.parametrize("zero_on_free", [False, True])
+@pytest.mark.parametrize("ending", ["attempt(cache.close)", "pass"])
+def test_a_kernel_that_writes_to_a_shared_block_fails_every_later_call(zero_on_free: bool, ending: str) -> None:
+    """What needs the driver says what it reports, what does not goes on, and the process ends in silence."""
+    done = stub_module.python(
+        SCRIPT.replace("{zero_on_free}", str(zero_on_free))
+        + """
+prompt = list(range(4097))
+first, _ = cache.admit(prompt)
+cache.step({first: 4097}, stream=0)
+cache.commit(first, prompt)
+second, cached = cache.admit(prompt)
+cache.step({second: 4097}, stream=0)
+k, v = cache.layer(0)
+control.launch(0, k[second].data_ptr(), 8, writes=True)
+print(cached)
+attempt(cache.step, {first: 4098, second: 4098})
+control.complete(0)
+attempt(cache.step, {first: 4099, second: 4099})
+attempt(cache.step, {first: 16000, second: 4100})
+attempt(cache.free_reqid, first)
+attempt(cache.trim)
+"""
+        + ending
+    )
+    said = ["4096", "fine", "fine", *3 * ["DriverError 700"], *(["DriverError 700"] if ending != "pass" else [])]
+    assert (done.returncode, done.stdout.split("\n"), done.stderr) == (0, [*said, ""], "")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drop", ["del cache", "cycle = [cache]; cycle.append(cycle); del cycle, cache; gc.collect()"])
+def test_a_cache_that_is_dropped_after_a_kernel_failed_stays_behind_in_silence(drop: str, overlap: bool) -> None:
+    done = stub_module.python(
+        SCRIPT.replace("{zero_on_free}", f"False, overlap={overlap}")
+        + f"""
+pool = vattn.PagePool(16 * 2**21, device="cuda")
+cache = vattn.KVCache(config, pool=pool)
+cache.step({{cache.alloc_reqid(): 4097}}, stream=0)
+before = control.usage().mappings
+control.launch(0, 2**40, 8)
+control.complete(0)
+{drop}
+print(control.usage().mappings == before)
+attempt(vattn.KVCache, config)
+attempt(pool.close)
+"""
+    )
+    said = "True\nDriverError 700\nDriverError 700\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+# Streams
+
+
+def test_zeroing_waits_for_kernels_on_a_stream_that_does_not_block(stub: Stub) -> None:
+    """The memset's stream waits for the legacy default stream only; a fence has to stand for the other."""
+    with make(zero_on_free=True) as cache:
+        first, stream = cache.alloc_reqid(), stub.stream()
+        cache.step({first: 8 * TOKENS}, stream=stream)
+        for tensor in cache.layer(0):
+            stub.launch(stream, tensor[first].data_ptr(), 8 * TOKENS * 512)
+        cache.free_reqid(first, stream)
+        second = cache.alloc_reqid()
+        before = stub.calls("cuMemsetD8Async")
+        with background(lambda: cache.step({second: TOKENS}, stream=stream)):
+            wait_until(stub.waiters)
+            assert stub.calls("cuMemsetD8Async") == before
+            stub.complete(stream)
+        assert stub.calls("cuMemsetD8Async") > before
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_on_free": True}, {"guard_rows": 8}, {"sliding_window": 64}])
+def test_a_capture_elsewhere_stays_valid(stub: Stub, options: dict[str, Any]) -> None:
+    """Whatever the library does meanwhile; torch's streams do not block, and it captures in global mode."""
+    with make(**options) as cache:
+        captured, stream = stub.stream(), stub.stream()
+        stub.capture(captured, True, mode=0)
+        for _ in range(2):
+            pair = cache.alloc_reqid(), cache.alloc_reqid()
+            for length in (10, TOKENS, TOKENS + 1, 2 * TOKENS + 1, TOKENS):
+                cache.step(dict.fromkeys(pair, length), stream=stream)
+            for reqid in pair:
+                cache.free_reqid(reqid, stream)
+            cache.step({}, stream=stream)
+            cache.trim()
+            cache.check()
+        assert stub.capture(captured, False) == 0
+
+
+@contextlib.contextmanager
+def background(body: Callable[[], object]) -> Iterator[None]:
+    """Runs a call on a thread of its own, which has to end with the block."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# A lock in the driver
+
+
+def test_mapping_ahead_may_stall_launches_and_nothing_else(stub: Stub) -> None:
+    """A launch waits while the worker's call has the driver's lock; the step that queued the call does not."""
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: TOKENS - 1})
+        cache.check()
+        stub.latencies({"cuMemSetAccess": 200_000})
+        stub.locking(True)
+        before = stub.calls("cuMemSetAccess")
+        k, _ = cache.layer(0)
+        began = time.perf_counter()
+        cache.step({reqid: TOKENS})
+        stepped = time.perf_counter() - began
+        wait_until(lambda: stub.calls("cuMemSetAccess") > before)
+        time.sleep(0.01)
+        began = time.perf_counter()
+        stub.launch(0, k[reqid].data_ptr(), 8)
+        stalled = time.perf_counter() - began
+        stub.complete(0)
+        assert stepped < 0.1 < stalled
+        cache.step({reqid: TOKENS + 1})
+        cache.check()
+
+
+# Memory that runs out
+
+# As CUDA's headers list them, and cuMemSetAccess, which needs memory for its tables.
+MAY_RUN_OUT = ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuEventCreate"]
+
+
+def use(attempt: Callable[[Callable[[], Any]], Any], options: dict[str, Any]) -> None:
+    """A cache's life, every call of which goes through `attempt`."""
+    cache = attempt(lambda: make(**options))
+    with cache:
+        for round_ in range(2):
+            pair = attempt(cache.alloc_reqid), attempt(cache.alloc_reqid)
+            for length in (10, TOKENS, TOKENS + 1, 3 * TOKENS):
+                attempt(lambda pair=pair, length=length: cache.step(dict.fromkeys(pair, length)))
+                cache.check()
+            for reqid in pair:
+                attempt(lambda reqid=reqid: cache.free_reqid(reqid))
+            if round_:
+                attempt(lambda: cache.step({}))
+                attempt(cache.trim)
+        cache.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("call", MAY_RUN_OUT)
+def test_memory_runs_out_in_every_call_that_may_report_it(stub: Stub, call: str, overlap: bool) -> None:
+    """Once in each: the call of the library says so, or does without, and succeeds when it is made again."""
+    options = {"overlap": overlap, "guard_rows": 8, "zero_on_free": True}
+
+    def attempt(body: Callable[[], Any]) -> Any:
+        try:
+            return body()
+        except vattn.OutOfPages as error:
+            cause = error.__cause__
+            assert isinstance(cause, vattn.DriverError)
+            assert (cause.call, cause.code) == (call, 2)
+        except vattn.DriverError as error:
+            assert (error.call, error.code) == (call, 2)
+        said.append(call)
+        return body()
+
+    said: list[str] = []
+    before = stub.calls(call)
+    use(attempt, options)
+    calls = stub.calls(call) - before
+    assert not said
+    assert calls
+    for nth in range(1, calls + 1):
+        before = stub.calls(call)
+        stub.fail(call, nth, 2)
+        use(attempt, options)
+        stub.heal()
+        assert stub.calls(call) - before >= nth
+    assert said  # not for every one: background work that fails is done again when it is needed
+
+
+# The end of the driver
+
+
+@pytest.mark.parametrize("zero_on_free", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pass",
+        "tensors = cache.layer(0)",
+        "cache.free_reqid(reqid)",
+        "other = vattn.KVCache(config); other.close(); tensors = cache.layer(0); cache.close()",
+        "tensors = cache.layer(0); del cache",
+        "cycle = [cache]; cycle.append(cycle); del cycle, cache",
+    ],
+)
+def test_the_driver_ends_before_the_objects(body: str, first: bool, zero_on_free: bool) -> None:
+    """At the exit of a process: before Python's own end, or with the libraries. Nothing crashes, hangs or prints."""
+    end = "atexit.register(control.end)\n"
+    script = SCRIPT.replace("{zero_on_free}", str(zero_on_free)) + (end if first else "")
+    done = stub_module.python(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("zero_on_free", [False, True])
+def test_calls_after_the_end_of_the_driver_say_so(zero_on_free: bool) -> None:
+    done = stub_module.python(
+        SCRIPT.replace("{zero_on_free}", str(zero_on_free))
+        + """
+reqid = cache.alloc_reqid()
+cache.step({reqid: 4096})
+cache.check()
+control.end()
+attempt(cache.step, {reqid: 16000})
+attempt(cache.free_reqid, reqid)
+attempt(cache.trim)
+attempt(vattn.KVCache, config)
+attempt(cache.close)
+"""
+    )
+    said = "DriverError 4\nDriverError 4\nDriverError 4\nConfigError \nDriverError 4\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
