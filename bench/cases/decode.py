@@ -176,7 +176,8 @@ def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
 
 
 def draw(axes: Any, record: Record) -> None:
-    rows = [row for row in record["figures"] if row["batch"] == _BATCHES[-1]]
+    batch = record["figures"][-1]["batch"]
+    rows = [row for row in record["figures"] if row["batch"] == batch]
     for side in list(_KERNELS)[1:]:
         axes.plot(
             [row["context"] for row in rows], [row[f"{side} over virtual"] for row in rows], marker="o", label=side
@@ -184,7 +185,7 @@ def draw(axes: Any, record: Record) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(
         xscale="log",
-        xlabel=f"tokens per request, {_BATCHES[-1]} requests",
+        xlabel=f"tokens per request, {batch} requests",
         ylabel="attention, time over virtual's",
         ylim=(0, None),
     )

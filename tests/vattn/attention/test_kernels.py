@@ -218,8 +218,9 @@ class TestChoice:
             monkeypatch.setitem(sys.modules, name, FAKES[name]())
 
     def test_names(self) -> None:
-        assert attention.get("auto").name == "torch_sdpa"
-        assert set(attention.names()) == {*KERNELS, "torch_matmul", "torch_sdpa"}
+        assert attention.get("auto").name == "native"
+        assert attention.get("auto", Case(head_dim=20)).name == "torch_sdpa"
+        assert set(attention.names()) == {*KERNELS, "native", "torch_matmul", "torch_sdpa"}
         with pytest.raises(
             ConfigError, match="unknown attention kernel 'flash_attention_9'; choose one of auto, torch_fl"
         ):
@@ -242,9 +243,10 @@ class TestChoice:
         ],
     )
     def test_a_wrong_choice_says_why_and_what_is_possible(self, case: Case, why: str) -> None:
-        assert attention.get("auto", case).name == "torch_sdpa"
+        usable = ["torch_sdpa"] if case.device.type == "cuda" else ["native", "torch_sdpa"]
+        assert attention.get("auto", case).name == usable[0]
         with pytest.raises(
-            ConfigError, match=f"'torch_flash' cannot be used here: .*{why}.*; possible: auto, torch_sdpa"
+            ConfigError, match=f"'torch_flash' cannot be used here: .*{why}.*; possible: auto, {', '.join(usable)}"
         ):
             attention.get("torch_flash", case)
 

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from vattn import attention
 from vattn.attention import AttentionParams, PackedBatch, Span, torch_matmul
+from vattn.attention.native import Native
 
 HEADS, LONGEST = 2, 64
 
 
-@pytest.fixture(params=["torch_sdpa", "torch_matmul"])
+@pytest.fixture(params=["torch_sdpa", "torch_matmul", "native"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> attention.Attention:
     """Each adapter; the one that works in blocks with such small ones that every chunk here is cut."""
     monkeypatch.setattr(torch_matmul, "_LEAST", 2)
     monkeypatch.setattr(torch_matmul, "_BLOCK", 8)
-    return {"torch_sdpa": attention.TorchSDPA, "torch_matmul": attention.TorchMatmul}[request.param]()
+    return {"torch_sdpa": attention.TorchSDPA, "torch_matmul": attention.TorchMatmul, "native": Native}[request.param]()
 
 
 class Store:
@@ -31,6 +32,9 @@ class Store:
         generator = torch.Generator().manual_seed(0)
         self.key = torch.randn(slots, HEADS, LONGEST, dim, generator=generator).to(dtype)
         self.value = torch.randn(slots, HEADS, LONGEST, v_dim, generator=generator).to(dtype)
+
+    def stored(self, layer: int) -> None:
+        """No whole layer."""
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         assert layer == 3

@@ -157,7 +157,7 @@ try:
     for tokens in range(2048, 1 << 20, 2048): cache.step({reqid: tokens})
 except vattn.OutOfPages as error:
     print(error)
-assert 64 << 20 < _native.host_usage().physical_bytes < 3 << 30
+assert 64 << 20 < _native.host_usage().physical_bytes < available.bytes
 cache.check()
 """
     mount = f'mount --bind {tmp_path / "limit"} {limit} && exec "$@"'
