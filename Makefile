@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
 .PHONY: demo test test-fast matrix campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
