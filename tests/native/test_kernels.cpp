@@ -165,7 +165,8 @@ void compare(const Kernels& kernels, const Shape& shape, unsigned seed) {
         for (int d = 0; d < shape.v_head_dim; ++d) {
           const std::int64_t index = ((starts[i] + t) * std::int64_t{heads} + h) * shape.v_head_dim + d;
           const double got = get(shape.query_type, output.data() + index * query_size);
-          const double error = std::fabs(got - sums[d] / total), bound = shape.query_type == Type::kFloat32 ? 2e-5 : 2e-2;
+          const double error = std::fabs(got - sums[d] / total),
+                       bound = shape.query_type == Type::kFloat32 ? 2e-5 : 2e-2;
           CHECK(error < bound);
         }
       }
