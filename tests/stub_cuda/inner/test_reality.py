@@ -341,7 +341,9 @@ def test_the_driver_ends_before_the_objects(body: str, first: bool, zero_on_free
     end = "atexit.register(control.end)\n"
     script = SCRIPT.replace("{zero_on_free}", str(zero_on_free)) + (end if first else "")
     done = stub_module.python(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # The triton of some CUDA builds of torch reports leaks of its own, through nanobind.
+    said = "" if "triton" in done.stderr and "vattn" not in done.stderr else done.stderr
+    assert (done.returncode, done.stdout, said) == (0, "", "")
 
 
 @pytest.mark.parametrize("zero_on_free", [False, True])
