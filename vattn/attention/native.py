@@ -1,7 +1,7 @@
 """vattn's own kernels for CPUs, which read contiguous slots, blocks, and codes of 8 bits in place.
 
-One call serves all requests of a step: several times as fast as torch's fused kernel for single tokens and short chunks
-(docs/benchmarks.md, `kernels`). It reads nothing past a length, so it needs no guard rows.
+The default on CPUs. One call serves all requests of a step; docs/benchmarks.md, `kernels`, compares it with torch's
+fused kernel. It reads nothing past a length, so it needs no guard rows.
 """
 
 from __future__ import annotations

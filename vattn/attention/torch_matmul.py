@@ -1,4 +1,6 @@
-"""Prefill as two matrix products and a softmax per KV head: the CPU's kernel for bfloat16.
+"""Prefill as two matrix products and a softmax per KV head, in bfloat16 on a CPU.
+
+By default it serves where `native` cannot: for head sizes that are no multiple of 8.
 
 Torch's fused CPU kernel multiplies small tiles, which in bfloat16 without AMX reach a fifth of what oneDNN reaches in
 a large product. Here all keys of a KV head, in place, are one operand, and its query heads are rows of the other,

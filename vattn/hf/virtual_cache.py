@@ -44,9 +44,9 @@ class VirtualCache(Cache):
 
     Rows are contiguous in virtual memory. Pages are mapped as tokens arrive; those for the next token are mapped while
     the model computes. Batch size, heads, head sizes, element type and device are those of the first update. Supports
-    everything that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. In decode
-    steps on a CPU, grouped queries are folded, for which torch's SDPA is faster (`vattn.hf.folding`); the model itself
-    is not changed.
+    everything that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. Decode steps
+    on a CPU attend by vattn's own kernels where these can compute them (`vattn.hf.decoding`); the model itself is not
+    changed.
 
     Also a context manager that closes the cache. The memory is freed with the last reference, too.
 
