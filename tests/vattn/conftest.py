@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import cpu_kernels
 import pytest
 import target
 
@@ -22,3 +23,10 @@ def nothing_leaks() -> Iterator[None]:
     gc.collect()
     assert target.usage() == before
     assert not target.violations()
+
+
+@pytest.fixture(scope="module", params=cpu_kernels.KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the kernels for CPUs in turn."""
+    with cpu_kernels.asking_for(request.param):
+        yield request.param

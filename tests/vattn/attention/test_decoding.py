@@ -1,10 +1,9 @@
-"""vattn's kernels for CPUs against float64, for every instruction set that this machine has."""
+"""`decode` against float64, for every instruction set that this machine has."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,29 +13,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
-from vattn import cpu
 from vattn.attention import decode
 from vattn.errors import ConfigError
 from vattn.quantised import quantise
 
-KERNELS = [each.name for each in cpu.kernels() if each.supported]
 # Of the largest magnitude of the result: one rounding of the output, and what weights of the same type cost.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each of the kernels in turn, chosen as a user would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cpu.VARIABLE, request.param)
-        forget()
-        yield request.param
-    forget()
-
-
-def forget() -> None:
-    for cached in (cpu._index, cpu.chosen):
-        cached.cache_clear()
 
 
 def reference(
@@ -127,7 +109,7 @@ class Case:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), threads=st.sampled_from([1, 2, 5]), longest=st.sampled_from([20, 400, 5000]))
-def test_against_float64(kernel: str, seed: int, threads: int, longest: int) -> None:
+def test_against_float64(kernels: str, seed: int, threads: int, longest: int) -> None:
     case = Case(seed, longest)
     case.poison()
     before = torch.get_num_threads()
@@ -143,7 +125,7 @@ def test_against_float64(kernel: str, seed: int, threads: int, longest: int) -> 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 8, 16, 24, 256]))
-def test_block_tables(kernel: str, seed: int, block_size: int) -> None:
+def test_block_tables(kernels: str, seed: int, block_size: int) -> None:
     """Blocks in any order, of which only those of the requests are read."""
     case = Case(seed, 700)
     want = case.want()
@@ -164,7 +146,7 @@ def test_block_tables(kernel: str, seed: int, block_size: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_codes_of_8_bits(kernel: str, seed: int) -> None:
+def test_codes_of_8_bits(kernels: str, seed: int) -> None:
     """As attention over dequantised keys and values, whose error is that of the codes."""
     case = Case(seed, 700)
     (key, key_scales), (value, value_scales) = quantise(case.key), quantise(case.value)
@@ -182,7 +164,7 @@ def test_codes_of_8_bits(kernel: str, seed: int) -> None:
     case.assert_near(got, case.want(), factor=20 if case.dtype == torch.float32 else 1)
 
 
-def test_no_worse_than_torch(kernel: str) -> None:
+def test_no_worse_than_torch(kernels: str) -> None:
     """The mean error against float64 is at most that of torch's SDPA, but for some of the last bit."""
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -198,7 +180,7 @@ def test_no_worse_than_torch(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kv_order", ["HND", "NHD"])
-def test_nothing_past_the_last_page(kernel: str, kv_order: str) -> None:
+def test_nothing_past_the_last_page(kernels: str, kv_order: str) -> None:
     """Lengths around the end of a page, behind which nothing is mapped: reading there would end the process."""
     config = vattn.KVConfig(
         num_layers=1,
@@ -228,7 +210,7 @@ def test_nothing_past_the_last_page(kernel: str, kv_order: str) -> None:
                 assert (got - want).abs().max() < 1e-2 * want.abs().max()
 
 
-def test_nan_shows(kernel: str) -> None:
+def test_nan_shows(kernels: str) -> None:
     """What is not finite comes out as NaN, in the rows that see it and in no other."""
     for where in ("query", "key", "value"):
         for dtype in (torch.float32, torch.bfloat16):
@@ -302,17 +284,3 @@ def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
 def test_no_request_no_row() -> None:
     given = arguments() | {"query": torch.randn(0, 4, 16), "lengths": torch.zeros(0, dtype=torch.int32)}
     assert decode(**given | {"slots": torch.zeros(0, dtype=torch.int32)}).shape == (0, 4, 8)
-
-
-def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert KERNELS[-1] == "portable", "it runs everywhere"
-    monkeypatch.setenv(cpu.VARIABLE, "neon")
-    forget()
-    with pytest.raises(ConfigError, match="portable"):
-        decode(**arguments())
-    monkeypatch.setenv(cpu.VARIABLE, "portable")
-    forget()
-    assert "portable: VATTN_CPU_KERNELS asks" in cpu.describe()
-    monkeypatch.delenv(cpu.VARIABLE)
-    forget()
-    assert cpu.describe().startswith(KERNELS[0])
