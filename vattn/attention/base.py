@@ -6,6 +6,7 @@ kernel is called; the kernel gets the queries, the batch, and a cache to read fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -25,14 +26,20 @@ class AttentionParams:
     Attributes:
         scale: factor on the scores before the softmax; None for `head_dim ** -0.5`.
         window: a query sees this many keys, itself included; None for all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None for none.
+        softcap: scores become `softcap * tanh(score / softcap)`; positive, or None for none.
         sinks: `[num_query_heads]` logits that take part in each softmax and add nothing to its sum; None for none.
+
+    Raises:
+        ConfigError: `softcap` is not positive and finite.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_softcap(self.softcap)
 
     def first_key(self, span: Span) -> int:
         """The first key that any query of `span` can see."""
@@ -55,6 +62,12 @@ class AttentionParams:
         is a window.
         """
         return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Refuses a bound on scores that kernels would take for none, or turn into NaN."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ConfigError(f"softcap={softcap}; give a finite number above 0, or None for scores without bound")
 
 
 # The unit in which a kernel must read the cache: one request (`KVSource.read`) or a whole layer (`whole_layer`).

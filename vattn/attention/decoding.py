@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vattn import cpu
+from vattn.attention.base import check_softcap
 from vattn.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def decode(
     """Causal attention of each request's new tokens over its keys and values, which are read in place, on a CPU.
 
     One call serves the whole batch: long requests are divided among torch's threads, short ones run side by side.
-    Nothing is read past a request's length.
+    Nothing is read past a request's length. No gradients flow: the result is a constant to autograd.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`: one row per request, or as `starts` says. The newest token
@@ -44,7 +45,7 @@ def decode(
         scales: of keys and of values that are int8 codes, `[slots, tokens, num_kv_heads, 1]` each, in bfloat16 or
             float32; a row is its codes times its scale, which is not negative.
         scale: factor on the scores; `head_dim ** -0.5` by default.
-        softcap: scores become `softcap * tanh(score / softcap)`.
+        softcap: scores become `softcap * tanh(score / softcap)`; positive.
         window: a query sees this many keys, itself included.
         sinks: `[num_query_heads]` logits that take part in each softmax and add nothing to its sum.
         out: written and returned; by default a new tensor.
@@ -53,11 +54,11 @@ def decode(
         `[num_tokens, num_query_heads, v_head_dim]` in the type of `query`.
 
     Raises:
-        ConfigError: shapes, types or devices do not fit, a head size is no multiple of 8, or a length, slot or block is
-            outside of the tensors. Nothing has been written then.
+        ConfigError: shapes, types or devices do not fit, a head size is no multiple of 8, `window` or `softcap` is not
+            positive, or a length, slot or block is outside of the tensors. Nothing has been written then.
     """
     slots = torch.arange(len(lengths), dtype=torch.int32) if slots is None else slots
-    _check(query, key, value, lengths, slots, starts, block_table, scales, window, sinks, out)
+    _check(query, key, value, lengths, slots, starts, block_table, scales, softcap, window, sinks, out)
     return cpu.attend(
         query,
         key,
@@ -84,6 +85,7 @@ def _check(
     starts: Tensor | None,
     block_table: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
+    softcap: float | None,
     window: int | None,
     sinks: Tensor | None,
     out: Tensor | None,
@@ -109,6 +111,7 @@ def _check(
         raise ConfigError(f"query is {query.dtype}; give float32, bfloat16 or float16")
     if window is not None and window < 1:
         raise ConfigError(f"window={window} hides every key; give 1 or more, or None")
+    check_softcap(softcap)
 
     count, stored = len(lengths), query.dtype if scales is None else torch.int8
     asked: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], list[int]]] = [

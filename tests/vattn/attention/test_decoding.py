@@ -264,6 +264,10 @@ def arguments() -> dict[str, Tensor]:
         ({"starts": torch.tensor([0, 1, 1, 3], dtype=torch.int32)}, "one or more"),
         ({"starts": torch.tensor([0, 1, 2, 4], dtype=torch.int32)}, "rows 0 to 4"),
         ({"window": 0}, "window=0"),
+        ({"softcap": 0.0}, "softcap=0"),
+        ({"softcap": -30.0}, "softcap=-30"),
+        ({"softcap": math.nan}, "softcap=nan"),
+        ({"softcap": math.inf}, "softcap=inf"),
         ({"sinks": torch.zeros(3)}, r"\[4\]"),
         ({"out": torch.empty(3, 4, 16)}, r"\[3, 4, 8\]"),
         ({"out": torch.empty(3, 8, 4).transpose(1, 2)}, "neighbours"),
@@ -279,6 +283,13 @@ def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decode(**given)  # type: ignore[arg-type]
     assert torch.equal(out, before) or change.keys() == {"out"}
+
+
+def test_no_gradient_flows() -> None:
+    given = arguments()
+    for name in ("query", "key", "value"):
+        given[name].requires_grad_()
+    assert not decode(**given).requires_grad
 
 
 def test_no_request_no_row() -> None:
