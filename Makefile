@@ -73,7 +73,7 @@ sanitize-python: $(VENV)/.installed
 	  -C cmake.define.VATTN_SANITIZE=address,undefined .
 	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	python=$$($(BIN)/python -c 'import sys; print(sys._base_executable)'); \
-	export VATTN_TEST_EXAMPLES=25 PYTHONSAFEPATH=1 PYTHONPATH="build/asan:$$packages" UBSAN_OPTIONS=print_stacktrace=1 \
+	export VATTN_TEST_EXAMPLES=25 PYTHONSAFEPATH=1 PYTHONPATH="build/asan:$$packages:." UBSAN_OPTIONS=print_stacktrace=1 \
 	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \

@@ -6,23 +6,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from bench.gpu.signatures import SIGNATURES
 from vattn import drivers
 from vattn.drivers.cuda import CudaDevice
 
-_size, _u64, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuMemAddressReserve": (ctypes.POINTER(_u64), _size, _size, _u64, _u64),
-    "cuMemAddressFree": (_u64, _size),
-    "cuMemCreate": (ctypes.POINTER(_u64), _size, ctypes.c_char_p, _u64),
-    "cuMemRelease": (_u64,),
-    "cuMemMap": (_u64, _size, _size, _u64, _u64),
-    "cuMemUnmap": (_u64, _size),
-    "cuMemSetAccess": (_u64, _size, ctypes.c_char_p, _size),
-    "cuEventCreate": (ctypes.POINTER(_pointer), ctypes.c_uint),
-    "cuEventRecord": (_pointer, _pointer),
-    "cuCtxSetCurrent": (_pointer,),
-    "cuCtxSynchronize": (),
-}
+_u64, _pointer = ctypes.c_uint64, ctypes.c_void_p
 _READ_WRITE = 3
 _DISABLE_TIMING = 2
 
@@ -45,7 +33,7 @@ class Calls:
         self._context = int(device._context)
         table = device.table()
         self._functions = {
-            name: ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(table[name]) for name, arguments in _SIGNATURES.items()
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(table[name]) for name, arguments in SIGNATURES.items()
         }
         self.enter()
 

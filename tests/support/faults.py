@@ -7,25 +7,27 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import target
 
-_size, _address, _flags, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
-_SIGNATURES = {
-    "cuMemAddressReserve": (_pointer, _size, _size, _address, _flags),
-    "cuMemAddressFree": (_address, _size),
-    "cuMemCreate": (_pointer, _size, _pointer, _flags),
-    "cuMemRelease": (_address,),
-    "cuMemMap": (_address, _size, _size, _address, _flags),
-    "cuMemUnmap": (_address, _size),
-    "cuMemSetAccess": (_address, _size, _pointer, _size),
-    "cuMemsetD8Async": (_address, ctypes.c_ubyte, _size, _pointer),
-    "cuEventCreate": (_pointer, ctypes.c_uint),
-    "cuEventRecord": (_pointer, _pointer),
-    "cuEventSynchronize": (_pointer,),
-    "cuCtxSynchronize": (),
-    "cuStreamIsCapturing": (_pointer, _pointer),
-}
+from bench.gpu.signatures import SIGNATURES
+
+_COUNTED = (
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemCreate",
+    "cuMemRelease",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cuMemSetAccess",
+    "cuMemsetD8Async",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuCtxSynchronize",
+    "cuStreamIsCapturing",
+)
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD, on which memory is zeroed
 
 
@@ -49,8 +51,8 @@ class FaultyTable:
         self._only: str | None = None
         self._memset_event: int | None = None
         self._kept_alive = []
-        for name, arguments in _SIGNATURES.items():
-            prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+        for name in _COUNTED:
+            prototype = ctypes.CFUNCTYPE(ctypes.c_int, *SIGNATURES[name])
             callback = prototype(self._wrap(name, prototype(self.addresses[name])))
             self._kept_alive.append(callback)
             self.addresses[name] = ctypes.cast(callback, ctypes.c_void_p).value or 0
@@ -74,7 +76,7 @@ class FaultyTable:
         self._always = frozenset()
 
     def _wrap(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
-        def wrapped(*arguments: int) -> int:
+        def wrapped(*arguments: Any) -> int:
             if self._transparent:
                 return call(*arguments)
             self.calls[name] += 1

@@ -21,17 +21,6 @@ SOURCES = [
 ]
 ACTIVE = "VATTN_STUB_CUDA"  # set in the processes that run over the stub
 
-# Microseconds per call at 2 MiB, as the paper measured them (vAttention, Table 3).
-PAPER = {
-    "cuMemAddressReserve": 2,
-    "cuMemCreate": 29,
-    "cuMemMap": 2,
-    "cuMemSetAccess": 38,
-    "cuMemUnmap": 34,
-    "cuMemRelease": 23,
-    "cuMemAddressFree": 1,
-}
-
 
 def build() -> Path:
     """Builds the stub if its sources are newer; returns its folder."""

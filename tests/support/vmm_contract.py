@@ -17,34 +17,13 @@ from typing import Any
 
 import pytest
 
+from bench.gpu.signatures import SIGNATURES
+
 OUT_OF_MEMORY = 2
 READ_WRITE = 3
 PER_THREAD = 2  # CU_STREAM_PER_THREAD
 
-_size, _u64, _uint, _int, _pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuMemAddressReserve": (ctypes.POINTER(_u64), _size, _size, _u64, _u64),
-    "cuMemAddressFree": (_u64, _size),
-    "cuMemCreate": (ctypes.POINTER(_u64), _size, ctypes.c_char_p, _u64),
-    "cuMemRelease": (_u64,),
-    "cuMemMap": (_u64, _size, _size, _u64, _u64),
-    "cuMemUnmap": (_u64, _size),
-    "cuMemSetAccess": (_u64, _size, ctypes.c_char_p, _size),
-    "cuMemGetAccess": (ctypes.POINTER(_u64), ctypes.c_char_p, _u64),
-    "cuMemRetainAllocationHandle": (ctypes.POINTER(_u64), _u64),
-    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
-    "cuEventCreate": (ctypes.POINTER(_pointer), _uint),
-    "cuEventDestroy": (_pointer,),
-    "cuEventRecord": (_pointer, _pointer),
-    "cuEventQuery": (_pointer,),
-    "cuEventSynchronize": (_pointer,),
-    "cuCtxSynchronize": (),
-    "cuStreamIsCapturing": (_pointer, ctypes.POINTER(_uint)),
-    "cuCtxSetCurrent": (_pointer,),
-    "cuCtxGetCurrent": (ctypes.POINTER(_pointer),),
-    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(_uint),),
-    "cuGetErrorName": (_int, ctypes.POINTER(ctypes.c_char_p)),
-}
+_u64, _uint, _pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
 
 
 def host_peek(address: int) -> int:

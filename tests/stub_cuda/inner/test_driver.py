@@ -14,6 +14,7 @@ import torch
 from stub import Stub
 
 import vattn
+from bench.gpu.parts.calls import PAPER
 from vattn import _native, drivers
 from vattn.doctor import doctor
 from vattn.drivers import cuda
@@ -370,7 +371,7 @@ def test_exhausted_memory_names_the_device(stub: Stub, call: str) -> None:
 
 def test_latencies_of_the_paper_are_hidden_by_overlap(stub: Stub) -> None:
     """The stub's calls take as long as the paper measured: a step that crosses into a mapped block waits for none."""
-    stub.latencies(stub_module.PAPER)
+    stub.latencies(PAPER)
     with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0)) as cache:
         reqid = cache.alloc_reqid()
         cache.step({reqid: 8191})
