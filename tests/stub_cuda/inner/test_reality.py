@@ -5,6 +5,7 @@ streams that wait for each other, memory for every call, a driver that outlives 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -341,9 +342,38 @@ def test_the_driver_ends_before_the_objects(body: str, first: bool, zero_on_free
     end = "atexit.register(control.end)\n"
     script = SCRIPT.replace("{zero_on_free}", str(zero_on_free)) + (end if first else "")
     done = stub_module.python(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
-    # The triton of some CUDA builds of torch reports leaks of its own, through nanobind.
-    said = "" if "triton" in done.stderr and "vattn" not in done.stderr else done.stderr
-    assert (done.returncode, done.stdout, said) == (0, "", "")
+    assert (done.returncode, done.stdout, without_leaks_of_triton(done.stderr)) == (0, "", "")
+
+
+def without_leaks_of_triton(said: str) -> str:
+    """Without nanobind's reports of leaks in which all types are triton's; some CUDA builds of torch print one at exit.
+
+    A report's functions have no module in their names, so they are taken to be of the same.
+    """
+
+    def kept(report: re.Match[str]) -> str:
+        types = re.findall(r'leaked (?:type|instance \S+ of type) "(.*)"', report[0])
+        return "" if types and all("triton" in name for name in types) else report[0]
+
+    return re.sub(r"nanobind: leaked .*?/refleaks\.html\n?", kept, said, flags=re.DOTALL)
+
+
+def test_leaks_of_others_than_triton_are_seen() -> None:
+    report = (
+        "nanobind: leaked 1 instances!\n"
+        ' - leaked instance 0x7f of type "{0}.context"\n'
+        'nanobind: leaked 2 types!\n - leaked type "{0}.context"\n - leaked type "{1}.module"\n'
+        'nanobind: leaked 1 functions!\n - leaked function "__init__"\n'
+        "nanobind: this is likely caused by a reference counting issue in the binding code.\n"
+        "See https://nanobind.readthedocs.io/en/latest/refleaks.html"
+    )
+    functions = "nanobind: leaked 1 functions!\n" + report.partition("functions!\n")[2]
+    triton = report.format("triton._C.libtriton.ir", "triton._C.libtriton")
+    assert without_leaks_of_triton(triton) == ""
+    for other in (report.format("vattn._native", "triton._C"), report.format("triton._C", "vattn._native"), functions):
+        assert without_leaks_of_triton(other) == other
+        assert without_leaks_of_triton(f"before\n{triton}{other}\nafter") == f"before\n{other}\nafter"
+        assert without_leaks_of_triton(f"before\n{other}{triton}\nafter") == f"before\n{other}after"
 
 
 @pytest.mark.parametrize("zero_on_free", [False, True])
