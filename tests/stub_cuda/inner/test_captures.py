@@ -5,33 +5,18 @@ records as a violation, and everything is given back after the capture.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
+import one_layer
 import pytest
 import stub as stub_module
+from one_layer import PAGE, TOKENS
 from stub import Stub
 
 import vattn
 
-PAGE = 2**21
-TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
-BASE: dict[str, Any] = {
-    "num_layers": 1,
-    "num_kv_heads": 1,
-    "head_dim": 128,
-    "dtype": "float32",
-    "max_batch_size": 3,
-    "max_context_len": 8 * TOKENS,
-    "device": "cuda",
-    "memory_budget": 16 * PAGE,
-    "eager_pages": 0,
-    "watermark": 0,
-    "overlap": False,
-}
-
-
-def make(pool: vattn.PagePool | None = None) -> vattn.KVCache:
-    return vattn.KVCache(vattn.KVConfig(**BASE), pool=pool)
+make = partial(one_layer.make, overlap=False)
 
 
 def filled(stream: int, tokens: int, pool: vattn.PagePool | None = None) -> vattn.KVCache:

@@ -13,30 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from one_layer import BASE, PAGE, TOKENS, make
 from stub import Stub
 
 import vattn
 from vattn.drivers import cuda
 from vattn.memory.bands import Bands
-
-PAGE = 2**21
-TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
-BASE: dict[str, Any] = {
-    "num_layers": 1,
-    "num_kv_heads": 1,
-    "head_dim": 128,
-    "dtype": "float32",
-    "max_batch_size": 3,
-    "max_context_len": 8 * TOKENS,
-    "device": "cuda",
-    "memory_budget": 16 * PAGE,  # one slot at full length
-    "eager_pages": 0,
-    "watermark": 0,
-}
-
-
-def make(**changes: Any) -> vattn.KVCache:
-    return vattn.KVCache(vattn.KVConfig(**BASE | changes))
 
 
 @pytest.fixture

@@ -14,29 +14,12 @@ from typing import Any
 import pytest
 import stub as stub_module
 import torch
+from one_layer import PAGE, TOKENS, make
 from stub import Stub
 
 import vattn
 
-PAGE = 2**21
-TOKENS = 4096  # per page: one layer, one head of 128 float32 in K and V each
-BASE: dict[str, Any] = {
-    "num_layers": 1,
-    "num_kv_heads": 1,
-    "head_dim": 128,
-    "dtype": "float32",
-    "max_batch_size": 2,
-    "max_context_len": 8 * TOKENS,
-    "device": "cuda",
-    "memory_budget": 16 * PAGE,
-    "eager_pages": 0,
-    "watermark": 0,
-}
 FRESH = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.float32).item()
-
-
-def make(pool: vattn.PagePool | None = None, **changes: Any) -> vattn.KVCache:
-    return vattn.KVCache(vattn.KVConfig(**BASE | changes), pool=pool)
 
 
 # New memory
