@@ -441,6 +441,17 @@ std::shared_ptr<Driver> capturing_driver() {
                                   std::vector<StreamHandle>{kStream});
 }
 
+// A space with pages at the start of slot 0, to which the worker and its log have no reference any more.
+std::shared_ptr<AddressSpace> grown_space(const std::shared_ptr<Driver>& driver, const std::shared_ptr<PagePool>& pool,
+                                          std::size_t pages) {
+  auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
+  Mapper mapper(driver, pool);
+  auto transaction = std::make_shared<Transaction>();
+  space->grow(*transaction, 0, pages);
+  mapper.wait(mapper.submit(std::move(transaction)));
+  return space;
+}
+
 }  // namespace
 
 TEST(a_context_is_not_synchronised_while_a_stream_of_the_driver_captures) {
@@ -472,16 +483,9 @@ TEST(a_space_that_goes_during_a_capture_is_unmapped_after_it) {
   const auto pool = std::make_shared<PagePool>(4096, 8);
   const std::size_t before = host_usage().reservations;
   {
-    auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
-    Mapper mapper(driver, pool);
-    auto transaction = std::make_shared<Transaction>();
-    space->grow(*transaction, 0, 3);
-    mapper.wait(mapper.submit(transaction));
+    auto space = grown_space(driver, pool, 3);
     const Address address = space->base(0);
     word(address) = 7;
-    transaction.reset();
-    mapper.submit(std::make_shared<Transaction>());  // takes the last reference to the space from the log
-    mapper.stop();
     captures = true;
     space.reset();
     CHECK_EQ(word(address), 7u);
@@ -500,16 +504,9 @@ TEST(a_space_stays_mapped_if_kernels_cannot_be_waited_for) {
   table.context_synchronize = [] { return Result{kUnknown}; };
   const auto driver = std::make_shared<Driver>(table, host_prop(12), nullptr, 0, kMapRestore);
   const auto pool = std::make_shared<PagePool>(4096, 8);
-  auto space = std::make_shared<AddressSpace>(driver, pool, kShape);
-  Mapper mapper(driver, pool);
-  auto transaction = std::make_shared<Transaction>();
-  space->grow(*transaction, 0, 1);
-  mapper.wait(mapper.submit(transaction));
+  auto space = grown_space(driver, pool, 1);
   const Address address = space->base(0);
   word(address) = 7;
-  transaction.reset();
-  mapper.submit(std::make_shared<Transaction>());
-  mapper.stop();
   space.reset();
   CHECK_EQ(word(address), 7u);
 }
