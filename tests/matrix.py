@@ -27,9 +27,10 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build" / "matrix"
 GPU = ["torch==2.11.0", "transformers==5.17.0"]
 
-# What calls torch or transformers where they change: their caches, attention and models; graphs; the whole engine with
-# a model of every family; and cuda-python and DLPack over the stub driver.
+# What calls torch or transformers where they change: torch's OpenMP runtime; their caches, attention and models;
+# graphs; the whole engine with a model of every family; and cuda-python and DLPack over the stub driver.
 TESTS = [
+    "tests/vattn/test_cpu.py",
     "tests/vattn/test_imports.py",
     "tests/vattn/attention",
     "tests/vattn/hf",

@@ -2,7 +2,7 @@
 
 Reproduces the classic "naive batching sweep" (16 sequences produce 16 times the tokens of one, in the same time per
 token) and "paged against dynamic throughput" (paged reached 0.84 to 0.97 of dynamic at 8 to 32 sequences, because it
-gathered in Python). Every backend runs the same unmodified kernel under a model of Qwen2's shape with few layers; all
+gathered in Python). Every backend runs the machine's default kernel under a model of Qwen2's shape with few layers; all
 advance by one token per call, in turn.
 """
 

@@ -21,7 +21,7 @@ from vattn.quantised import KVCacheDtype, dequantise, quantise, quantised_groups
 
 @register
 class QuantisedKV(VirtualKV):
-    """A `VirtualKV` of codes and scales: quantises what is written, and dequantises what a kernel reads.
+    """A `VirtualKV` of codes and scales: quantises what is written; dequantises for kernels that cannot read codes.
 
     Args:
         config: of the cache without quantisation, in the model's element type.

@@ -1,6 +1,8 @@
-"""Adapters for unmodified attention kernels, and the attention function that transformers calls.
+"""Adapters for attention kernels, and the attention function that transformers calls.
 
-`get(name)` returns an adapter; `register()` registers the packed attention function with transformers as `"vattn"`.
+`get(name)` returns an adapter; `register()` registers the packed attention function with transformers as `"vattn"`;
+`decode` calls vattn's own kernels for CPUs over plain tensors.
+
 A new kernel is one file with a class that implements `Attention`. An instance is accepted wherever a name is; an entry
 in `_ADAPTERS` gives it a name. docs/how-to/kernels.md has an example.
 """

@@ -80,8 +80,8 @@ class KVSource(Protocol):
     def stored(self, layer: int) -> Contiguous | Blocks | None:
         """A whole layer: contiguous slots, or a block pool with block tables. The tensors keep their addresses.
 
-        None if the cache has no such tensors; keys and values may be codes of 8 bits, with scales. Kernels that can do
-        without neither call `whole_layer`.
+        None if the cache has no such tensors; keys and values may be codes of 8 bits, with scales. Kernels that can
+        handle neither call `whole_layer` instead.
         """
         ...
 
@@ -131,7 +131,7 @@ class Case:
 
 
 class Attention(Protocol):
-    """An unmodified kernel behind a common interface.
+    """A kernel behind a common interface.
 
     A kernel never writes to the cache: new keys and values are stored before it is launched. On CUDA, memory that is
     mapped twice (a shared prefix) must not be written and read in one launch.
