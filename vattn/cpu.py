@@ -1,7 +1,8 @@
 """vattn's own kernels for CPUs: which ones there are, and the calls, which check nothing.
 
 The kernels are compiled for several instruction sets (`csrc/kernels/`). The fastest that the CPU has run, or those that
-the environment variable `VATTN_CPU_KERNELS` names.
+the environment variable `VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
+on every CPU that has both: the first call measures it, in a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class Kernels:
         name: for `VATTN_CPU_KERNELS`.
         needs: what a CPU must have.
         supported: whether this one has it.
+        worthwhile: whether, by measurement, they are faster on this CPU than the ones after them.
+        linear: whether linear layers are among them.
     """
 
     name: str
     needs: str
     supported: bool
+    worthwhile: bool
+    linear: bool
 
 
 @cache
@@ -99,7 +104,7 @@ def _index() -> int:
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in usable:
         raise ConfigError(f"{VARIABLE}={asked!r}; this CPU can run {', '.join(usable)}")
-    return [each.name for each in found].index(asked or usable[0])
+    return [each.name for each in found].index(asked or next(each.name for each in found if each.worthwhile))
 
 
 def describe() -> str:
@@ -109,7 +114,10 @@ def describe() -> str:
     except ConfigError as error:
         return f"none: {error}"
     others = [each.name for each in kernels() if each.supported and each != running]
+    slower = [each.name for each in kernels() if each.supported and not each.worthwhile]
     reason = f"{VARIABLE} asks for them" if os.environ.get(VARIABLE) else f"this CPU has {running.needs}"
+    if slower and not os.environ.get(VARIABLE):
+        reason += f", and multiplies floats faster than the pairs of {' and '.join(slower)}"
     return f"{running.name}: {reason}" + (f"; {VARIABLE} can name {' or '.join(others)} instead" if others else "")
 
 
@@ -236,3 +244,43 @@ def gate(rows: Tensor) -> Tensor:
     out = rows.new_empty(n, width)
     _module()[0].gate(_index(), _TYPES[rows.dtype], n, width, rows.data_ptr(), out.data_ptr(), torch.get_num_threads())
     return out
+
+
+_LANES = 16
+
+
+def has_linear() -> bool:
+    """Whether the kernels that run here have linear layers, which they do where oneDNN's of bfloat16 are slower."""
+    return unusable() is None and chosen().linear
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A bfloat16 `weight` `[out, in]` as `linear` reads it: int32 `[ceil(out / 16), ceil(in / 2), 16]`."""
+    out, width = weight.shape
+    padded = torch.nn.functional.pad(weight.detach(), (0, width % 2, 0, -out % _LANES))
+    return padded.view(torch.int32).view(-1, _LANES, padded.shape[1] // 2).transpose(1, 2).contiguous()
+
+
+def linear(rows: Tensor, weight: Tensor, out: int, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+    """`rows` `[n, in]`, whose last stride is 1, times a packed `weight` of `out` rows, `+ bias + other`, in bfloat16.
+
+    Args:
+        bias: `[out]`, contiguous.
+        other: `[n, out]`, contiguous.
+    """
+    n, width = rows.shape
+    output = rows.new_empty(n, out)
+    _module()[0].linear(
+        _index(),
+        n,
+        width,
+        out,
+        rows.data_ptr(),
+        rows.stride(0) * rows.element_size(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if other is None else other.data_ptr(),
+        output.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return output

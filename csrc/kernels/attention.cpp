@@ -3,17 +3,18 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <memory>
-#include <new>
+#include <vector>
+
+#include "room.h"
 
 namespace vattn::kernels {
 
-extern const Kernels avx512_bf16_kernels, avx512_kernels, avx2_kernels, portable_kernels;
+extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx512_kernels, avx2_kernels, portable_kernels;
 
 std::span<const Kernels* const> kernels() {
   static constexpr const Kernels* all[] = {
 #if defined(__x86_64__)
-      &avx512_bf16_kernels, &avx512_kernels, &avx2_kernels,
+      &avx512_bf16_kernels, &avx512_vnni_kernels, &avx512_kernels, &avx2_kernels,
 #endif
       &portable_kernels};
   return all;
@@ -24,7 +25,6 @@ namespace {
 constexpr int kRows = 64;     // of a head in an item: their sums stay in the second cache
 constexpr int kItems = 4;     // per thread, so that threads end at nearly the same time
 constexpr int kFewest = 256;  // keys in a part of a request: below, merging costs more than waiting
-constexpr std::int64_t kAlign = 64;
 
 // Partial results of one stretch of queries: `count` of them, `stride` floats apart.
 struct Merge {
@@ -90,33 +90,12 @@ Plan plan(const Attention& a) {
   return plan;
 }
 
-// One piece of memory, kept between calls by the thread that calls.
-class Room {
- public:
-  std::byte* reserve(std::size_t bytes) {
-    if (bytes > size_) {
-      data_.reset();
-      size_ = 0;
-      data_.reset(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kAlign})));
-      size_ = bytes;
-    }
-    return data_.get();
-  }
-
- private:
-  struct Delete {
-    void operator()(std::byte* data) const { ::operator delete(data, std::align_val_t{kAlign}); }
-  };
-  std::unique_ptr<std::byte, Delete> data_;
-  std::size_t size_ = 0;
-};
-
 // Lays out a thread's memory from `at` on; returns how much it takes.
 std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* at, Scratch& s) {
   std::size_t used = 0;
   const auto take = [&]<class T>(T*& field, std::int64_t count) {
     field = reinterpret_cast<T*>(at + used);
-    used += (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+    used += aligned(count * sizeof(T));
   };
   const std::int64_t width = sum_stride(a), rows = plan.rows + kMaxLanes;
   take(s.queries, rows * (a.head_dim + 2));
@@ -152,7 +131,7 @@ void attend(const Attention& a, const Kernels& k) {
   const std::size_t each = lay_out(a, todo, k.lanes, nullptr, measure);
   const int num_items = static_cast<int>(todo.items.size()), num_merges = static_cast<int>(todo.merges.size());
   const int threads = std::min(a.threads, num_items);
-  const std::size_t partial = (static_cast<std::size_t>(todo.partial) * sizeof(float) + kAlign - 1) / kAlign * kAlign;
+  const std::size_t partial = aligned(todo.partial * sizeof(float));
   static thread_local Room room;
   std::byte* memory = room.reserve(partial + static_cast<std::size_t>(threads) * each);
 

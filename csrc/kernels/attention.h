@@ -89,6 +89,8 @@ constexpr std::int64_t sum_stride(const Attention& a) { return (a.v_head_dim + 6
 struct Norm;
 struct Rotation;
 struct Gate;
+struct Linear;
+struct LinearItem;
 
 // The kernels of one instruction set.
 struct Kernels {
@@ -96,6 +98,7 @@ struct Kernels {
   const char* needs;  // what a CPU must have
   int lanes;
   bool (*supported)();
+  bool (*worthwhile)();  // whether they are faster than the ones after them, if that is not sure: a measurement
   void (*attend)(const Attention&, const Item&, const Scratch&);
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.
   void (*merge)(const Attention&, const float* partial, int count, std::int64_t stride, std::byte* output);
@@ -103,6 +106,9 @@ struct Kernels {
   void (*norm)(const Norm&, std::int64_t);
   void (*rotation)(const Rotation&, std::int64_t);
   void (*gate)(const Gate&, std::int64_t);
+  // A row's input, and an item, of what linear.h has; null for kernels without.
+  void (*linear_row)(const Linear&, std::int64_t, float* out);
+  void (*linear)(const Linear&, const LinearItem&);
 };
 
 // All that this build has, the fastest first; the last one is supported everywhere.

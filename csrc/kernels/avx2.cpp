@@ -55,13 +55,8 @@ struct Avx2 {
     x = _mm256_max_ps(set(-200), _mm256_min_ps(set(127), x));  // in this order NaN stays NaN
     const F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F rest = _mm256_sub_ps(x, whole);
-    F y = set(1.54035304e-4f);
-    y = fma(y, rest, set(1.33335581e-3f));
-    y = fma(y, rest, set(9.61812911e-3f));
-    y = fma(y, rest, set(5.55041087e-2f));
-    y = fma(y, rest, set(2.40226507e-1f));
-    y = fma(y, rest, set(6.93147181e-1f));
-    y = fma(y, rest, set(1));
+    F y = set(kExp2[0]);
+    for (int i = 1; i < 7; ++i) y = fma(y, rest, set(kExp2[i]));
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
     y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
     // What is less than a normal number is 0.
@@ -158,10 +153,13 @@ const Kernels avx2_kernels{"avx2",
                            "AVX2, FMA and F16C",
                            Avx2::kLanes,
                            supported,
+                           nullptr,
                            attend_any<Avx2, Floats<Avx2, Type::kBFloat16>, Floats<Avx2, Type::kInt8>>,
                            merge_rows<Avx2>,
                            layer_row<Avx2, Norm>,
                            layer_row<Avx2, Rotation>,
-                           layer_row<Avx2, Gate>};
+                           layer_row<Avx2, Gate>,
+                           nullptr,
+                           nullptr};
 
 }  // namespace vattn::kernels

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "layers.h"
+#include "linear.h"
 
 namespace nb = nanobind;
 using namespace vattn::kernels;
@@ -36,11 +37,17 @@ NB_MODULE(_kernels, module) {
   module.def(
       "kernels",
       [] {
-        std::vector<std::tuple<std::string, std::string, bool>> all;
-        for (const Kernels* k : kernels()) all.emplace_back(k->name, k->needs, k->supported());
+        std::vector<std::tuple<std::string, std::string, bool, bool, bool>> all;
+        for (const Kernels* k : kernels()) {
+          const bool supported = k->supported();
+          const bool worthwhile = supported && (!k->worthwhile || k->worthwhile());
+          all.emplace_back(k->name, k->needs, supported, worthwhile, k->linear != nullptr);
+        }
         return all;
       },
-      "Name, needs, and whether this CPU has them, of all kernels; the fastest first.");
+      "Of all kernels, the fastest first: name, needs, whether this CPU has them, whether they are worthwhile on it, "
+      "and "
+      "whether linear layers are among them.");
 
   module.def(
       "attend",
@@ -131,4 +138,23 @@ NB_MODULE(_kernels, module) {
         compute(gate, find(kernel), threads);
       },
       "silu(first half) * second half of rows; see layers.h.");
+
+  module.def(
+      "linear",
+      [](int kernel, std::int64_t rows, std::int64_t in, std::int64_t out, std::uintptr_t input,
+         std::int64_t input_stride, std::uintptr_t panels, std::uintptr_t bias, std::uintptr_t other,
+         std::uintptr_t output, int threads) {
+        const Linear linear{rows,
+                            in,
+                            out,
+                            pointer<const std::byte>(input),
+                            input_stride,
+                            pointer<const std::uint32_t>(panels),
+                            pointer<const std::byte>(bias),
+                            pointer<const std::byte>(other),
+                            pointer<std::byte>(output)};
+        nb::gil_scoped_release release;
+        compute(linear, find(kernel), threads);
+      },
+      "A linear layer over packed weights; see linear.h. The stride is in bytes.");
 }

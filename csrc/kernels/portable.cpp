@@ -70,13 +70,8 @@ struct Portable {
       if (z > 127) z = 127;
       const float whole = z + 12582912.0f - 12582912.0f;  // 1.5 * 2^23 rounds to the nearest integer
       const float rest = z - whole;
-      float y = 1.54035304e-4f;
-      y = y * rest + 1.33335581e-3f;
-      y = y * rest + 9.61812911e-3f;
-      y = y * rest + 5.55041087e-2f;
-      y = y * rest + 2.40226507e-1f;
-      y = y * rest + 6.93147181e-1f;
-      y = y * rest + 1;
+      float y = kExp2[0];
+      for (int k = 1; k < 7; ++k) y = y * rest + kExp2[k];
       if (z != z) return z;
       const std::uint32_t bits = static_cast<std::uint32_t>(static_cast<int>(whole) + 127) << 23;
       float power;
@@ -177,10 +172,13 @@ const Kernels portable_kernels{"portable",
                                "nothing",
                                Portable::kLanes,
                                supported,
+                               nullptr,
                                attend_any<Portable, Floats<Portable, Type::kBFloat16>, Floats<Portable, Type::kInt8>>,
                                merge_rows<Portable>,
                                layer_row<Portable, Norm>,
                                layer_row<Portable, Rotation>,
-                               layer_row<Portable, Gate>};
+                               layer_row<Portable, Gate>,
+                               nullptr,
+                               nullptr};
 
 }  // namespace vattn::kernels

@@ -19,6 +19,9 @@ namespace vattn::kernels {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
+// 2^x for x between -1/2 and 1/2: coefficients of a polynomial, the highest power first.
+constexpr float kExp2[] = {
+    1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1};
 // Less than any score, but finite, so that differences with it are no NaN.
 constexpr float kLowest = -1e30f;
 
@@ -82,7 +85,8 @@ struct Floats {
   using Isa = Isa_;
   using F = typename Isa::F;
   static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
-  static constexpr int kTokens = 1;    // in an element of a panel of values
+  static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
+  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
   static constexpr bool kScaled = kStored == Type::kInt8;
 
   struct Product : PlainProduct<Isa> {
@@ -112,17 +116,15 @@ struct Floats {
       Isa::store(reinterpret_cast<float*>(out) + i, Isa::load(weights + i), Isa::kLanes);
     return 1;
   }
-  static int weight_steps(int count) { return count; }
 
   static F keys(const std::byte* row, int first, int count) {
     return Isa::template widen<kStored>(row + first * size_of(kStored), count);
   }
-  // Of the rows of `kTokens` tokens, as many vectors from element `first` on. Their lanes may be in any order that
-  // `order` turns into the elements' own.
-  static void values(const std::byte* const* rows, int, int first, int rest, F (&out)[kTokens]) {
-    out[0] = keys(rows[0], first, smaller(rest, Isa::kLanes));
+  // The vector `first + c` of a row of values, which has `rest` elements from vector `first` on.
+  static F value(const std::byte* row, int first, int c, int rest) {
+    return keys(row, (first + c) * Isa::kLanes, smaller(Isa::kLanes, rest - c * Isa::kLanes));
   }
-  static void order(F (&)[kTokens]) {}
+  static void order(F (&)[kVectors]) {}
 };
 
 // Where the rows of a block of keys are: one after another,
@@ -177,9 +179,32 @@ class Ahead {
   int count_, lines_, row_ = 0, line_ = 0;
 };
 
-template <class Product, int kRows, int kColumns, class Next>
-void product(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels, std::int64_t panel_stride,
-             int steps, const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
+// The right side of a product: vectors that were laid out one after another,
+template <class Isa>
+struct Panels {
+  const std::uint32_t* data;
+  std::int64_t stride;
+
+  typename Isa::F operator()(int first, int c, int k) const {
+    return Isa::load(reinterpret_cast<const float*>(data + (first + c) * stride + k * Isa::kLanes));
+  }
+};
+
+// or values as they are stored, of which `kWhole` says that they fill their vectors.
+template <class Kind, bool kWhole, class Place>
+struct Values {
+  const Place& rows;
+  int v_head_dim;
+
+  typename Kind::Isa::F operator()(int first, int c, int k) const {
+    constexpr int kLanes = Kind::Isa::kLanes;
+    return Kind::value(rows[k], first, c, kWhole ? (c + Kind::kVectors) * kLanes : v_head_dim - first * kLanes);
+  }
+};
+
+template <class Product, int kRows, int kColumns, class Right, class Next>
+void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, int first, int steps,
+             const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
   using Isa = typename Product::Isa;
   using F = typename Isa::F;
   typename Product::Sum sums[kRows][kColumns];
@@ -191,8 +216,7 @@ void product(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t*
     next.fetch();
     F b[kColumns];
 #pragma GCC unroll 4
-    for (int c = 0; c < kColumns; ++c)
-      b[c] = Isa::load(reinterpret_cast<const float*>(panels + c * panel_stride + k * Isa::kLanes));
+    for (int c = 0; c < kColumns; ++c) b[c] = right(first, c, k);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -202,47 +226,37 @@ void product(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t*
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
-      float* at = out + r * out_stride + c * Isa::kLanes;
+      float* at = out + r * out_stride + (first + c) * Isa::kLanes;
       F x = Product::finish(sums[r][c], factor[r]);
       if (rescale) x = Isa::fma(Isa::load(at), Isa::set(rescale[r]), x);
       Isa::store(at, x, Isa::kLanes);
     }
 }
 
-template <class Product, int kRows, class Next>
-void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels,
-                     std::int64_t panel_stride, int num_panels, int steps, const float* factor, const float* rescale,
-                     float* out, std::int64_t out_stride, Next& next) {
+template <class Product, int kRows, class Right, class Next>
+void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
+                     const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
   constexpr int kColumns = Product::columns(kRows);
-  const int lanes = Product::Isa::kLanes;
   int c = 0;
-  for (; c + kColumns <= num_panels; c += kColumns)
-    product<Product, kRows, kColumns>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
-                                      out + c * lanes, out_stride, next);
-  if constexpr (kColumns > 2) {
-    if (c + 2 <= num_panels) {
-      product<Product, kRows, 2>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
-                                 out + c * lanes, out_stride, next);
-      c += 2;
-    }
-  }
-  for (; c < num_panels; ++c)
-    product<Product, kRows, 1>(a, a_stride, gap, panels + c * panel_stride, panel_stride, steps, factor, rescale,
-                               out + c * lanes, out_stride, next);
+  const auto go = [&]<int kCount>() {
+    for (; c + kCount <= columns; c += kCount)
+      product<Product, kRows, kCount>(a, a_stride, gap, right, c, steps, factor, rescale, out, out_stride, next);
+  };
+  go.template operator()<kColumns>();
+  if constexpr (kColumns > 2) go.template operator()<2>();
+  go.template operator()<1>();
 }
 
-// out = rescale * out + factor * (a x panels), for any number of rows; out = factor * (a x panels) without rescale.
-template <class Product, class Next>
-void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const std::uint32_t* panels,
-              std::int64_t panel_stride, int num_panels, int steps, const float* factor, const float* rescale,
-              float* out, std::int64_t out_stride, Next& next) {
+// out = rescale * out + factor * (a x right), for any number of rows; out = factor * (a x right) without rescale.
+template <class Product, class Right, class Next>
+void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
+              const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
   // Tiles of nearly equal size: nine rows are five and four.
   const int tile = ceil_div(rows, ceil_div(rows, Product::kMaxRows));
   for (int r = 0; r < rows; r += tile) {
     const auto go = [&]<int kRows>() {
-      product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, panels, panel_stride, num_panels, steps,
-                                      factor + r, rescale ? rescale + r : nullptr, out + r * out_stride, out_stride,
-                                      next);
+      product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, right, columns, steps, factor + r,
+                                      rescale ? rescale + r : nullptr, out + r * out_stride, out_stride, next);
     };
     switch (smaller(tile, rows - r)) {
       case 1:
@@ -297,6 +311,7 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint3
   }
 }
 
+// Of the rows of `kTokens` tokens, as many vectors.
 template <class Kind, class Place>
 void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* panels) {
   using Isa = typename Kind::Isa;
@@ -378,7 +393,7 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
   const int rows = item.num_tokens * group;  // of a head
   const int all = rows * item.num_heads;
   const int stride = Kind::query_stride(a.head_dim);
-  const int vectors = ceil_div(a.v_head_dim, kLanes * Kind::kTokens) * Kind::kTokens;
+  const int vectors = ceil_div(a.v_head_dim, kLanes * Kind::kVectors) * Kind::kVectors;
   const std::int64_t width = sum_stride(a);
   const float factor = Softmax<Isa>::is_direct(a) ? a.scale * kLog2E : kLog2E;
   const int request = item.request;
@@ -433,9 +448,9 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
           const int first = i + p * kLanes;
           pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, s.keys + p * panel);
         }
-        multiply<typename Kind::ForKeys>(rows, queries, stride, Kind::query_gap(a.head_dim), s.keys, panel, panels,
-                                         a.head_dim / Kind::kElements, s.factor + h * rows, nullptr, s.scores + i,
-                                         kBlock, ahead_values);
+        multiply<typename Kind::ForKeys>(rows, queries, stride, Kind::query_gap(a.head_dim), Panels<Isa>{s.keys, panel},
+                                         panels, a.head_dim / Kind::kElements, s.factor + h * rows, nullptr,
+                                         s.scores + i, kBlock, ahead_values);
       }
 
       float* maximum = s.maximum + h * rows;
@@ -458,10 +473,20 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         s.next[r] = Kind::pack_weights(weights, full, s.weights + r * kWeightStride);
       }
 
-      pack_values<Kind>(values, count, a.v_head_dim, s.values);
-      multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, s.values, kBlock * kLanes,
-                                         vectors, Kind::weight_steps(count), s.next, s.rescale,
-                                         s.sums + h * rows * width, width, ahead_keys);
+      const auto weigh = [&](const auto& right) {
+        multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, right, vectors,
+                                           ceil_div(count, Kind::kTokens), s.next, s.rescale, s.sums + h * rows * width,
+                                           width, ahead_keys);
+      };
+      if constexpr (Kind::kTokens == 1) {
+        if (a.v_head_dim == vectors * kLanes)
+          weigh(Values<Kind, true, Place>{values, a.v_head_dim});
+        else
+          weigh(Values<Kind, false, Place>{values, a.v_head_dim});
+      } else {
+        pack_values<Kind>(values, count, a.v_head_dim, s.values);
+        weigh(Panels<Isa>{s.values, kBlock * kLanes});
+      }
     }
   }
 
@@ -469,11 +494,11 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
     for (int t = 0; t < item.num_tokens; ++t)
       for (int g = 0; g < group; ++g, ++r) {
         float* sums = s.sums + r * width;
-        for (int d = 0; Kind::kTokens > 1 && d < vectors * kLanes; d += kLanes * Kind::kTokens) {
-          typename Isa::F x[Kind::kTokens];
-          for (int i = 0; i < Kind::kTokens; ++i) x[i] = Isa::load(sums + d + i * kLanes);
+        for (int d = 0; Kind::kVectors > 1 && d < vectors * kLanes; d += kLanes * Kind::kVectors) {
+          typename Isa::F x[Kind::kVectors];
+          for (int i = 0; i < Kind::kVectors; ++i) x[i] = Isa::load(sums + d + i * kLanes);
           Kind::order(x);
-          for (int i = 0; i < Kind::kTokens; ++i) Isa::store(sums + d + i * kLanes, x[i], kLanes);
+          for (int i = 0; i < Kind::kVectors; ++i) Isa::store(sums + d + i * kLanes, x[i], kLanes);
         }
         const std::int64_t row = static_cast<std::int64_t>(first_row + t) * a.num_heads + (item.head + h) * group + g;
         if (item.partial < 0) {

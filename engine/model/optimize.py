@@ -43,10 +43,14 @@ def supported(model: PreTrainedModel) -> bool:
     return (
         model.device.type == "cpu"
         and model.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and bool(_mkldnn._is_mkldnn_bf16_supported())
         and cpu.unusable() is None
+        and (cpu.has_linear() or _has_mkldnn())
     )
+
+
+def _has_mkldnn() -> bool:
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and _mkldnn._is_mkldnn_bf16_supported())
 
 
 def keep_freed_memory() -> None:

@@ -11,6 +11,7 @@
 
 #include "check.h"
 #include "kernels/attention.h"
+#include "kernels/linear.h"
 
 namespace {
 
@@ -186,8 +187,48 @@ void compare_all(Type query, Type stored) {
   }
 }
 
+void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std::int64_t out, int threads) {
+  std::mt19937 random(static_cast<unsigned>(n + in + out));
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  const auto filled = [&](std::int64_t count) {
+    auto made = std::make_unique<Guarded>(static_cast<std::size_t>(count * 2));
+    for (std::int64_t i = 0; i < count; ++i) put(Type::kBFloat16, made->data() + 2 * i, uniform(random));
+    return made;
+  };
+  const auto element = [](const Guarded& from, std::int64_t i) {
+    return double{get(Type::kBFloat16, from.data() + 2 * i)};
+  };
+  const auto input = filled(n * in), weight = filled(out * in), bias = filled(out), other = filled(n * out);
+  const std::int64_t panels = (out + 15) / 16;
+  Guarded packed(static_cast<std::size_t>(panels * in / 2 * 64)), output(static_cast<std::size_t>(n * out * 2));
+  for (std::int64_t row = 0; row < panels * 16; ++row)
+    for (std::int64_t i = 0; i < in; ++i)
+      put(Type::kBFloat16, packed.data() + ((row / 16 * (in / 2) + i / 2) * 16 + row % 16) * 4 + i % 2 * 2,
+          row < out ? get(Type::kBFloat16, weight->data() + 2 * (row * in + i)) : 0.0f);
+  const auto* words = reinterpret_cast<const std::uint32_t*>(packed.data());
+  compute(Linear{n, in, out, input->data(), in * 2, words, bias->data(), other->data(), output.data()}, kernels,
+          threads);
+  for (std::int64_t r = 0; r < n; ++r)
+    for (std::int64_t c = 0; c < out; ++c) {
+      double sum = element(*bias, c) + element(*other, r * out + c);
+      for (std::int64_t i = 0; i < in; ++i) sum += element(*input, r * in + i) * element(*weight, c * in + i);
+      CHECK(std::fabs(element(output, r * out + c) - sum) < 0.005 * std::fabs(sum) + 1e-3);
+    }
+}
+
 }  // namespace
 
+TEST(linear) {
+  for (const Kernels* kernels : kernels()) {
+    if (!kernels->supported() || !kernels->linear) continue;
+    check::context = kernels->name;
+    for (int threads : {1, 3}) {
+      compare_linear(*kernels, 1, 2, 1, threads);
+      compare_linear(*kernels, 9, 70, 50, threads);
+      compare_linear(*kernels, 270, 530, 33, threads);
+    }
+  }
+}
 TEST(float32) { compare_all(Type::kFloat32, Type::kFloat32); }
 TEST(bfloat16) { compare_all(Type::kBFloat16, Type::kBFloat16); }
 TEST(codes_for_float32) { compare_all(Type::kFloat32, Type::kInt8); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,12 +21,28 @@ EPSILON = 1e-6
 
 def test_the_fastest_kernels_run_unless_others_are_asked_for() -> None:
     assert KERNELS[-1] == "portable", "it runs everywhere"
+    fast = [each for each in cpu.kernels() if each.supported and each.worthwhile]
     with asking_for(None):
-        assert cpu.chosen().name == KERNELS[0]
-        assert cpu.describe().startswith(f"{KERNELS[0]}: this CPU has {cpu.chosen().needs}")
+        assert cpu.chosen() == fast[0]
+        assert cpu.describe().startswith(f"{fast[0].name}: this CPU has {fast[0].needs}")
     with asking_for("portable"):
         assert cpu.chosen().name == "portable"
         assert "portable: VATTN_CPU_KERNELS asks" in cpu.describe()
+
+
+def test_kernels_that_a_measurement_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay available, and `describe` says why they do not run."""
+    first, second = (replace(each, supported=True, worthwhile=True) for each in cpu.kernels()[:2])
+    rest = cpu.kernels()[2:]
+    monkeypatch.setattr(cpu, "kernels", lambda: [replace(first, worthwhile=False), second, *rest])
+    with asking_for(None):
+        assert cpu.chosen() == second
+        assert (
+            f"floats faster than the pairs of {first.name}; VATTN_CPU_KERNELS can name {first.name}" in cpu.describe()
+        )
+    with asking_for(first.name):
+        assert cpu.chosen().name == first.name
+        assert "pairs" not in cpu.describe()
 
 
 def test_kernels_that_this_cpu_cannot_run() -> None:
@@ -115,3 +132,53 @@ def test_a_gate_that_is_shut(kernels: str) -> None:
     for dtype in DTYPES:
         rows = torch.tensor([[-100.0, -1000.0, -60_000.0, 7.0, -7.0, 7.0]], dtype=dtype)
         assert bool((cpu.gate(rows).double().abs() < 1e-30).all())
+
+
+@pytest.fixture
+def linear_kernels(kernels: str) -> None:
+    if not cpu.has_linear():
+        pytest.skip(f"{kernels} has no linear layers")
+
+
+@pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("width", [2, 30, 64, 514, 1100])
+@pytest.mark.parametrize("out", [1, 16, 40, 353])
+def test_linear(width: int, out: int) -> None:
+    """Rows next to each other and rows of a wider tensor, with and without what is added."""
+    torch.manual_seed(width + out)
+    weight = torch.randn(out, width).bfloat16()
+    packed = cpu.pack_weight(weight)
+    bias = torch.randn(out).bfloat16()
+    for n in (0, 1, 7, 9, 65, 300):
+        wide = torch.full((n, width + 6), math.nan).bfloat16()
+        rows = wide[:, 2 : 2 + width]
+        rows[:] = torch.randn(n, width)
+        product, terms = rows.double() @ weight.double().T, rows.double().abs() @ weight.double().abs().T
+        other = torch.randn(n, out).bfloat16()
+        # Up to 1,100 roundings in float32, of which few go the same way.
+        assert_rounded_once(cpu.linear(rows, packed, out), product, 4 * terms)
+        added = product + bias.double() + other.double()
+        assert_rounded_once(cpu.linear(rows.contiguous(), packed, out, bias, other), added, 4 * (terms + 8))
+
+
+@pytest.mark.usefixtures("linear_kernels")
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    rows = torch.randn(9, 64).bfloat16()
+    weight = torch.randn(40, 64).bfloat16()
+    rows[4, 3] = math.nan
+    got = cpu.linear(rows, cpu.pack_weight(weight), 40)
+    assert got[4].isnan().all()
+    assert got[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+@pytest.mark.usefixtures("linear_kernels")
+def test_threads_do_not_change_a_linear_layer() -> None:
+    rows, weight = torch.randn(37, 640).bfloat16(), cpu.pack_weight(torch.randn(1000, 640).bfloat16())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = cpu.linear(rows, weight, 1000)
+        torch.set_num_threads(3)
+        assert torch.equal(cpu.linear(rows, weight, 1000), alone)
+    finally:
+        torch.set_num_threads(threads)

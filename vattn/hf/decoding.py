@@ -4,6 +4,9 @@ The cache returns keys of a tensor subclass, for which a call of SDPA with one q
 `vattn.attention.decode`; the model's attention is not changed. Where those cannot compute it, the queries of a KV head
 are folded into rows, `[batch, num_kv_heads, group, head_dim]`, which is several times as fast as SDPA's `enable_gqa` in
 bfloat16. With a mask over padding transformers itself repeats the keys and values.
+
+Of a cache in 8 bits, keys and values are another subclass: the kernels read its codes as they are stored, and any other
+operation sees the keys or values that they stand for.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map_only
 
 from vattn import cpu
+from vattn.quantised import dequantise
 
 
 class DecodedKeys(Tensor):
@@ -30,6 +35,45 @@ class DecodedKeys(Tensor):
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
+
+
+class Coded(DecodedKeys):
+    """Keys or values `[batch, num_kv_heads, tokens, head_dim]` of which codes and scales are stored.
+
+    They are computed when an operation needs them; from then on this is a tensor of its own.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    _plain: Tensor | None
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Coded:
+        made: Coded = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.scales, made._plain = codes, scales, None
+        return made
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an operation needed them."""
+        return self._plain is not None
+
+    def plain(self) -> Tensor:
+        """The keys or values, in contiguous memory."""
+        if self._plain is None:
+            room = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
+            self._plain = dequantise(self.codes, self.scales, room)
+        return self._plain
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub of torch says it is no class method
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Coded, Coded.plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.plain())
 
 
 def _attend(
@@ -47,9 +91,13 @@ def _attend(
     single = queries == 1 and not is_causal
     if single and attn_mask is None and not dropout_p and _is_native(query, key, value):
         slots, lengths = _all(batch, key.shape[2])
-        rows = [tensor.transpose(1, 2) for tensor in (key, value)]
-        output = cpu.attend(query[:, :, 0], *rows, slots=slots, lengths=lengths, scale=scale)
+        stored, scales = [key, value], None
+        if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
+            stored, scales = [key.codes, value.codes], (key.scales.transpose(1, 2), value.scales.transpose(1, 2))
+        rows = [tensor.transpose(1, 2) for tensor in stored]
+        output = cpu.attend(query[:, :, 0], *rows, slots=slots, lengths=lengths, scales=scales, scale=scale)
         return output[:, :, None]
+    key, value = (rows.plain() if isinstance(rows, Coded) else rows for rows in (key, value))
     if single and enable_gqa and (attn_mask is None or attn_mask.shape[-3:-1] == (1, 1)):
         folded = query.reshape(batch, key.shape[1], -1, query.shape[3])
         output = scaled_dot_product_attention(folded, key, value, attn_mask, dropout_p, scale=scale)

@@ -18,9 +18,10 @@ from vattn.config import KVConfig, budget_bytes, resolve
 from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, StreamCapturing, VattnError
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
+from vattn.hf.decoding import Coded
 from vattn.hf.shared_pool import SharedPool, shared_pool
 from vattn.memory.pool import PagePool
-from vattn.quantised import Scales, dequantise, quantise, quantised_groups
+from vattn.quantised import Scales, quantise, quantised_groups
 from vattn.stats import CacheStats
 
 # A saved layer: its length, the first token that is still stored, the element type of its keys, and `View.stored` from
@@ -94,15 +95,16 @@ class View:
 
     def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """K and V of tokens `[first, end)`: views, or dequantised copies."""
+        if self.scales is None:
+            tokens = first, end - first
+            return self.keys.narrow(2, *tokens), self.values.narrow(2, *tokens)
+        keys, values = self.coded(first, end)
+        return keys.plain(), values.plain()
+
+    def coded(self, first: int, end: int) -> tuple[Coded, Coded]:
+        """K and V of tokens `[first, end)`, of which codes are stored."""
         keys, values, *scales = (tensor.narrow(2, first, end - first) for tensor in self.stored)
-        if not scales:
-            return keys, values
-        dtype = self.accepts[-1]
-        keys, values = (
-            dequantise(codes, factors, torch.empty(codes.shape, dtype=dtype, device=codes.device))
-            for codes, factors in zip((keys, values), scales, strict=True)
-        )
-        return keys, values
+        return Coded(keys, scales[0], self.accepts[-1]), Coded(values, scales[1], self.accepts[-1])
 
 
 @dataclass(frozen=True)

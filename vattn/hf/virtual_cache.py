@@ -316,11 +316,11 @@ class VirtualLayer(CacheLayerMixin):
                 view.keys.narrow(2, start, tokens).copy_(key_states)
                 view.values.narrow(2, start, tokens).copy_(value_states)
                 keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
+                if view.decodes:
+                    keys = keys.as_subclass(DecodedKeys)
             else:
                 view.store(key_states, value_states, start)
-                keys, values = view.read(first, end)
-            if view.decodes:
-                keys = keys.as_subclass(DecodedKeys)
+                keys, values = view.coded(first, end) if view.decodes else view.read(first, end)
         storage.lengths[index] = end
         return keys, values
 

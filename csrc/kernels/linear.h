@@ -1,0 +1,33 @@
+// Linear layers over weights of bfloat16 that are multiplied as floats: for CPUs that multiply floats faster than
+// pairs.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace vattn::kernels {
+
+// output = input x weight^T + bias + other, rounded once. All in bfloat16.
+struct Linear {
+  std::int64_t rows, in, out;  // `in` is even
+  const std::byte* input;
+  std::int64_t input_stride;    // bytes
+  const std::uint32_t* panels;  // [ceil(out / 16), in / 2, 16]: neighbours of a row of the weight
+  const std::byte* bias;        // [out], or null
+  const std::byte* other;       // [rows, out], contiguous, or null
+  std::byte* output;            // [rows, out], contiguous
+};
+
+// A block of the output.
+struct LinearItem {
+  std::int64_t row, num_rows;
+  std::int64_t panel, num_panels;
+  const float* input;  // all rows, each its even elements, then its odd ones
+  float* sums;         // [num_rows, num_panels * 16]
+  const float* ones;   // [num_rows]
+};
+
+void compute(const Linear&, const Kernels&, int threads);
+
+}  // namespace vattn::kernels

@@ -1,0 +1,81 @@
+"""Keys and values of which codes are stored: decode steps read the codes, anything else what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from vattn.hf.decoding import Coded
+from vattn.quantised import dequantise, quantise
+
+
+def coded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Coded, Tensor]:
+    """Coded rows, and what they stand for."""
+    codes, scales = quantise(torch.randn(*shape).to(dtype))
+    return Coded(codes, scales, dtype), dequantise(codes, scales, torch.empty(codes.shape, dtype=dtype))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_decode_steps_read_codes(dtype: torch.dtype, tolerance: float) -> None:
+    keys, plain_keys = coded(2, 3, 300, 64, dtype=dtype)
+    values, plain_values = coded(2, 3, 300, 40, dtype=dtype)
+    query = torch.randn(2, 12, 1, 64).to(dtype)
+    output = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+    expected = scaled_dot_product_attention(query.double(), plain_keys.double(), plain_values.double(), enable_gqa=True)
+    assert type(output) is Tensor
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    assert not keys.is_read
+    assert not values.is_read
+
+
+@pytest.mark.parametrize("how", [{"attn_mask": torch.ones(1, 1, 1, 50, dtype=torch.bool)}, {"dropout_p": 1e-9}])
+def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
+    keys, plain_keys = coded(1, 2, 50, 16)
+    values, plain_values = coded(1, 2, 50, 16)
+    query = torch.randn(1, 2, 1, 16)
+    output = scaled_dot_product_attention(query, keys, values, **how)  # type: ignore[arg-type]
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, plain_keys, plain_values))
+    assert keys.is_read
+
+
+def test_several_queries() -> None:
+    keys, plain_keys = coded(1, 2, 50, 16)
+    values, plain_values = coded(1, 2, 50, 16)
+    query = torch.randn(1, 2, 5, 16)
+    output = scaled_dot_product_attention(query, keys, values)
+    assert torch.equal(output, scaled_dot_product_attention(query, plain_keys, plain_values))
+
+
+def test_other_operations_see_what_the_codes_stand_for() -> None:
+    rows, plain = coded(1, 2, 5, 8, dtype=torch.bfloat16)
+    assert (rows.shape, rows.dtype, rows.device) == (plain.shape, plain.dtype, plain.device)
+    assert not rows.is_read
+    for result, expected in (
+        (rows + 1, plain + 1),
+        (torch.cat([rows, plain], dim=2), torch.cat([plain, plain], dim=2)),
+        (rows.transpose(1, 2).reshape(5, 16), plain.transpose(1, 2).reshape(5, 16)),
+        (rows.float(), plain.float()),
+        (rows[:, :, 2:], plain[:, :, 2:]),
+    ):
+        assert type(result) is Tensor
+        assert torch.equal(result, expected)
+    assert repr(rows) == repr(plain)
+
+
+def test_what_is_written_is_used() -> None:
+    """A write changes this tensor, and not the codes, as it would change a copy."""
+    keys, plain_keys = coded(1, 2, 50, 16)
+    values, plain_values = coded(1, 2, 50, 16)
+    before = values.codes.clone()
+    values.zero_()
+    query = torch.randn(1, 2, 1, 16)
+    assert not scaled_dot_product_attention(query, keys, values).any()
+    keys.mul_(2)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(query, keys, plain_values),
+        scaled_dot_product_attention(query, 2 * plain_keys, plain_values),
+    )
+    assert torch.equal(values.codes, before)
