@@ -178,18 +178,8 @@ def summarize(
     }
 
 
-# What `summarize` says of single requests.
-DETAILS = (
-    "input_lens",
-    "output_lens",
-    "ttfts",
-    "itls",
-    "latencies",
-    "start_times",
-    "queue_times",
-    "generated_texts",
-    "errors",
-)
+# What vLLM leaves out of a result, unless its details are asked for.
+DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
 
 
 def _meets(timing: Timing, goodput: Mapping[str, float]) -> bool:

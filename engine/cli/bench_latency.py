@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vattn.engine.checks import checked_whole
-from vattn.engine.cli.flags import Help, add_engine_flags, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import add_engine_flags, chosen_model, engine_options
+from vattn.engine.cli.flags import Help
 from vattn.engine.cli.load import add_offline_flags, write_json
 from vattn.errors import ConfigError
 

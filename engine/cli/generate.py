@@ -7,14 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.flags import (
-    Help,
-    add_engine_flags,
-    add_sampling_flags,
-    chosen_backends,
-    engine_options,
-    sampling_options,
-)
+from vattn.engine.cli.engine_flags import add_engine_flags, chosen_backends, engine_options
+from vattn.engine.cli.flags import Help
+from vattn.engine.cli.sampling_flags import add_sampling_flags, sampling_options
 
 if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
 from vattn.engine.cli.extras import require_server_extra
-from vattn.engine.cli.flags import Help, add_engine_flags, add_fields, add_model, chosen_model, engine_options, given
+from vattn.engine.cli.flags import Help, add_fields, given
 from vattn.engine.config import EngineConfig
 from vattn.errors import ConfigError
 

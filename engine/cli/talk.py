@@ -8,16 +8,9 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from vattn.engine.cli.flags import (
-    add_engine_flags,
-    add_model,
-    add_sampling_flags,
-    chosen_model,
-    engine_options,
-    given_engine_flags,
-    sampling_options,
-)
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options, given_engine_flags
 from vattn.engine.cli.remote import AnswerFailed, RemoteModel
+from vattn.engine.cli.sampling_flags import add_sampling_flags, sampling_options
 from vattn.errors import ConfigError
 
 if TYPE_CHECKING:

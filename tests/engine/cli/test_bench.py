@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,9 @@ KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
     "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
     "request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
-    "max_concurrent_requests",
+    "max_concurrent_requests", "latencies", "queue_times",
 }  # fmt: skip
-DETAILS = {
-    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
-    "errors",
-}  # fmt: skip
+DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
 
 
 def latencies(*metrics: str, percentiles: tuple[str, ...] = ("p99",)) -> set[str]:
@@ -115,6 +114,25 @@ def test_serve_with_failures(model_path: Path, capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert captured.err.count("vattn: a request failed: 503: the queue is full") == 2
     assert "Failed requests:                         2" in captured.out
+
+
+def test_serve_opens_more_files_than_a_shell_allows(model_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(list(Path("/proc/self/fd").iterdir())) + 40
+    all_there = asyncio.Barrier(100)
+
+    async def stream() -> AsyncIterator[bytes]:
+        await all_there.wait()
+        yield text("w1") + DONE
+
+    argv = ["--num-prompts", "100", "--input-len", "3", "--tokenizer", str(model_path)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with FakeOpenAI(lambda body: stream()).in_thread() as url:
+            assert main(["bench", "serve", *argv, "--base-url", url]) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

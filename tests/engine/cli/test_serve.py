@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vattn.engine.cli import main, parser
-from vattn.engine.cli.flags import SHIPPED_MODEL
+from vattn.engine.cli.engine_flags import SHIPPED_MODEL
 from vattn.engine.config import EngineConfig, Flag
 from vattn.errors import ConfigError
 
