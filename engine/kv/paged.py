@@ -33,12 +33,16 @@ import torch
 from torch import Tensor
 
 from vattn.attention import Blocks, PackedBatch
+from vattn.config import budget_bytes
 from vattn.engine.checks import checked_whole
 from vattn.engine.kv.base import KVStats, PlainStore, StoredAs, register
 from vattn.engine.kv.slots import SlotBook
 from vattn.engine.kv.spec import KVSpec
-from vattn.errors import InvalidLength, OutOfPages, TokenMismatch
+from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
 from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
+from vattn.units import format_bytes
+
+_OPTIONS = ("num_blocks",)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,7 +93,7 @@ class PagedKV(PlainStore):
     stored_as: ClassVar[StoredAs] = Blocks
 
     def __init__(self, spec: KVSpec, num_blocks: int) -> None:
-        layer, num_blocks = spec.plain_layer(self.name), checked_whole("num_blocks", num_blocks, 1)
+        layer, num_blocks = spec.plain_layer(self.name, _OPTIONS), checked_whole("num_blocks", num_blocks, 1)
         num_layers, num_kv_heads = spec.shape.num_layers, layer.num_kv_heads
         block_size, dtype, device = spec.block_size, spec.dtype, spec.device
         self.block_size = block_size
@@ -129,8 +133,18 @@ class PagedKV(PlainStore):
 
     @classmethod
     def from_spec(cls, spec: KVSpec) -> Self:
-        spec.plain_layer(cls.name)
-        return cls(spec, spec.units("block", spec.block_size, "a smaller block_size"))
+        spec.plain_layer(cls.name, _OPTIONS)
+        asked = (spec.kv_options or {}).get("num_blocks")
+        if asked is None:
+            return cls(spec, spec.units("block", spec.block_size, "a smaller block_size"))
+        num_blocks = checked_whole("num_blocks", asked, 1)
+        budget, size = budget_bytes(spec.memory_budget, spec.device), num_blocks * spec.block_size * spec.token_bytes
+        if size > budget:
+            raise ConfigError(
+                f"num_blocks={num_blocks} of {spec.block_size} tokens take {format_bytes(size)}, but memory_budget is "
+                f"{format_bytes(budget)}; give more memory or fewer blocks"
+            )
+        return cls(spec, num_blocks)
 
     @property
     def prefix_block_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class KVSpec:
         block_size: tokens per block, for backends that store blocks.
         guard_rows: rows past a length that the kernel may read.
         chunk_tokens: most tokens of a request in one step.
-        kv_options: further options of `vattn.KVConfig`, for `virtual`.
+        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`, `num_blocks` for `paged`.
 
     Raises:
         ConfigError: a size below 1; only `v_head_dim` may be 0, for opaque rows that are stored as keys.
@@ -61,19 +61,20 @@ class KVSpec:
         """Bytes of one token in all layers, in the model's type."""
         return self.shape.token_elements * self.dtype.itemsize
 
-    def plain_layer(self, kv: str) -> LayerShape:
-        """What each layer stores, for a backend that stores all alike and has no options.
+    def plain_layer(self, kv: str, options: Collection[str] = ()) -> LayerShape:
+        """What each layer stores, for a backend that stores all alike.
 
         Args:
             kv: the backend's name, for the message.
+            options: the `kv_options` that it has.
 
         Raises:
-            ConfigError: layers differ, or there are options.
+            ConfigError: layers differ, or there are other options.
         """
-        if self.kv_options:
-            raise ConfigError(
-                f"kv={kv!r} takes no kv_options, but was given {sorted(self.kv_options)}; they are for 'virtual'"
-            )
+        others = sorted((self.kv_options or {}).keys() - set(options))
+        if others:
+            takes = f"only takes {', '.join(options)} as kv_options" if options else "takes no kv_options"
+            raise ConfigError(f"kv={kv!r} {takes}, but was given {others}; they are for 'virtual'")
         layer = self.shape.stored_alike
         if layer is None:
             shapes = sorted({(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in self.shape.layers})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from dataclasses import MISSING, FrozenInstanceError, fields
@@ -13,16 +12,10 @@ import pytest
 import torch
 
 from vattn.engine import LLM
-from vattn.engine.cli import parser
 from vattn.engine.config import EngineConfig
 from vattn.errors import ConfigError
 
 FIELDS = {field.name: field for field in fields(EngineConfig)}
-# What a shell cannot say, and what would leave the commands without text.
-WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init"}
-# Of the commands themselves, and of sampling.
-OWN = {"help", "prompts", "system", "n", "no_progress", "max_tokens", "min_tokens", "temperature", "top_p", "top_k"}
-OWN |= {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "ignore_eos"}
 
 
 def test_the_keywords_of_llm_are_the_fields() -> None:
@@ -37,16 +30,6 @@ def test_the_keywords_of_llm_are_the_fields() -> None:
 def test_every_keyword_is_documented_in_order() -> None:
     args = (inspect.getdoc(LLM) or "").split("Args:\n")[1].split("\n\n")[0]
     assert re.findall(r"^    (\w+):", args, flags=re.MULTILINE) == list(FIELDS)
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_flags_are_the_fields(command: str) -> None:
-    commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    flags = {action.dest: action for action in commands.choices[command]._actions}
-    assert set(flags) - OWN == set(FIELDS) - WITHOUT_FLAG | {"model"}
-    for name in set(FIELDS) - WITHOUT_FLAG:
-        assert flags[name].help, name
-        assert name == "max_num_seqs" or flags[name].default == FIELDS[name].default, name
 
 
 def test_values_are_pythons_own() -> None:

@@ -62,6 +62,25 @@ def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
     )
 
 
+def test_paged_takes_the_number_of_its_blocks() -> None:
+    def paged(**options: Any) -> KVBackend:
+        spec = KVSpec(SHAPE, max_num_seqs=SLOTS, max_model_len=LENGTH, memory_budget=1 << 20, kv_options=options)
+        return make.make_backend("paged", spec)
+
+    block_bytes = 16 * TOKEN_BYTES
+    for asked in (1, 7, (1 << 20) // block_bytes):
+        backend = paged(num_blocks=asked)
+        assert isinstance(backend, PagedKV)
+        assert backend.num_blocks == asked
+    for options, message in (
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_blocks": (1 << 20) // block_bytes + 1}, "memory_budget is 1.0 MiB; give more memory or fewer blocks"),
+        ({"num_blocks": 4, "page_size": 4096}, r"only takes num_blocks as kv_options, but was given \['page_size'\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            paged(**options)
+
+
 class Model:
     """The naive store: per layer and slot, a list of rows."""
 

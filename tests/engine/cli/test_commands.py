@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import VOCAB, expected, make_model, make_tokenizer
+from tiny_models import VOCAB, expected, make_tokenizer
 
 from vattn.engine.cli import main
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model("llama").save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
 
 
 def test_generate_with_both_backends(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +25,16 @@ def test_generate_with_both_backends(model_path: Path, capsys: pytest.CaptureFix
         assert captured.out.replace("w5 w6 w7w", "w").count(text) >= 2
     assert len(re.findall(r"3 prompt \+ 6 output tokens, length, first token \d", captured.out)) == 2
     assert "Processed prompts" in captured.err
+
+
+def test_generate_with_options_of_both_backends(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = ["--page-size", "4KiB", "--kv-layout", "fused", "--num-blocks", "2", "--block-size", "4"]
+    args = ["--kv", "both", "--max-tokens", "4", "--max-model-len", "64", "--no-progress", *ours]
+    assert main(["generate", str(model_path), "w5 w6 w7", *args]) == 0
+    assert "the two backends gave the same text" in capsys.readouterr().out
+    # Two blocks hold 8 tokens, so a longer request can never run.
+    assert main(["generate", str(model_path), "w5 " * 9, *args]) == 2
+    assert "vattn: " in capsys.readouterr().err
 
 
 def test_generate_with_sampling_options(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,27 +54,6 @@ def test_generate_with_sampling_options(model_path: Path, capsys: pytest.Capture
     assert f"w5 w6 w7{text[: text.index(stop)]}\n" in capsys.readouterr().out
 
 
-def test_chat_line_by_line(
-    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
-    args = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "64", "--system", "w3"]
-    assert main(["chat", str(model_path), *args]) == 1
-    assert "no chat template" in capsys.readouterr().err
-
-    make_model("llama").save_pretrained(tmp_path)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
-    assert main(["chat", str(tmp_path), *args]) == 1
-    captured = capsys.readouterr()
-    first = [token for token in expected("llama", [3, 5, 6], 4) if token > 1]
-    second = [token for token in expected("llama", [3, 5, 6, *first, 7, 8], 4) if token > 1]
-    assert captured.out.splitlines() == [" ".join(f"w{token}" for token in answer) for answer in (first, second)]
-    assert "max_model_len is 64" in captured.err
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -83,15 +64,20 @@ def test_chat_line_by_line(
         (["", "--max-tokens", "1"], "the prompt is empty"),
         (["w5", "--kv", "paged", "--kv-cache-memory-bytes", "some"], "some"),
         (["w5", "--kv", "paged", "--kv-cache-dtype", "int8"], "kv='virtual'"),
+        (["w5", "--num-blocks", "4"], "--num-blocks is an option of --kv paged"),
+        (["w5", "--kv", "paged", "--num-blocks", "0"], "num_blocks is 0"),
+        (
+            ["w5", "--kv", "paged", "--num-blocks", "64", "--kv-cache-memory-bytes", "64KiB"],
+            "more memory or fewer blocks",
+        ),
+        (["w5", "--kv", "paged", "--kv-options", '{"page_size": 4096}'], "only takes num_blocks as kv_options"),
+        (["w5", "--page-size", "5000"], "page_size"),
     ],
 )
 def test_errors_are_one_line_on_stderr(
-    model_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+    model_path: Path, refuses: Callable[[list[str], str], None], args: list[str], message: str
 ) -> None:
-    assert main(["generate", str(model_path), "--no-progress", *args]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+    refuses(["generate", str(model_path), "--no-progress", *args], message)
 
 
 def test_generate_with_static_batching(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +93,13 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "nothing" in capsys.readouterr().err
 
 
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"vattn \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.strip()
@@ -116,7 +109,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    assert {"doctor", "generate", "chat"} <= set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {"serve", "generate", "chat", "complete", "bench", "doctor", "completion"} <= set(
+        re.findall(r"\w+", capsys.readouterr().out)
+    )
 
 
 def test_the_tokenizer_of_these_tests_covers_the_vocabulary() -> None:

@@ -1,0 +1,18 @@
+"""`vattn bench`: a running server, or the engine in this process, under load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vattn.engine.cli import bench_latency, bench_serve, bench_throughput
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add `bench` and what it can measure."""
+    parser = commands.add_parser("bench", help="measure a running server, or the engine in this process")
+    measures = parser.add_subparsers(required=True, metavar="WHAT")
+    for what in (bench_serve, bench_latency, bench_throughput):
+        what.add_to(measures)

@@ -1,0 +1,79 @@
+"""`vattn bench latency`: how long one batch of requests takes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from vattn.engine.checks import checked_whole
+from vattn.engine.cli.engine_flags import add_engine_flags, chosen_model, engine_options
+from vattn.engine.cli.flags import Help
+from vattn.engine.cli.load import add_offline_flags, write_json
+from vattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+# With it, all batches but the first would find their prompts in the cache.
+_CHANGED = {"enable_prefix_caching": False}
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_to(commands: Commands) -> None:
+    """Add `latency`."""
+    parser = commands.add_parser("latency", help="the seconds of one batch, in this process", formatter_class=Help)
+    add_offline_flags(parser)
+    parser.add_argument("--input-len", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts of a batch")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches that are not counted")
+    parser.add_argument("--num-iters", type=int, default=30, help="batches that are")
+    add_engine_flags(parser, changed=_CHANGED)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    for name, least in (("input_len", 1), ("output_len", 1), ("batch_size", 1), ("num_iters", 1)):
+        checked_whole(name, getattr(args, name), least)
+    checked_whole("num_iters_warmup", args.num_iters_warmup, 0)
+    options = {**_CHANGED, **engine_options(args)}
+
+    import numpy as np
+
+    from vattn.engine.llm import LLM
+    from vattn.engine.requests.sampling import SamplingParams
+
+    params = SamplingParams(
+        n=args.n, ignore_eos=True, max_tokens=args.output_len, detokenize=not args.disable_detokenize
+    )
+    model = chosen_model(args.model)
+    with LLM(model, **options) as llm:
+        if args.input_len + args.output_len > llm.max_model_len:
+            raise ConfigError(
+                f"--input-len {args.input_len} and --output-len {args.output_len} are over the model's "
+                f"{llm.max_model_len} tokens; give less"
+            )
+        rng = np.random.default_rng(0)
+        prompts: list[Any] = rng.integers(0, llm.vocab_size, (args.batch_size, args.input_len)).tolist()
+
+        def batch() -> float:
+            start = time.perf_counter()
+            for output in llm.generate(prompts, params, use_tqdm=False):
+                if output.error is not None:
+                    raise ConfigError(f"request {output.request_id} failed: {output.error}")
+            return time.perf_counter() - start
+
+        for _ in range(args.num_iters_warmup):
+            batch()
+        latencies = [batch() for _ in range(args.num_iters)]
+
+    percentiles = {percentage: float(np.percentile(latencies, percentage)) for percentage in _PERCENTILES}
+    average = float(np.mean(latencies))
+    print(f"Avg latency: {average:.6f} seconds")
+    for percentage, seconds in percentiles.items():
+        print(f"{percentage}% percentile latency: {seconds:.6f} seconds")
+    if args.output_json is not None:
+        result = {"model_id": model, "avg_latency": average, "latencies": latencies, "percentiles": percentiles}
+        write_json(args.output_json, result)
+    return 0

@@ -1,0 +1,208 @@
+"""`vattn bench serve`: a running OpenAI-compatible server under load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Generator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vattn.engine.checks import checked_whole
+from vattn.engine.cli.extras import require_server_extra
+from vattn.engine.cli.flags import Help
+from vattn.engine.cli.load import add_sample_flags, make_samples, write_json
+from vattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vattn.engine.benchmark.client import Target
+    from vattn.engine.benchmark.metrics import Timing
+    from vattn.engine.cli.flags import Commands
+
+# Fields of a request that are sent only where they are given: the server has its own defaults.
+_SAMPLING = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+}
+
+
+def add_to(commands: Commands) -> None:
+    """Add `serve`."""
+    parser = commands.add_parser("serve", help="a running OpenAI-compatible server under load", formatter_class=Help)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="address of the server")
+    parser.add_argument("--backend", choices=("openai", "openai-chat"), default="openai", help="completions, or chat")
+    parser.add_argument("--endpoint", metavar="PATH", help="default: /v1/completions or /v1/chat/completions")
+    parser.add_argument("--model", metavar="NAME", help="its name on the server; default: the first that it lists")
+    parser.add_argument("--tokenizer", metavar="PATH", help="to make and count prompts; default: the model's")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the tokenizer")
+    parser.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY of the environment")
+    add_sample_flags(parser)
+
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="RATE", help="requests per second; inf: all at once"
+    )
+    traffic.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="1 is a Poisson process; less comes in bursts, more is more even (with --request-rate)",
+    )
+    traffic.add_argument("--max-concurrency", type=int, help="maximum number of requests at a time")
+    traffic.add_argument("--num-warmups", type=int, default=0, help="requests that run before, and are not counted")
+    traffic.add_argument("--seed", type=int, default=0, help="of prompts and arrival times")
+    traffic.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+    sampling = parser.add_argument_group("sampling; the server's defaults otherwise")
+    for name, kind in _SAMPLING.items():
+        sampling.add_argument("--" + name.replace("_", "-"), type=kind)
+    sampling.add_argument("--ignore-eos", action="store_true", help="answers have exactly the length asked for")
+    sampling.add_argument("--extra-body", type=json.loads, metavar="JSON", help="further fields of each request")
+
+    results = parser.add_argument_group("results")
+    results.add_argument(
+        "--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES", help="which of ttft,tpot,itl,e2el to report"
+    )
+    results.add_argument("--metric-percentiles", default="99", metavar="NUMBERS", help="percentiles, such as 50,90,99")
+    results.add_argument(
+        "--goodput", nargs="+", metavar="NAME:MS", help="objectives: requests per second that meet all, as ttft:200"
+    )
+    results.add_argument("--save-result", action="store_true", help="write the results as JSON")
+    results.add_argument("--save-detailed", action="store_true", help="with those of each request")
+    results.add_argument("--result-dir", type=Path, metavar="DIR", help="where; default: the current directory")
+    results.add_argument("--result-filename", metavar="FILE", help="default: named after backend, rate, model and time")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require_server_extra("vattn bench serve")
+    from vattn.engine.benchmark.arrivals import arrival_times
+    from vattn.engine.benchmark.metrics import (
+        DETAILS,
+        parse_goodput,
+        parse_metrics,
+        parse_percentiles,
+        summarize,
+        table,
+    )
+
+    metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
+    goodput = parse_goodput(args.goodput or ())
+    checked_whole("num_warmups", args.num_warmups, 0)
+    if args.max_concurrency is not None:
+        checked_whole("max_concurrency", args.max_concurrency, 1)
+    arrivals = arrival_times(
+        checked_whole("num_prompts", args.num_prompts, 1), args.request_rate, args.burstiness, args.seed
+    )
+    target, tokenizer = _target(args)
+    samples = make_samples(args, _load_tokenizer(tokenizer, args.trust_remote_code), args.num_prompts, args.seed)
+
+    timings, duration = _measure(args, target, samples, arrivals)
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    rate = "inf" if math.isinf(args.request_rate) else args.request_rate
+    result: dict[str, Any] = {
+        "date": now,
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.backend,
+        "model_id": target.model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": args.num_prompts,
+        "request_rate": rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **summarize(timings, duration, metrics=metrics, percentiles=percentiles, goodput=goodput),
+    }
+    for error in [error for error in result["errors"] if error][:10]:
+        print(f"vattn: a request failed: {error}", file=sys.stderr)
+    print(table(result))
+    if args.save_result or args.save_detailed:
+        if not args.save_detailed:
+            result = {key: value for key, value in result.items() if key not in DETAILS}
+        limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+        name = args.result_filename or f"{args.backend}-{rate}qps{limit}-{target.model.split('/')[-1]}-{now}.json"
+        path = Path(args.result_dir or ".", name)
+        write_json(path, result)
+        print(f"written to {path}")
+    return 1 if result["failed"] else 0
+
+
+def _target(args: argparse.Namespace) -> tuple[Target, str]:
+    """Where requests go, and the tokenizer that belongs there."""
+    from vattn.engine.benchmark.client import ENDPOINTS, Target, list_models
+
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    model, tokenizer = args.model, args.tokenizer
+    if model is None or tokenizer is None:
+        listed = {each["id"]: each for each in asyncio.run(list_models(args.base_url, key))}
+        if not listed:
+            raise ConfigError(f"{args.base_url} lists no model; give one with --model")
+        model = model or next(iter(listed))
+        tokenizer = tokenizer or listed.get(model, {}).get("root") or model
+    fields = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    if args.ignore_eos:
+        fields["ignore_eos"] = True
+    target = Target(
+        url=args.base_url.rstrip("/") + "/" + (args.endpoint or ENDPOINTS[args.backend]).lstrip("/"),
+        model=model,
+        backend=args.backend,
+        api_key=key,
+        fields={**fields, **(args.extra_body or {})},
+    )
+    return target, tokenizer
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer at {name!r}; give its path or hub id with --tokenizer ({error})") from error
+
+
+def _measure(
+    args: argparse.Namespace, target: Target, samples: list[Any], arrivals: list[float]
+) -> tuple[list[Timing], float]:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from vattn.engine.benchmark.client import send_all
+
+    with _at_its_best(), tqdm(total=len(samples), unit="req", disable=args.disable_tqdm) as bar:
+        return asyncio.run(
+            send_all(
+                target,
+                samples,
+                arrivals,
+                max_concurrency=args.max_concurrency,
+                warmups=args.num_warmups,
+                done=bar.update,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _at_its_best() -> Generator[None]:
+    """As many connections as the system allows, and no garbage collection that looks at all that was imported."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,35 @@
+"""`vattn chat`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from vattn.engine.cli.flags import Help
+from vattn.engine.cli.talk import add_talk_flags, chosen, talk
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add `chat`."""
+    parser = commands.add_parser("chat", help="talk to a model, line by line", formatter_class=Help)
+    parser.add_argument("--system-prompt", metavar="TEXT", help="a system message to begin with")
+    add_talk_flags(parser, temperature=0.7, max_tokens=512, model="path or hub id of a model with a chat template")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+
+    with chosen(args) as model:
+
+        def answer(line: str) -> Generator[str]:
+            return model.chat([*messages, {"role": "user", "content": line}])
+
+        def heard(line: str, text: str) -> None:
+            messages.extend([{"role": "user", "content": line}, {"role": "assistant", "content": text}])
+
+        return talk(args, answer, heard)

@@ -1,0 +1,24 @@
+"""`vattn complete`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vattn.engine.cli.flags import Help
+from vattn.engine.cli.talk import add_talk_flags, chosen, talk
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add `complete`."""
+    parser = commands.add_parser("complete", help="continue prompts, one per line", formatter_class=Help)
+    add_talk_flags(parser, temperature=0.0, max_tokens=64, model="path or hub id")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    with chosen(args) as model:
+        return talk(args, model.complete, lambda line, text: None)

@@ -1,0 +1,22 @@
+"""`vattn doctor`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """Add `doctor`."""
+    parser = commands.add_parser("doctor", help="what this machine offers, and what would be used")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from vattn.doctor import doctor
+
+    print(doctor())
+    return 0

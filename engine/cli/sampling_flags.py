@@ -1,0 +1,44 @@
+"""Flags of the commands that sample: fields of `SamplingParams`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vattn.engine.config import Flag
+
+_SAMPLING = {
+    "max_tokens": Flag(help="maximum number of output tokens", parse=int),
+    "min_tokens": Flag(help="minimum number of output tokens", parse=int),
+    "temperature": Flag(help="0 is greedy", parse=float),
+    "top_p": Flag(help="share of probability to sample from", parse=float),
+    "top_k": Flag(help="tokens to sample from; 0 for all", parse=int),
+    "min_p": Flag(help="least probability, as a share of the largest", parse=float),
+    "presence_penalty": Flag(help="taken off the logit of every token that the output has", parse=float),
+    "frequency_penalty": Flag(help="taken off once for each time that the output has a token", parse=float),
+    "repetition_penalty": Flag(help="divides the logit of every token of prompt or output", parse=float),
+}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, max_tokens: int) -> None:
+    """Add the flags of `SamplingParams`, with the defaults of this command."""
+    group = parser.add_argument_group("sampling")
+    defaults: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    for name, flag in _SAMPLING.items():
+        help = flag.help + (f" (default: {defaults[name]})" if name in defaults else "")
+        group.add_argument("--" + name.replace("_", "-"), type=flag.parse, default=argparse.SUPPRESS, help=help)
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="text that ends the output; may be repeated",
+    )
+    group.add_argument("--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="continue to --max-tokens")
+    parser.set_defaults(sampling=defaults)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that were given, over the defaults of the command."""
+    names = (*_SAMPLING, "stop", "ignore_eos", "seed")
+    return {**args.sampling, **{name: getattr(args, name) for name in names if hasattr(args, name)}}

@@ -1,0 +1,51 @@
+"""`vattn serve`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
+from vattn.engine.cli.extras import require_server_extra
+from vattn.engine.cli.flags import Help, add_fields, given
+from vattn.engine.config import EngineConfig
+from vattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vattn.engine.cli.flags import Commands
+
+_ABOUT = "serve a model over HTTP, as OpenAI's API"
+
+
+def add_to(commands: Commands) -> None:
+    """Add `serve`; without its packages it takes any arguments, and says what to install."""
+    try:
+        from vattn.engine.server.settings import ServerSettings  # type: ignore[import-untyped, unused-ignore]
+    except ModuleNotFoundError as error:
+        # No argument starts with this prefix, so that all of them are positional.
+        parser = commands.add_parser("serve", help=_ABOUT, add_help=False, prefix_chars="\0")
+        parser.add_argument("ignored", nargs="*", help=argparse.SUPPRESS)
+        parser.set_defaults(run=_refuse, missing=error.name)
+        return
+    parser = commands.add_parser("serve", help=_ABOUT, formatter_class=Help)
+    add_model(parser)
+    add_fields(parser.add_argument_group("server"), ServerSettings)
+    add_engine_flags(parser)
+    parser.set_defaults(run=_run)
+
+
+def _refuse(args: argparse.Namespace) -> int:
+    raise ConfigError(f"vattn serve needs {args.missing}: pip install 'vattn[server]'")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from vattn.engine.server.settings import ServerSettings
+
+    config = EngineConfig(model=chosen_model(args.model), **engine_options(args))
+    settings = ServerSettings(**given(args, ServerSettings))
+    require_server_extra("vattn serve")
+
+    from vattn.engine.server import serve  # type: ignore[import-untyped, unused-ignore]
+
+    status: int = serve(config, settings)
+    return status

@@ -1,0 +1,196 @@
+"""`vattn chat` and `vattn complete`: with a model here, and with one on a server."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import DONE, FakeOpenAI, delta, event, refusal, text
+from tiny_models import expected, make_model, make_tokenizer
+
+from vattn.engine.cli import main
+from vattn.engine.cli.remote import api_root
+from vattn.errors import ConfigError
+
+
+@pytest.fixture
+def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def type_lines(*lines: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+
+    return type_lines
+
+
+def test_chat_line_by_line(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
+    args = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "64", "--system-prompt", "w3"]
+    assert main(["chat", str(model_path), *args]) == 1
+    assert "no chat template" in capsys.readouterr().err
+
+    make_model("llama").save_pretrained(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7 w8\n" + "w5 " * 60 + "\n"))
+    assert main(["chat", str(tmp_path), *args]) == 1
+    captured = capsys.readouterr()
+    first = [token for token in expected("llama", [3, 5, 6], 4) if token > 1]
+    second = [token for token in expected("llama", [3, 5, 6, *first, 7, 8], 4) if token > 1]
+    assert captured.out.splitlines() == [" ".join(f"w{token}" for token in answer) for answer in (first, second)]
+    assert "max_model_len is 64" in captured.err
+
+
+def test_complete_line_by_line(
+    model_path: Path, capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None]
+) -> None:
+    type_lines("w5 w6 w7", "", "w5 " * 64, "w9")
+    args = ["--temperature", "0", "--max-tokens", "4", "--max-model-len", "64"]
+    assert main(["complete", str(model_path), *args]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [continued([5, 6, 7]), continued([9])]
+    assert "max_model_len is 64" in captured.err
+    assert main(["complete", str(model_path), *args, "-q", "w9"]) == 0
+    assert capsys.readouterr().out.splitlines() == [continued([9])]
+
+
+def continued(prompt: list[int]) -> str:
+    return " ".join(f"w{token}" for token in expected("llama", prompt, 4) if token > 1)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    model_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    type_lines: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vattn.engine.llm import LLM
+
+    step, left = LLM.step, [3]
+
+    def interrupted(llm: LLM) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return step(llm)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    type_lines("w5 w6 w7", "w9")
+    assert main(["complete", str(model_path), "--temperature", "0", "--max-tokens", "4", "--max-model-len", "64"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert continued([5, 6, 7]).startswith(first)
+    assert len(first) < len(continued([5, 6, 7]))
+    assert second == continued([9])
+
+
+def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None]) -> None:
+    def answer(body: dict[str, Any]) -> list[bytes]:
+        said = body["messages"][-1]["content"]
+        return [delta(role="assistant", content=""), delta(content="you "), delta(content=f"said {said}"), DONE]
+
+    server = FakeOpenAI(answer, key="secret")
+    type_lines("one", "two")
+    with server.in_thread() as url:
+        args = ["--url", url, "--api-key", "secret", "--system-prompt", "be brief", "--top-k", "5", "--seed", "3"]
+        assert main(["chat", *args]) == 0
+    assert capsys.readouterr().out == "you said one\nyou said two\n"
+    assert [path for path, _, _ in server.requests] == ["/v1/chat/completions"] * 2
+    assert server.requests[1][2] == {
+        "model": "fake",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "you said one"},
+            {"role": "user", "content": "two"},
+        ],
+        "stream": True,
+        "temperature": 0.7,
+        "max_completion_tokens": 512,
+        "top_k": 5,
+        "seed": 3,
+    }
+
+
+def test_complete_with_a_server(
+    capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        kinds: dict[str, Any] = {
+            "refused": refusal(400, "too long"),
+            "cut": [text("half")],
+            "broken": [text("half"), event(error={"message": "out of memory"}), DONE],
+        }
+        return kinds.get(body["prompt"]) or [text("a"), text("b"), event(choices=[], usage={}), DONE]
+
+    server = FakeOpenAI(answer, key="secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    type_lines("fine", "refused", "cut", "broken", "fine again")
+    with server.in_thread() as url:
+        assert (
+            main(["complete", "--url", url + "/v1/", "--model-name", "mine", "--max-tokens", "9", "--stop", "x"]) == 1
+        )
+    captured = capsys.readouterr()
+    assert captured.out == "ab\nhalf\nhalf\nab\n"
+    errors = captured.err.splitlines()
+    assert len(errors) == 3
+    for error, message in zip(errors, ("400: too long", "ended its answer early", "out of memory"), strict=True):
+        assert error.startswith("vattn: ")
+        assert message in error
+    assert server.requests[0][2] == {
+        "model": "mine",
+        "prompt": "fine",
+        "stream": True,
+        "temperature": 0.0,
+        "max_tokens": 9,
+        "stop": ["x"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["some/model", "--url", "http://localhost:1"], "give one of them, or --model-name with --url"),
+        (["--url", "http://localhost:1", "--kv", "paged", "--num-blocks", "3"], "--kv, --num-blocks set up an engine"),
+        (["--url", "http://localhost:1"], "no server answers at http://localhost:1/v1"),
+        (["--url", "localhost:8000"], "is no address of a server"),
+        (["some/model", "--model-name", "x"], "--model-name is for a running server; give its --url too"),
+        (["some/model", "--api-key", "x"], "--api-key is for a running server"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_here_or_on_a_server(
+    refuses: Callable[[list[str], str], None], command: str, args: list[str], message: str
+) -> None:
+    refuses([command, *args], message)
+
+
+def test_a_server_that_refuses_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeOpenAI(lambda body: [], key="secret").in_thread() as url:
+        assert main(["chat", "--url", url]) == 2
+        assert "401: wrong key; give its key with --api-key" in capsys.readouterr().err
+        assert main(["chat", "--url", url + "/elsewhere", "--api-key", "secret"]) == 2
+        assert "is --url that of an OpenAI-compatible server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("http://localhost:8000", "http://localhost:8000/v1"),
+        ("http://localhost:8000/", "http://localhost:8000/v1"),
+        ("https://host/v1/", "https://host/v1"),
+        ("https://host/v1beta/openai", "https://host/v1beta/openai"),
+    ],
+)
+def test_the_root_of_an_address(url: str, root: str) -> None:
+    assert api_root(url) == root
+
+
+def test_what_is_no_address() -> None:
+    for url in ("host:80", "ftp://host", "http://", ""):
+        with pytest.raises(ConfigError, match="is no address"):
+            api_root(url)
