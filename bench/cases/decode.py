@@ -14,7 +14,6 @@ runner's forward pass. All sides advance by one token per call, alternately:
 
 from __future__ import annotations
 
-import random
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.decode_loop import DecodeLoop
+from bench.harness.fragmented import fragment
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -133,27 +133,8 @@ def _backend(side: str, shape: packed.KVShape, dtype: torch.dtype, batch: int, t
     spec = KVSpec(shape, max_num_seqs=batch + 16, max_model_len=_MAX_LENGTH, dtype=dtype, block_size=_BLOCK_SIZE)
     paged = PagedKV(spec, num_blocks=batch * -(-tokens // _BLOCK_SIZE))
     if side != "neighbours":
-        _use(paged)
+        fragment(paged, _MAX_LENGTH)
     return paged
-
-
-def _use(kv: PagedKV) -> None:
-    """Requests come, grow by a few tokens at a time, and go, until every block has been taken and given back."""
-    generator = random.Random(0)
-    lengths: dict[int, int] = {}
-    for _ in range(20 * kv.num_blocks // 16):
-        if len(lengths) < 16 and generator.random() < 0.2:
-            lengths[kv.allocate(1)] = 0
-        for slot in list(lengths):
-            more = lengths[slot] + generator.randint(1, 4 * _BLOCK_SIZE)
-            if more <= _MAX_LENGTH and kv.needed(more, slot) <= kv.available():
-                lengths[slot] = more
-                kv.prepare({slot: more})
-            elif generator.random() < 0.5:
-                kv.free(slot)
-                del lengths[slot]
-    for slot in generator.sample(sorted(lengths), len(lengths)):
-        kv.free(slot)
 
 
 def _row(batch: int, context: int, attention: dict[str, list[float]], steps: dict[str, list[float]]) -> Row:
