@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
     from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+    from vattn.engine.requests.structured import StructuredOutputs
     from vattn.engine.scheduling.record import StepRecord
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "StepRecord",
     "Stream",
+    "StructuredOutputs",
 ]
 
 _HOMES = {
@@ -51,6 +53,7 @@ _HOMES = {
     "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
     "vattn.engine.requests.sampling": ("RequestOutputKind", "SamplingParams"),
+    "vattn.engine.requests.structured": ("StructuredOutputs",),
     "vattn.engine.scheduling.record": ("StepRecord",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

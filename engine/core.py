@@ -126,6 +126,7 @@ class EngineCore:
         self.runner.close()
         self.kv.close()
         self.loaded.close()
+        self.intake.grammars.close()
         self._closed = True
 
     @property

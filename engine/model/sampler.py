@@ -138,6 +138,8 @@ class Batch:
             if param.allowed_token_ids is not None
         ]
         self._bad_words = [(row, request) for row, request in enumerate(requests) if request.bad_words_ids]
+        self._grammars = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
+        self._grammar_rows = torch.tensor([row for row, _ in self._grammars], dtype=torch.int64, device=device)
         self._held = [row for row, request in enumerate(requests) if request.sampling.min_tokens]
         biases = [(row, *item) for row, param in enumerate(params) for item in (param.logit_bias or {}).items()]
         self._bias_at = tuple(torch.tensor([bias[i] for bias in biases], device=device) for i in (0, 1))
@@ -152,7 +154,9 @@ class Batch:
         """Whether `edit` would change anything in this step."""
         if self._held:
             self._held = [row for row in self._held if not self.requests[row].may_stop]
-        return bool(self._allowed or self._bad_words or self._held or len(self._biases) or self.history)
+        return bool(
+            self._allowed or self._bad_words or self._grammars or self._held or len(self._biases) or self.history
+        )
 
     def edit(self, logits: Tensor) -> None:
         """Apply, in place, all changes of logits that come before temperature."""
@@ -171,6 +175,10 @@ class Batch:
             logits.index_put_(self._bias_at, self._biases, accumulate=True)
         if self.history is not None:
             self.history.penalize(logits)
+        if self._grammars:
+            excluded = torch.from_numpy(~np.stack([grammar.allowed for _, grammar in self._grammars]))
+            rows = logits[self._grammar_rows]
+            logits[self._grammar_rows] = rows.masked_fill_(excluded.to(logits.device), -math.inf)
 
     def append(self, tokens: Tensor) -> None:
         """Note the token that each request gets."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 from vattn.engine.checks import LARGEST, whole
+from vattn.engine.requests.grammar_compiler import GrammarCompiler
 from vattn.engine.requests.outputs import RequestGroup
 from vattn.engine.requests.prompts import Prompt, PromptReader, cache_salt
 from vattn.engine.requests.request import InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.requests.structured import StructuredOutputs
 from vattn.engine.requests.text import TokenText
 from vattn.integers import shown
 
@@ -37,6 +39,7 @@ class Intake:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = eos_token_id
+        self.grammars = GrammarCompiler(text.tokenizer, prompts.vocab_size, eos_token_ids)
         self._seeds = random.Random(seed)
 
     def make_group(
@@ -45,7 +48,7 @@ class Intake:
         """The requests for one prompt, one for each of its completions.
 
         Raises:
-            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+            InvalidRequest: says what is wrong, with the prompt or with what `sampling` asks of this model.
         """
         sampling = as_params(sampling)
         if not isinstance(request_id, str):
@@ -66,6 +69,10 @@ class Intake:
             longest = min(longest, len(token_ids) + sampling.max_tokens)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         bad_words_ids = self.prompts.words_ids(bad_words)
+        grammar = None
+        if sampling.structured_outputs is not None:
+            wanted = StructuredOutputs.of(sampling.structured_outputs)
+            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
         requests = [
             Request(
                 request_id if sampling.n == 1 else f"{index}_{request_id}",
@@ -79,6 +86,7 @@ class Intake:
                 eos_token_id=self.eos_token_id,
                 prompt=text,
                 detokenizer=self.text.detokenizer(sampling),
+                grammar=grammar if grammar is None or index == 0 else grammar.fork(),
                 bad_words_ids=bad_words_ids,
                 parent_id=request_id,
                 index=index,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
+from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import ConfigError
 from vattn.integers import shown
 
@@ -63,6 +64,9 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: turn output tokens into text.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: a JSON schema, regular expression, list of choices or grammar that the output has to follow;
+            see `StructuredOutputs`, or a mapping with its fields. The output ends where nothing can follow, even before
+            `min_tokens`; until then it ends as any other, by an end-of-sequence token where the form is complete.
         output_kind: what unfinished outputs hold; None for what suits the call.
 
     Raises:
@@ -91,6 +95,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +127,8 @@ class SamplingParams:
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(str(kind) for kind in RequestOutputKind)
             raise ConfigError(f"output_kind is {shown(self.output_kind)}; give one of {kinds}, or None")
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._freeze_collections()
 
         if self.stop and not self.detokenize:
