@@ -21,6 +21,7 @@ class Intake:
     Args:
         max_model_len: most tokens of a request, prompt and output.
         eos_token_ids, eos_token_id: as `Request` has them.
+        max_logprobs: most log probabilities per token; -1 for no limit.
         seed: of the seeds of requests that bring none; None to draw one.
     """
 
@@ -32,6 +33,7 @@ class Intake:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         eos_token_id: int | None,
+        max_logprobs: int,
         seed: int | None,
     ) -> None:
         self.prompts = prompts
@@ -40,6 +42,7 @@ class Intake:
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = eos_token_id
         self.grammars = GrammarCompiler(text.tokenizer, prompts.vocab_size, eos_token_ids)
+        self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
     def make_group(
@@ -60,6 +63,13 @@ class Intake:
         salt = cache_salt(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(sampling, name) or 0
+            if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
+                raise InvalidRequest(
+                    f"{name} is {'-1, which is all of the vocabulary' if count < 0 else count}, but this engine "
+                    f"reports at most max_logprobs={self.max_logprobs}; ask for fewer, or set max_logprobs higher"
+                )
         stop, bad_words = tuple(sampling.stop or ()), tuple(sampling.bad_words or ())
         if self.text.tokenizer is None and (stop or bad_words):
             name = "stop" if stop else "bad_words"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
@@ -139,6 +139,16 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}, which is over max_tokens ({self.max_tokens})")
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """These parameters with some changed; they are immutable, so there is no other reason for a copy.
+
+        Raises:
+            ConfigError: as for `SamplingParams`.
+        """
+        if unknown := set(changes) - {field.name for field in fields(self)}:
+            raise ConfigError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+        return replace(self, **changes)
 
     @property
     def greedy(self) -> bool:
