@@ -462,7 +462,7 @@ class EngineCore:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
                 self._publish(entry, forward)
-        for (request, ahead), token, report in zip(forward.rows, tokens, reports, strict=True):
+        for place, ((request, ahead), token, report) in enumerate(zip(forward.rows, tokens, reports, strict=True)):
             changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # an earlier token of its draft was rejected, or ended the request
@@ -471,7 +471,9 @@ class EngineCore:
                 continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
-                self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
+                failure = self.sampler.failures.get(place) or FloatingPointError(reason)
+                failure.__traceback__ = None  # as in `_fail`
+                self.scheduler.finish(request, FinishReason.ERROR, failure)
                 continue
             if report is not None and request.logprobs is not None:
                 request.logprobs.append(report)

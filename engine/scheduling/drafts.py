@@ -121,7 +121,9 @@ class NgramProposer:
         most = min(most, self.config.num_speculative_tokens, request.max_total_tokens - request.num_tokens - 1)
         if most < 1 or not request.takes_drafts or not request.may_stop:
             return ()
-        if request.sampling.penalized or request.bad_words_ids or request.grammar is not None:
+        if request.sampling.penalized or request.sampling.logits_processors:
+            return ()
+        if request.bad_words_ids or request.grammar is not None:
             return ()
         known = self._known.get(request)
         if known is None:

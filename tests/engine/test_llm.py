@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from vattn.engine import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams, StepRecord
 from vattn.errors import ConfigError, OutOfPages, VattnError
@@ -630,3 +630,38 @@ def test_more_logprobs_than_allowed_are_refused(name: str) -> None:
                     llm.generate(prompt, SamplingParams(**{name: count}), use_tqdm=False)
             for count in (0, 30 if most < 0 else most):
                 llm.generate(prompt, SamplingParams(**{name: count}), use_tqdm=False)
+
+
+class _Only(LogitsProcessor):
+    """Allows the token after the newest one; raises at a length."""
+
+    def __init__(self, limit: int = 10_000) -> None:
+        self.limit = limit
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] >= self.limit:
+            raise LookupError("long enough")
+        scores[0, [i for i in range(VOCAB) if i != (int(input_ids[0, -1]) + 1) % VOCAB]] = float("-inf")
+        return scores
+
+
+def test_logits_processors(kv: str) -> None:
+    prompts = [[5, 6, 7], [40, 41], [9]]
+    params = [
+        SamplingParams(n=2, seed=1, max_tokens=4, logits_processors=[_Only()]),
+        SamplingParams(temperature=0, max_tokens=4, logits_processors=[_Only(limit=4)]),
+        SamplingParams(temperature=0, max_tokens=4),
+    ]
+    plain = expected("llama", prompts[2], 4)
+    with make_llm(kv) as llm:
+        both, failed, other = llm.generate(prompts, params, use_tqdm=False)
+        assert [completion.token_ids for completion in both.outputs] == [[8, 9, 10, 11]] * 2
+        assert (failed.outputs[0].token_ids, failed.outputs[0].finish_reason) == ([42, 43], "error")
+        assert isinstance(failed.error, LookupError)
+        assert other.outputs[0].token_ids == plain
+        assert_idle(llm)
+    with make_llm("virtual", speculative_config={"num_speculative_tokens": 3}) as llm:
+        repeating = [5, 6, 7, 8] * 6
+        one = SamplingParams(temperature=0, max_tokens=12, logits_processors=[_Only()])
+        assert llm.generate(repeating, one, use_tqdm=False)[0].outputs[0].token_ids == list(range(9, 21))
+        assert llm.speculation.num_drafts == 0

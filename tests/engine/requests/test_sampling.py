@@ -79,6 +79,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -2}, "logprobs is -2; give how many"),
     ({"logprobs": False}, "logprobs is False"),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs is 1.0"),
+    ({"logits_processors": 5}, "logits_processors is 5; give a list"),
+    ({"logits_processors": [max]}, "logits_processors holds .*; give objects of subclasses of transformers"),
     ({"structured_outputs": "a+"}, "structured_outputs is 'a.'; give StructuredOutputs, or a mapping"),
     ({"output_kind": "delta"}, "output_kind is 'delta'; give one of RequestOutputKind.CUMULATIVE"),
 ]
