@@ -20,15 +20,22 @@ _TRIED_TOKENS = 32
 
 
 def _serve() -> None:
-    path, n_vocab, eos_token_ids, options = json.loads(sys.stdin.readline())
-    tokenizer = LLTokenizer(path, n_vocab=n_vocab, eos_token=eos_token_ids)
+    vocabulary, n_vocab, eos_token_ids, options = json.loads(sys.stdin.readline())
+    tokenizer = LLTokenizer(vocabulary, n_vocab=n_vocab, eos_token=eos_token_ids)
     limits = LLParserLimits(**options)
     with open("/proc/self/statm") as statm:
         taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + _GRAMMAR_BYTES, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_AS, taken + _GRAMMAR_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
     print('""', flush=True)
     for line in sys.stdin:
         print(json.dumps(_error(tokenizer, limits, json.loads(line))), flush=True)
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower a limit of this process."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _error(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from paths import ROOT
 
 from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, SamplingParams
+from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError
 
 PROMPTS = ["Question: What is 17 + 25?\nAnswer:", "The river", "Question: Name 4 planets.\nAnswer:"]
@@ -172,6 +173,29 @@ def test_the_asynchronous_engine_streams_them() -> None:
             with pytest.raises(InvalidRequest, match="unclosed"):
                 await engine.add(PROMPTS[0], SamplingParams(structured_outputs={"regex": "["}))
             assert engine.num_unfinished == 0
+        finally:
+            await engine.shutdown(timeout=0)
+
+    asyncio.run(main())
+
+
+def test_slow_grammars_keep_no_other_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_SECONDS", 2.0)
+
+    async def main() -> None:
+        engine = AsyncEngine(make_llm())
+        try:
+            schemas = [{"type": "integer", "multipleOf": 1_000_003 + 2 * i} for i in range(3)]
+            slow = [
+                asyncio.create_task(engine.add(PROMPTS[0], SamplingParams(structured_outputs={"json": schema})))
+                for schema in schemas
+            ]
+            await asyncio.sleep(0.3)
+            async for output in engine.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=4)):
+                assert output.error is None
+            assert not any(task.done() for task in slow)
+            refused = await asyncio.gather(*slow, return_exceptions=True)
+            assert [type(error) for error in refused] == [InvalidRequest] * 3
         finally:
             await engine.shutdown(timeout=0)
 
