@@ -384,12 +384,9 @@ class EngineCore:
         if self.gate.closing:
             raise EngineClosed("this LLM is closed; make a new one")
 
+    @exclusive
     def metrics(self) -> list[Metric]:
-        """What was counted so far, and what is held now.
-
-        Raises:
-            EngineClosed: the engine is closed.
-        """
+        """See `LLM.get_metrics`."""
         self._check_open()
         return collect(self)
 

@@ -447,7 +447,7 @@ class LLM:
         """What this engine has counted so far and holds now, under vLLM's names; `Counter`s and `Gauge`s.
 
         Raises:
-            EngineClosed: it is closed.
+            EngineBusy, EngineClosed: as for `generate`.
         """
         return self.core.metrics()
 

@@ -58,7 +58,7 @@ class Counts:
 
 
 def collect(core: EngineCore) -> list[Metric]:
-    """All metrics of an engine; any thread may ask."""
+    """All metrics of an engine, between two steps."""
     scheduler, counts, kv = core.scheduler, core.counts, core.kv.stats()
     total = core.kv.total()
 
