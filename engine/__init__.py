@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from vattn.engine.exclusive import EngineBusy, EngineClosed
+    from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed
     from vattn.engine.llm import LLM
+    from vattn.engine.metrics import Counter, Gauge, Metric
     from vattn.engine.requests.logprobs import Logprob
     from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
     from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+    from vattn.engine.requests.structured import StructuredOutputs
     from vattn.engine.scheduling.record import StepRecord
 
 __all__ = [
@@ -26,13 +28,17 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "Counter",
+    "EngineAsleep",
     "EngineBusy",
     "EngineClosed",
     "EngineStopped",
     "FinishReason",
+    "Gauge",
     "IllegalTransition",
     "InvalidRequest",
     "Logprob",
+    "Metric",
     "QueueFull",
     "RequestMetrics",
     "RequestOutput",
@@ -40,17 +46,20 @@ __all__ = [
     "SamplingParams",
     "StepRecord",
     "Stream",
+    "StructuredOutputs",
 ]
 
 _HOMES = {
     "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
-    "vattn.engine.exclusive": ("EngineBusy", "EngineClosed"),
+    "vattn.engine.exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
     "vattn.engine.llm": ("LLM",),
+    "vattn.engine.metrics": ("Counter", "Gauge", "Metric"),
     "vattn.engine.requests.logprobs": ("Logprob",),
     "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
     "vattn.engine.requests.sampling": ("RequestOutputKind", "SamplingParams"),
+    "vattn.engine.requests.structured": ("StructuredOutputs",),
     "vattn.engine.scheduling.record": ("StepRecord",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -12,16 +12,22 @@ the event loops of its clients.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
 from vattn.engine.llm import LLM
+from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
@@ -31,6 +37,10 @@ from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+# Threads that compile grammars: a client that sends slow ones keeps no other client's prompt waiting.
+_GRAMMAR_THREADS = 2
 
 
 class QueueFull(VattnError):
@@ -100,6 +110,8 @@ class AsyncEngine:
         self._arriving: list[Stream] = []
         self._aborting: list[Stream] = []
         self._delivering: list[tuple[Stream, RequestOutput]] = []
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="vattn-grammar")
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
@@ -177,14 +189,18 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
-        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
+        params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         name = f"async-{next(self._names)}" if request_id is None else request_id
         with self._changed:
             self._check_room(name, params.n)
         # Tokenizing a long prompt takes longer than the event loop should wait.
+        make = functools.partial(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
         try:
-            group = await asyncio.to_thread(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
+            if params.structured_outputs is None:
+                group = await asyncio.to_thread(make)
+            else:
+                group = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, make)
         except EngineClosed as error:
             raise _stopped(error) from error
         stream = Stream(group)
@@ -218,7 +234,65 @@ class AsyncEngine:
             streams = list(self._streams.values())
         self._abort(streams)
         await asyncio.to_thread(self._thread.join)
+        self._grammar_threads.shutdown(wait=False)
         self._core.close()
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """As `LLM.get_tokenizer`."""
+        return self.llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `LLM.get_default_sampling_params`."""
+        return self.llm.get_default_sampling_params()
+
+    async def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`, between two steps.
+
+        Raises:
+            EngineStopped: the engine was shut down, or died.
+        """
+        return await self._between_steps(self._core.metrics)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`, between two steps.
+
+        Raises:
+            EngineStopped: the engine was shut down, or died.
+        """
+        return await self._between_steps(functools.partial(self._core.reset_prefix_cache, reset_running_requests))
+
+    async def sleep(self, level: int = 1) -> int:
+        """As `LLM.sleep`, between two steps; requests are accepted and wait, up to `max_num_queued_reqs`.
+
+        Raises:
+            ConfigError: as `LLM.sleep`.
+            EngineStopped: the engine was shut down, or died.
+        """
+        return await self._between_steps(functools.partial(self._core.sleep, level))
+
+    async def wake_up(self) -> None:
+        """As `LLM.wake_up`; a `shutdown` wakes the engine up, too, to finish what waits.
+
+        Raises:
+            EngineStopped: the engine was shut down, or died.
+        """
+        await self._between_steps(self._core.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return self._core.asleep
+
+    async def _between_steps(self, call: Callable[[], _T]) -> _T:
+        """The result of a call in the engine thread."""
+        future: Future[_T] = Future()
+        with self._changed:
+            if self._error is not None:
+                raise _stopped(self._error)
+            if self._stopping:
+                raise EngineStopped("the engine is shutting down")
+            self._calls.append((call, future))
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
 
     def _check_room(self, request_id: str, count: int) -> None:
         """Raise unless `count` requests may come under this name; with the lock held."""
@@ -248,7 +322,7 @@ class AsyncEngine:
         """The engine thread."""
         try:
             while self._take_orders():
-                if self._core.has_unfinished():
+                if self._has_work():
                     self._deliver(self._core.step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
@@ -258,6 +332,9 @@ class AsyncEngine:
                 streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
                 self._streams.clear()
                 self._arriving.clear()
+                calls, self._calls = self._calls, []
+            for _, future in calls:
+                _resolve(future, functools.partial(_raise, _stopped(error)))
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
             self._core.take_back(self._thread)
@@ -271,7 +348,8 @@ class AsyncEngine:
                     or self._aborting
                     or self._stopping
                     or self._core.closing
-                    or self._core.has_unfinished()
+                    or self._calls
+                    or self._has_work()
                 )
             )
             if self._core.closing:
@@ -280,12 +358,20 @@ class AsyncEngine:
             # The name may belong to another request by now.
             aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
             self._aborting = []
+            calls, self._calls = self._calls, []
             stopping = self._stopping
         for stream in arriving:
             self._core.add_group(stream.group)
         aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
+        for call, future in calls:
+            _resolve(future, call)
+        if stopping:
+            self._core.wake_up()
         return self._core.has_unfinished() or not stopping
+
+    def _has_work(self) -> bool:
+        return self._core.has_unfinished() and not self._core.asleep
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         with self._changed:
@@ -307,6 +393,20 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_put_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read these streams
                 self._abort(stream for stream, _ in batch)
+
+
+def _resolve(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Make the result or the error of a call that of the future, unless nobody waits for it any more."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:

@@ -76,7 +76,7 @@ class BeamSearchSequence:
         cum_logprob: the sum of the output tokens' log probabilities.
         finish_reason: "stop" or "length".
         stop_reason: the end-of-sequence token, where one ended it.
-        text: the tokens as text; empty without a tokenizer.
+        text: the tokens as text, without special tokens; empty without a tokenizer.
     """
 
     tokens: list[int]

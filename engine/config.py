@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _BUDGET = "4GiB"
+# vLLM's, which is that of OpenAI's API.
+_MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,24 @@ class EngineConfig:
     )
     skip_tokenizer_init: bool = False
     trust_remote_code: bool = field(default=False, metadata=_flag("run Python code from the checkpoint"))
+    revision: str | None = field(
+        default=None, metadata=_flag("branch, tag or commit of the model and tokenizer, on the hub")
+    )
+    hf_overrides: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_flag(
+            'fields of the model\'s config that differ: {"max_position_embeddings": 8192}',
+            parse=json.loads,
+            metavar="JSON",
+        ),
+    )
+    generation_config: str | os.PathLike[str] = field(
+        default="auto",
+        metadata=_flag(
+            "whose sampling defaults hold: auto, the model's; vllm, those of SamplingParams; or a folder's",
+        ),
+    )
+    tensor_parallel_size: int = field(default=1, metadata=_flag("devices that share a model: 1", parse=int))
     dtype: str | torch.dtype = field(
         default="auto", metadata=_flag("element type of weights and cache", choices=("auto", *_DTYPES))
     )
@@ -94,6 +114,7 @@ class EngineConfig:
             metavar="SIZE",
         ),
     )
+    kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = field(
         default=None,
         metadata=_flag("share of the free memory for the cache, instead of a size", parse=float, metavar="SHARE"),
@@ -114,6 +135,12 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = field(
         default=True, metadata=_flag("reuse what earlier requests with the same start have computed")
+    )
+    long_prefill_token_threshold: int = field(
+        default=0, metadata=_flag("most tokens of one prompt in a step with other requests; 0 for no limit", parse=int)
+    )
+    max_logprobs: int = field(
+        default=_MAX_LOGPROBS, metadata=_flag("most log probabilities per token; -1 for no limit", parse=int)
     )
     scheduling_policy: Policy = field(
         default="fcfs", metadata=_flag("order in which requests run", choices=get_args(Policy))
@@ -145,16 +172,15 @@ class EngineConfig:
         self._set("max_num_seqs", max_num_seqs)
         self._set("max_num_batched_tokens", max_num_batched_tokens)
         self._set("block_size", checked_whole("block_size", self.block_size, 1))
+        threshold = checked_whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        self._set("long_prefill_token_threshold", threshold)
+        what = "how many log probabilities a request may ask for, or -1 for no limit"
+        self._set("max_logprobs", checked_whole("max_logprobs", self.max_logprobs, -1, what=what))
         self._check_types()
         self._check_model()
         find_backend(self.kv, self.kv_cache_dtype)
         self._check_memory()
         self._check_scheduling()
-
-    @classmethod
-    def flags(cls) -> dict[Field[Any], Flag]:
-        """The fields that the command line offers, in order."""
-        return {each: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata}
 
     # What depends on the model or the machine.
 
@@ -182,6 +208,8 @@ class EngineConfig:
         """The size of the cache: bytes or text; a share is measured now, so after the model is loaded."""
         if self.gpu_memory_utilization is not None:
             return budget_bytes("auto", device, self.gpu_memory_utilization)
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes
         return _BUDGET if self.memory_budget is None else self.memory_budget
 
     def _check_types(self) -> None:
@@ -216,23 +244,49 @@ class EngineConfig:
             self._set("dtype", _DTYPES[self.dtype])
         if not isinstance(self.model, str | torch.nn.Module):
             raise ConfigError(f"model is {shown(self.model)}; give a path, a hub id, or a loaded causal language model")
+        self._check_checkpoint()
+        if checked_whole("tensor_parallel_size", self.tensor_parallel_size, 1) > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {shown(self.tensor_parallel_size)}, but a model runs on one device; run one "
+                "engine per device behind a router, or choose a model that fits one: a smaller or a quantised one"
+            )
+        self._set("tensor_parallel_size", 1)
         if self.max_model_len is not None:
             asked = checked_whole("max_model_len", self.max_model_len, 0)
             if asked < 2:
                 raise ConfigError(f"max_model_len is {asked}; a prompt and an output need at least 2 tokens")
             self._set("max_model_len", asked)
 
+    def _check_checkpoint(self) -> None:
+        """What says how a checkpoint is read, and has no meaning for a loaded model."""
+        if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
+            raise ConfigError(f"revision is {shown(self.revision)}; give a branch, a tag or a commit, or None")
+        overrides = self.hf_overrides
+        if overrides is not None and not (
+            isinstance(overrides, Mapping) and all(isinstance(key, str) for key in overrides)
+        ):
+            raise ConfigError(f"hf_overrides is {shown(overrides)}; give a mapping of fields of the model's config")
+        if isinstance(self.generation_config, os.PathLike):
+            self._set("generation_config", os.fspath(self.generation_config))
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(f"generation_config is {shown(self.generation_config)}; give auto, vllm or a folder")
+        for name in ("revision", "hf_overrides"):
+            if getattr(self, name) is not None and not isinstance(self.model, str):
+                raise ConfigError(f"{name} is for a path or a hub id, but the model is loaded already; leave it out")
+
     def _check_memory(self) -> None:
         parse_bytes(self.swap_space, "swap_space")
+        sizes = ("memory_budget", "kv_cache_memory_bytes", "gpu_memory_utilization")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            told = " and ".join(f"{name}={shown(getattr(self, name))}" for name in given)
+            raise ConfigError(f"{told} {'both' if len(given) == 2 else 'all'} size the cache; give one")
+        if self.kv_cache_memory_bytes is not None:
+            self._set("kv_cache_memory_bytes", checked_whole("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1))
+        if self.memory_budget is not None and self.memory_budget != "auto":
+            parse_bytes(self.memory_budget, "memory_budget")
         if self.gpu_memory_utilization is None:
-            if self.memory_budget is not None and self.memory_budget != "auto":
-                parse_bytes(self.memory_budget, "memory_budget")
             return
-        if self.memory_budget is not None:
-            raise ConfigError(
-                f"memory_budget={shown(self.memory_budget)} and gpu_memory_utilization="
-                f"{shown(self.gpu_memory_utilization)} both size the cache; give one"
-            )
         share = number(self.gpu_memory_utilization)
         if share is None or not 0 < share <= 1:
             raise ConfigError(

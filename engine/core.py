@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from vattn.engine.beam_search import take_beams
+from vattn.engine.checks import whole
 from vattn.engine.config import EngineConfig
-from vattn.engine.exclusive import EngineBusy, EngineClosed, Gate, Use, exclusive
+from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.loading import LoadedModel
+from vattn.engine.metrics import Counts, Metric, collect
 from vattn.engine.model.rows import Forward, Row
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.sampler import Sampler
@@ -32,7 +34,8 @@ from vattn.engine.scheduling.record import StepRecord
 from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
 from vattn.engine.scheduling.static import StaticScheduler
 from vattn.engine.scheduling.swap import SwapSpace
-from vattn.errors import OutOfPages, VattnError
+from vattn.errors import ConfigError, OutOfPages, VattnError
+from vattn.integers import shown
 from vattn.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class EngineCore:
         kv: the cache.
         intake: makes requests of prompts.
         speculation: statistics of drafts so far.
+        counts: running totals.
+        asleep: between `sleep` and `wake_up`.
         on_step: called with a `StepRecord` after each step.
 
     Raises:
@@ -65,6 +70,8 @@ class EngineCore:
         self.loaded = loaded = LoadedModel(config)
         self.on_step = config.on_step
         self.speculation = SpeculationStats()
+        self.counts = Counts()
+        self.asleep = False
         self.gate = Gate()
         self.sampler = Sampler()
         self.intake = Intake(
@@ -73,6 +80,7 @@ class EngineCore:
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
             eos_token_id=loaded.eos_token_id,
+            max_logprobs=config.max_logprobs,
             seed=config.seed,
         )
         self._decode_token = self.intake.text.of_token
@@ -126,6 +134,7 @@ class EngineCore:
         self.runner.close()
         self.kv.close()
         self.loaded.close()
+        self.intake.grammars.close()
         self._closed = True
 
     @property
@@ -224,12 +233,14 @@ class EngineCore:
             del self._groups[request_id]
             for request in group.unfinished():
                 self.scheduler.finish(request, FinishReason.ABORT)
+        self._count(group)
         return group.output()
 
     @exclusive
     def step(self) -> list[RequestOutput]:
         """One iteration: see `LLM.step`."""
         self._check_usable("step")
+        self.check_awake("step")
         if self._phase:
             raise EngineBusy("step() was called from on_step; the next step begins when this one has ended")
         start = time.monotonic()
@@ -238,6 +249,7 @@ class EngineCore:
             with self._mending(_STEP):
                 self._phase = _STEP
                 plan, num_preempted, prepare_seconds = self._plan(self._changed)
+                self.counts.preemptions += num_preempted
                 planned = time.monotonic()
                 decode_tokens = plan.num_decode_tokens
                 if plan.entries:
@@ -265,6 +277,40 @@ class EngineCore:
             self._phase = ""
         return self._outputs()
 
+    @exclusive
+    def sleep(self, level: int = 1) -> int:
+        """See `LLM.sleep`."""
+        self._check_usable("sleep")
+        asked = whole(level)
+        if asked != 1:
+            raise ConfigError(
+                f"level is {shown(level)}; the only one is 1, which gives the memory of the KV cache back: for the "
+                "memory of the weights, too, close this LLM and make it again later"
+            )
+        freed = self.kv.trim()  # first, since a backend may refuse
+        with self._mending(_QUEUES):
+            self.scheduler.preempt_all()
+            self.kv.evict_prefixes()
+            freed += self.kv.trim()
+            self.asleep = True
+        return freed
+
+    @exclusive
+    def wake_up(self) -> None:
+        """See `LLM.wake_up`."""
+        self._check_usable("wake_up")
+        self.asleep = False
+
+    @exclusive
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        self._check_usable("reset_prefix_cache")
+        with self._mending(_QUEUES):
+            if reset_running_requests:
+                self.scheduler.preempt_all()
+            self.kv.evict_prefixes()
+        return not self.scheduler.running
+
     def check(self) -> None:
         """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
         self.kv.check()
@@ -277,9 +323,11 @@ class EngineCore:
 
         Raises:
             VattnError: some are; their outputs would be lost.
+            EngineAsleep: nothing could run.
             EngineBusy, EngineClosed: as for `add_group`.
         """
         self._check_usable(name)
+        self.check_awake(name)
         if self._groups:
             raise VattnError(
                 f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
@@ -335,6 +383,17 @@ class EngineCore:
     def _check_open(self) -> None:
         if self.gate.closing:
             raise EngineClosed("this LLM is closed; make a new one")
+
+    @exclusive
+    def metrics(self) -> list[Metric]:
+        """See `LLM.get_metrics`."""
+        self._check_open()
+        return collect(self)
+
+    def check_awake(self, name: str) -> None:
+        """Raise EngineAsleep while the engine sleeps."""
+        if self.asleep:
+            raise EngineAsleep(f"{name}() was called while the engine sleeps; call wake_up() first")
 
     def _check_usable(self, name: str, *, closing: bool = True) -> None:
         if closing:
@@ -400,7 +459,7 @@ class EngineCore:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
                 self._publish(entry, forward)
-        for (request, ahead), token, report in zip(forward.rows, tokens, reports, strict=True):
+        for place, ((request, ahead), token, report) in enumerate(zip(forward.rows, tokens, reports, strict=True)):
             changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # an earlier token of its draft was rejected, or ended the request
@@ -409,7 +468,9 @@ class EngineCore:
                 continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
-                self.scheduler.finish(request, FinishReason.ERROR, FloatingPointError(reason))
+                failure = self.sampler.failures.get(place) or FloatingPointError(reason)
+                failure.__traceback__ = None  # as in `_fail`
+                self.scheduler.finish(request, FinishReason.ERROR, failure)
                 continue
             if report is not None and request.logprobs is not None:
                 request.logprobs.append(report)
@@ -419,6 +480,9 @@ class EngineCore:
             except Exception as error:  # the tokenizer, which is not ours, cannot decode it
                 self.scheduler.finish(request, FinishReason.ERROR, error)
                 continue
+            self.counts.generation_tokens += 1
+            if request.index == 0 and len(request.output_token_ids) == 1:
+                self.counts.prompt_tokens += len(request.prompt_token_ids)
             if request.state is State.DONE:
                 self.scheduler.release(request)
             elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
@@ -510,11 +574,22 @@ class EngineCore:
         changed = dict.fromkeys(request.parent_id for request in self._changed)
         groups = [group for parent_id in changed if (group := self._groups.get(parent_id)) is not None]
         outputs = [output for group in groups if (output := group.output()) is not None]
-        for group in groups:
-            if not group.unfinished():
-                del self._groups[group.request_id]
+        ended = [group for group in groups if not group.unfinished()]
+        for group in ended:
+            self._count(group)
+        for group in ended:  # without a call, at which an interrupt could lose outputs
+            del self._groups[group.request_id]
         self._changed.clear()
         return outputs
+
+    def _count(self, group: RequestGroup) -> None:
+        """Note how a group's requests ended."""
+        self.counts.finished.update(request.finish_reason for request in group.requests if request.finish_reason)
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Names of the prompts whose requests have not all ended, in order of arrival."""
+        return list(self._groups)
 
 
 def _nothing() -> None:
@@ -558,5 +633,6 @@ def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) ->
         policy=config.scheduling_policy,
         swap=swap,
         prefix_caching=config.enable_prefix_caching,
+        long_prefill=config.long_prefill_token_threshold,
         proposer=proposer,
     )

@@ -20,6 +20,10 @@ class EngineClosed(VattnError, RuntimeError):
     """The engine was closed, perhaps while this call ran."""
 
 
+class EngineAsleep(VattnError, RuntimeError):
+    """The engine sleeps, and the call needs its cache: wake it up first."""
+
+
 @dataclass(eq=False, frozen=True)
 class Use:
     """A thread inside the engine, and the name of its outermost call.

@@ -24,6 +24,7 @@ from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_be
 from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
+from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.prompts import Conversation, Prompt, as_conversations, as_prompts, cache_salt
@@ -50,20 +51,29 @@ class LLM:
         tokenizer: path, hub id or tokenizer; by default the one at the model's path, and none for a loaded model.
         skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
         trust_remote_code: run Python code that comes with a checkpoint.
+        revision: branch, tag or commit of model and tokenizer, for a hub id.
+        hf_overrides: fields of the model's config, by name, to read it with; nested ones as nested mappings.
+        generation_config: where the sampling parameters of requests without any come from: "auto", the model's
+            generation config; "vllm", the defaults of `SamplingParams`; or a folder with a `generation_config.json`.
+        tensor_parallel_size: 1: a model runs on one device.
         dtype: element type of weights and cache; `"auto"` is the checkpoint's.
         max_num_seqs: maximum number of requests that run at a time.
         max_num_batched_tokens: maximum number of tokens per step; longer prompts are computed in chunks.
         max_model_len: maximum length of a request, prompt and output, in tokens; by default the model's limit.
         memory_budget: size of the cache: bytes, text such as "4GiB" (the default), or "auto": a share of the memory
             that is free once the model is loaded, see `vattn.KVConfig`.
+        kv_cache_memory_bytes: the same as a number of bytes.
         gpu_memory_utilization: that share, over 0 and up to 1, instead of `memory_budget`. On a CPU it is a share of
             the host's memory.
         block_size: tokens per block, for `paged`.
         kv_cache_dtype: element type of the cache: "auto", the model's, or "int8", with a scale per token and head:
             for `virtual`, and kernels that read request by request.
-        kv_options: further options of `vattn.KVConfig`, for `virtual`.
+        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`, `num_blocks` for `paged`.
         enable_prefix_caching: reuse the keys and values that earlier requests computed for the same prefix (under the
             same `cache_salt`); with `virtual` and `paged`. Cached blocks are evicted when memory is needed.
+        long_prefill_token_threshold: maximum number of a prompt's tokens in a step with other requests, so that a long
+            one does not take all of it; 0 for no limit. For continuous scheduling.
+        max_logprobs: the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit.
         scheduling_policy: which requests run first and are preempted last: "fcfs" orders by arrival, "priority" by the
             priority of each request.
         preemption_mode: what happens to the cache of a preempted request: "recompute", "swap" (copied to host memory
@@ -99,16 +109,23 @@ class LLM:
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
+        revision: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+        generation_config: str | os.PathLike[str] = "auto",
+        tensor_parallel_size: int = 1,
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
         memory_budget: int | str | None = None,
+        kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float | None = None,
         block_size: int = 16,
         kv_cache_dtype: KVCacheDtype = "auto",
         kv_options: Mapping[str, Any] | None = None,
         enable_prefix_caching: bool = True,
+        long_prefill_token_threshold: int = 0,
+        max_logprobs: int = 20,
         scheduling_policy: Policy = "fcfs",
         preemption_mode: PreemptionMode = "auto",
         swap_space: int | str = "1GiB",
@@ -151,14 +168,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to completion.
 
         Args:
             prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, optionally
                 with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache.
-            sampling_params: for all prompts, or one for each; None for the defaults. `output_kind` is ignored.
+            sampling_params: for all prompts, or one for each; None for `get_default_sampling_params()`. `output_kind`
+                is ignored.
             use_tqdm: show a progress bar on stderr.
+            lora_request: None: adapters are not served.
+            priority: for all prompts, or one for each; lower runs earlier, for `scheduling_policy="priority"`.
 
         Returns:
             One output per prompt, in order. A failed request has finish reason "error", and an `error`.
@@ -166,13 +188,84 @@ class LLM:
         Raises:
             InvalidRequest: a prompt that can never run, or parameters of the wrong type; no prompt was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
+            EngineAsleep: it sleeps.
             EngineBusy: another thread uses this LLM.
             EngineClosed: it is closed, or was closed during the call.
         """
         self.core.check_idle("generate")
+        try:
+            names = self._enqueue(prompts, sampling_params, lora_request, priority)
+            finished = self._run(use_tqdm)
+        except BaseException as error:
+            self.core.abandon(error)
+            raise
+        return [finished[name] for name in names]
+
+    @exclusive
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queue prompts for `wait_for_completion`, or for `step`, whose outputs are then the finished ones only.
+
+        Arguments as for `generate`. While the engine sleeps, the requests wait.
+
+        Returns:
+            The name of each request, for `abort`.
+
+        Raises:
+            InvalidRequest: as for `generate`; no prompt was queued.
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        return self._enqueue(prompts, sampling_params, lora_request, priority)
+
+    @exclusive
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run everything that is queued to completion; an error or interrupt drops it all.
+
+        Returns:
+            The last output of each request, in order of arrival.
+
+        Raises:
+            EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
+        """
+        names = self.core.group_ids
+        if names:
+            self.core.check_awake("wait_for_completion")
+        try:
+            finished = self._run(use_tqdm)
+        except BaseException as error:
+            self.core.abandon(error)
+            raise
+        return [finished[name] for name in names]
+
+    def _run(self, use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Steps until nothing is left; the last output of each request under its name."""
+        finished: dict[str, RequestOutput] = {}
+        with _progress_bar(self.core.num_groups, use_tqdm) as bar:
+            while self.core.has_unfinished():
+                for output in self.core.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        bar.update()
+        return finished
+
+    def _enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: object,
+        priority: int | Sequence[int] | None,
+    ) -> list[str]:
+        """Queue all prompts, or none; returns their requests' names."""
+        _refuse_lora(lora_request)
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(listed)
+            params = [sampling_params or self.get_default_sampling_params()] * len(listed)
         elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str | bytes):
             params = [as_params(param) for param in sampling_params]
         else:
@@ -181,33 +274,34 @@ class LLM:
             raise ConfigError(
                 f"{len(listed)} prompts with {len(params)} sampling parameters; give one, or one for each"
             )
-
+        priorities: list[Any] = [0 if priority is None else priority] * len(listed)
+        if isinstance(priority, Sequence) and not isinstance(priority, str | bytes):
+            priorities = list(priority)
+        if len(priorities) != len(listed):
+            raise ConfigError(f"{len(listed)} prompts with {len(priorities)} priorities; give one, or one for each")
         groups = [
-            self.core.make_group(self.core.new_id(), prompt, param, kind=RequestOutputKind.FINAL_ONLY)
-            for prompt, param in zip(listed, params, strict=True)
+            self.core.make_group(self.core.new_id(), prompt, param, kind=RequestOutputKind.FINAL_ONLY, priority=rank)
+            for prompt, param, rank in zip(listed, params, priorities, strict=True)
         ]
-        finished: dict[str, RequestOutput] = {}
-        with _progress_bar(len(groups), use_tqdm) as bar:
-            try:
-                for group in groups:
-                    self.core.add_group(group)
-                while self.core.has_unfinished():
-                    for output in self.core.step():
-                        finished[output.request_id] = output
-                        bar.update()
-            except BaseException as error:
-                self.core.abandon(error)
-                raise
-        return [finished[group.request_id] for group in groups]
+        try:
+            for group in groups:
+                self.core.add_group(group)
+        except BaseException:
+            for group in groups:
+                self.core.abort(group.request_id)
+            raise
+        return [group.request_id for group in groups]
 
     @exclusive
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: None = None
+    ) -> list[BeamSearchOutput]:
         """Find the most probable continuations of prompts.
 
         A prompt is computed once; a beam with several continuations is forked, and one without is freed.
 
         Args:
-            prompts: as for `generate`.
+            prompts, lora_request: as for `generate`.
 
         Returns:
             One output per prompt, in order. A failed one has no sequences, and an `error`.
@@ -216,9 +310,10 @@ class LLM:
             InvalidRequest: a prompt that can never run, or more beams than can run together; nothing was started.
             VattnError: requests from `add_request` are unfinished, whose outputs would be lost.
             ConfigError: the engine was made with `scheduling="static"`.
-            EngineBusy, EngineClosed: as for `generate`.
+            EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
         """
         self.core.check_idle("beam_search")
+        _refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
         if isinstance(self.scheduler, StaticScheduler):
@@ -249,7 +344,7 @@ class LLM:
             self.core.abandon(error)
             raise
         decode = (
-            None if self.tokenizer is None else functools.partial(self.core.intake.text.of, skip_special_tokens=False)
+            None if self.tokenizer is None else functools.partial(self.core.intake.text.of, skip_special_tokens=True)
         )
         return [group.result(decode) for group in groups]
 
@@ -259,13 +354,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations: `generate` on the prompts that the tokenizer's chat template makes of them.
 
         Args:
             messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`.
-            sampling_params, use_tqdm: as for `generate`.
+            sampling_params, use_tqdm, lora_request, priority: as for `generate`.
             template_options: see `PromptReader.apply_chat_template`.
 
         Raises:
@@ -275,14 +372,14 @@ class LLM:
             self.prompts.apply_chat_template(conversation, **template_options)
             for conversation in as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
         """Queue a request under a name that no unfinished request has.
 
-        Its outputs are cumulative unless `output_kind` says otherwise.
+        Its outputs are cumulative unless `output_kind` says otherwise. While the engine sleeps, it waits.
 
         Args:
             priority: lower runs earlier; for `scheduling_policy="priority"`.
@@ -291,7 +388,7 @@ class LLM:
             InvalidRequest: the prompt is empty, too long, outside the vocabulary, or would never fit the cache.
             EngineBusy, EngineClosed: as for `generate`.
         """
-        params = SamplingParams() if sampling_params is None else as_params(sampling_params)
+        params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         self.core.add_group(
             self.core.make_group(
                 request_id,
@@ -328,9 +425,77 @@ class LLM:
             raised, and fails all requests that ran.
 
         Raises:
-            EngineBusy, EngineClosed: as for `generate`.
+            EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
         """
         return self.core.step()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("this LLM has no tokenizer; pass tokenizer=...")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests without any; see `generation_config`."""
+        return self.core.loaded.sampling_params
+
+    def get_metrics(self) -> list[Metric]:
+        """What this engine has counted so far and holds now, under vLLM's names; `Counter`s and `Gauge`s.
+
+        Raises:
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        return self.core.metrics()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget what earlier requests have computed, so that later ones compute their prompts anew.
+
+        Args:
+            reset_running_requests: preempt requests that run, which are then computed again from their first token.
+
+        Returns:
+            Whether nothing is left; False if requests run, which keep and publish what they use.
+
+        Raises:
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        return self.core.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1) -> int:
+        """Give all physical memory of the KV cache back to the machine, until `wake_up`.
+
+        The prefix cache is forgotten. Unfinished requests lose what was computed and keep their outputs so far; they
+        go on after `wake_up`, with the same tokens. In between, `add_request` and `enqueue` queue, `abort` works, and
+        all that would compute raises `EngineAsleep`. Addresses stay reserved, so that waking up costs nothing: memory
+        comes back as requests need it.
+
+        Args:
+            level: 1, the only one: weights stay where they are.
+
+        Returns:
+            Bytes that were given back.
+
+        Raises:
+            ConfigError: another level, or a backend that cannot, such as `kv="paged"`; nothing changed.
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        return self.core.sleep(level)
+
+    def wake_up(self) -> None:
+        """End `sleep`; no effect on an engine that is awake.
+
+        Raises:
+            EngineBusy, EngineClosed: as for `generate`.
+        """
+        self.core.wake_up()
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not since."""
+        return self.core.asleep
 
     def check(self) -> None:
         """Assert that cache and queues agree. For tests and idle moments."""
@@ -343,6 +508,14 @@ class LLM:
         `on_step`, it takes effect when the call that makes the steps ends, which it then does at once.
         """
         self.core.close()
+
+
+def _refuse_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise InvalidRequest(
+            "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
+            "load the result"
+        )
 
 
 def _progress_bar(total: int, shown: bool) -> Any:

@@ -7,7 +7,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from vattn import packed
 from vattn.attention import Attention, Blocks, Case
@@ -15,7 +23,9 @@ from vattn.attention import get as get_attention
 from vattn.engine.config import EngineConfig
 from vattn.engine.kv.make import find_backend
 from vattn.engine.model import optimize
+from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 
 class LoadedModel:
@@ -27,6 +37,7 @@ class LoadedModel:
         vocab_size: token ids are `0 .. vocab_size - 1`.
         eos_token_ids: the tokens that end an output.
         eos_token_id: the one that does so without being a `stop_reason`; others count as stop tokens, as in vLLM.
+        sampling_params: those of requests without any.
         shape: what is stored per token, layer by layer.
         latents: the layers of which latents are stored.
         attention: the kernel.
@@ -44,6 +55,7 @@ class LoadedModel:
         self.vocab_size: int = embedding.num_embeddings
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
         self.eos_token_id = _eos_token_id(self.tokenizer, self.eos_token_ids)
+        self.sampling_params = _default_sampling_params(config, self.model)
         self.latents: Mapping[int, packed.LatentAttention] = {}
         self._is_ours = isinstance(config.model, str)
         self._restore_weights: Callable[[], None] = _nothing
@@ -114,7 +126,11 @@ def _load_model(config: EngineConfig) -> PreTrainedModel:
     if isinstance(model, str):
         with _loading("model", model):
             loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype, trust_remote_code=config.trust_remote_code
+                model,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                revision=config.revision,
+                **_overrides(config, model),
             )
         loaded.train(False)
         return loaded
@@ -125,6 +141,59 @@ def _load_model(config: EngineConfig) -> PreTrainedModel:
     return given
 
 
+def _overrides(config: EngineConfig, path: str) -> dict[str, Any]:
+    """The model's config with `hf_overrides`, as a keyword for loading it; none without overrides."""
+    if not config.hf_overrides:
+        return {}
+    loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    _override(loaded, config.hf_overrides, "")
+    return {"config": loaded}
+
+
+def _override(config: Any, changes: Mapping[str, Any], prefix: str) -> None:
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise ConfigError(f"hf_overrides has {prefix + key!r}, which is no field of the model's config")
+        part = getattr(config, key)
+        if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
+            _override(part, value, f"{prefix}{key}.")
+        else:
+            setattr(config, key, value)
+
+
+# Ours by the names of generation configs; which parameters these may set is vLLM's choice.
+_SAMPLING_DEFAULTS = {
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def _default_sampling_params(config: EngineConfig, model: PreTrainedModel) -> SamplingParams:
+    """What the generation config says that is not transformers' own default; `do_sample` does not count, as in vLLM."""
+    if config.generation_config == "vllm":
+        return SamplingParams()
+    found: Any = getattr(model, "generation_config", None)
+    if config.generation_config != "auto":
+        path = str(config.generation_config)
+        with _loading("generation config", path):
+            found = GenerationConfig.from_pretrained(path)
+    said = {} if found is None else found.to_diff_dict()
+    params = {name: said[key] for key, name in _SAMPLING_DEFAULTS.items() if said.get(key) is not None}
+    try:
+        return SamplingParams(**params)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the generation config says {shown(params)}, which cannot be the default: {error}; give "
+            "generation_config='vllm' to do without"
+        ) from None
+
+
 def _load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     tokenizer = config.tokenizer
     if tokenizer is None and isinstance(config.model, str):
@@ -132,20 +201,19 @@ def _load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase | None:
     if isinstance(tokenizer, str):
         with _loading("tokenizer", tokenizer):
             loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                tokenizer, trust_remote_code=config.trust_remote_code
+                tokenizer, trust_remote_code=config.trust_remote_code, revision=config.revision
             )
         return loaded
     return cast(PreTrainedTokenizerBase | None, tokenizer)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None and tokenizer is not None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    """Those of the generation config and the tokenizer's: checkpoints exist in which either lacks the other's."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return frozenset(found)
 
 
 def _eos_token_id(tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: frozenset[int]) -> int | None:

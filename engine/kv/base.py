@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
 from vattn.engine.kv.spec import KVSpec
+from vattn.errors import ConfigError
 from vattn.prefix import Admission
 from vattn.quantised import KVCacheDtype
 
@@ -154,6 +155,14 @@ class KVBackend(KVSource, Protocol):
         """Evict every cached block that no running request uses; returns the units of memory that this frees."""
         ...
 
+    def trim(self) -> int:
+        """Give the memory that neither requests nor cached blocks use back to the machine; returns its bytes.
+
+        Raises:
+            ConfigError: the backend has all its memory from its start to its end.
+        """
+        ...
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """Make tokens `[0, n)` of each slot writable; stored tokens stay.
 
@@ -235,6 +244,11 @@ class PlainStore:
 
     kv_cache_dtype: ClassVar[KVCacheDtype] = "auto"
     forgets_windows: ClassVar[bool] = False
+
+    name: ClassVar[str]
+
+    def trim(self) -> int:
+        raise ConfigError(f"kv={self.name!r} has all its memory from its start to its end; use kv='virtual'")
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

@@ -82,6 +82,10 @@ class DynamicKV(NoPrefixCache, PlainStore):
         self._peak = max(self._peak, self._physical)
         return child
 
+    def trim(self) -> int:
+        """Nothing: the memory of a request goes with it."""
+        return 0
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         """As the protocol says; `write` takes the memory."""
         lengths = self._slots.checked_lengths(lengths)

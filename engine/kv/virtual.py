@@ -76,6 +76,9 @@ class VirtualKV(ContiguousKV):
     def evict_prefixes(self) -> int:
         return self.cache.evict_prefixes()
 
+    def trim(self) -> int:
+        return self.cache.trim()
+
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         self.cache.step(lengths, next_lengths)
 

@@ -29,9 +29,13 @@ class Sampler:
 
     A sampled token is where a uniform number falls in the row's cumulative distribution. The number depends only on the
     request's seed and on the index of the token, so a seed gives the same tokens whatever else is in the batch.
+
+    Attributes:
+        failures: row to what its request's logits processors raised in the last call; its token is None.
     """
 
     def __init__(self) -> None:
+        self.failures: dict[int, Exception] = {}
         self._batch: Batch | None = None
         self._edited = _Scratch()
         self._weights = _Scratch()
@@ -46,14 +50,18 @@ class Sampler:
                 must not depend on its tokens. A request from the last call's batch has got its token from there since.
 
         Returns:
-            A token per row; None where its largest logit is infinite or NaN, or every token is excluded.
+            A token per row; None where its largest logit is infinite or NaN, every token is excluded, or a processor
+            failed.
         """
+        self.failures = {}
         batch = self._batch
         if batch is None or batch.drafted or batch.rows != rows or batch.device != logits.device:
             batch = self._batch = Batch(rows, logits.device, batch)
         if batch.edits():
             logits = self._edited.rows(len(logits), logits.shape[1], logits.device).copy_(logits)
             batch.edit(logits)
+            self.failures = batch.process(logits)
+            batch.mask(logits)
         largest, tokens = _most_probable(logits)
         if len(batch.drawn):
             tokens[batch.drawn] = self._draw(batch, logits, largest)
@@ -138,6 +146,9 @@ class Batch:
             if param.allowed_token_ids is not None
         ]
         self._bad_words = [(row, request) for row, request in enumerate(requests) if request.bad_words_ids]
+        self._processed = [(row, request) for row, request in enumerate(requests) if request.sampling.logits_processors]
+        self._grammars = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
+        self._grammar_rows = torch.tensor([row for row, _ in self._grammars], dtype=torch.int64, device=device)
         self._held = [row for row, request in enumerate(requests) if request.sampling.min_tokens]
         biases = [(row, *item) for row, param in enumerate(params) for item in (param.logit_bias or {}).items()]
         self._bias_at = tuple(torch.tensor([bias[i] for bias in biases], device=device) for i in (0, 1))
@@ -152,10 +163,18 @@ class Batch:
         """Whether `edit` would change anything in this step."""
         if self._held:
             self._held = [row for row in self._held if not self.requests[row].may_stop]
-        return bool(self._allowed or self._bad_words or self._held or len(self._biases) or self.history)
+        return bool(
+            self._allowed
+            or self._bad_words
+            or self._held
+            or len(self._biases)
+            or self.history
+            or self._processed
+            or self._grammars
+        )
 
     def edit(self, logits: Tensor) -> None:
-        """Apply, in place, all changes of logits that come before temperature."""
+        """Apply, in place, all changes of logits that come before those of processors and grammars."""
         for row, allowed in self._allowed:
             kept = logits[row, allowed]
             logits[row] = -math.inf
@@ -171,6 +190,32 @@ class Batch:
             logits.index_put_(self._bias_at, self._biases, accumulate=True)
         if self.history is not None:
             self.history.penalize(logits)
+
+    def process(self, logits: Tensor) -> dict[int, Exception]:
+        """Let requests' own processors change their rows, in place; excludes every token where one fails.
+
+        Returns:
+            Row to what was raised there.
+        """
+        failures: dict[int, Exception] = {}
+        for row, request in self._processed:
+            scores = logits[row : row + 1].clone()
+            try:
+                tokens = torch.tensor([request.token_ids(0, request.num_tokens)], device=logits.device)
+                for processor in request.sampling.logits_processors or ():
+                    scores = processor(cast(torch.LongTensor, tokens), cast(torch.FloatTensor, scores))
+                logits[row : row + 1] = scores.view(1, logits.shape[1])
+            except Exception as error:
+                failures[row] = error
+                logits[row] = -math.inf
+        return failures
+
+    def mask(self, logits: Tensor) -> None:
+        """Exclude, in place, the tokens with which outputs would not keep to their grammars."""
+        if self._grammars:
+            excluded = torch.from_numpy(~np.stack([grammar.allowed for _, grammar in self._grammars]))
+            rows = logits[self._grammar_rows]
+            logits[self._grammar_rows] = rows.masked_fill_(excluded.to(logits.device), -math.inf)
 
     def append(self, tokens: Tensor) -> None:
         """Note the token that each request gets."""

@@ -19,8 +19,9 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """The text of one output, at a cost per token that does not grow with its length.
 
-    The whole text is `decode` of all tokens at once, up to a stop string. (If the output of a byte-fallback
-    tokenizer is not valid UTF-8, the number of replacement characters may differ.)
+    The whole text is `decode` of all tokens at once, up to a stop string and without a character that the last tokens
+    leave unfinished. (If the output of a byte-fallback tokenizer is not valid UTF-8, the number of replacement
+    characters may differ.)
 
     Args:
         decode: text of a list of tokens.
@@ -70,8 +71,8 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """Release text that is held back: no further token will come."""
-        self._texts.append(self._held + self._pending)
+        """Release text that is held back, but for an unfinished character: no further token will come."""
+        self._texts.append(self._held + self._pending.rstrip(_INCOMPLETE))
         self._held = self._pending = ""
 
     def text(self) -> str:

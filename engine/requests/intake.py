@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 
 from vattn.engine.checks import LARGEST, whole
+from vattn.engine.requests.grammar_compiler import GrammarCompiler
 from vattn.engine.requests.outputs import RequestGroup
 from vattn.engine.requests.prompts import Prompt, PromptReader, cache_salt
 from vattn.engine.requests.request import InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+from vattn.engine.requests.structured import StructuredOutputs
 from vattn.engine.requests.text import TokenText
 from vattn.integers import shown
 
@@ -19,6 +21,7 @@ class Intake:
     Args:
         max_model_len: most tokens of a request, prompt and output.
         eos_token_ids, eos_token_id: as `Request` has them.
+        max_logprobs: most log probabilities per token; -1 for no limit.
         seed: of the seeds of requests that bring none; None to draw one.
     """
 
@@ -30,6 +33,7 @@ class Intake:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         eos_token_id: int | None,
+        max_logprobs: int,
         seed: int | None,
     ) -> None:
         self.prompts = prompts
@@ -37,6 +41,8 @@ class Intake:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = eos_token_id
+        self.grammars = GrammarCompiler(text.tokenizer, prompts.vocab_size, eos_token_ids)
+        self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
     def make_group(
@@ -45,7 +51,7 @@ class Intake:
         """The requests for one prompt, one for each of its completions.
 
         Raises:
-            InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
+            InvalidRequest: says what is wrong, with the prompt or with what `sampling` asks of this model.
         """
         sampling = as_params(sampling)
         if not isinstance(request_id, str):
@@ -57,6 +63,13 @@ class Intake:
         salt = cache_salt(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(sampling, name) or 0
+            if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
+                raise InvalidRequest(
+                    f"{name} is {'-1, which is all of the vocabulary' if count < 0 else count}, but this engine "
+                    f"reports at most max_logprobs={self.max_logprobs}; ask for fewer, or set max_logprobs higher"
+                )
         stop, bad_words = tuple(sampling.stop or ()), tuple(sampling.bad_words or ())
         if self.text.tokenizer is None and (stop or bad_words):
             name = "stop" if stop else "bad_words"
@@ -66,6 +79,10 @@ class Intake:
             longest = min(longest, len(token_ids) + sampling.max_tokens)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         bad_words_ids = self.prompts.words_ids(bad_words)
+        grammar = None
+        if sampling.structured_outputs is not None:
+            wanted = StructuredOutputs.of(sampling.structured_outputs)
+            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
         requests = [
             Request(
                 request_id if sampling.n == 1 else f"{index}_{request_id}",
@@ -79,6 +96,7 @@ class Intake:
                 eos_token_id=self.eos_token_id,
                 prompt=text,
                 detokenizer=self.text.detokenizer(sampling),
+                grammar=grammar if grammar is None or index == 0 else grammar.fork(),
                 bad_words_ids=bad_words_ids,
                 parent_id=request_id,
                 index=index,

@@ -17,13 +17,14 @@ class CompletionOutput:
     Of an unfinished request, text that may be part of a stop string or of an unfinished character is not there yet.
 
     Attributes:
-        text: the tokens as text, up to a stop string, without the token that stopped it; empty without a tokenizer.
-            What `include_stop_str_in_output` and `skip_special_tokens` say holds for it.
+        text: the tokens as text, up to a stop string, without the token that stopped it, and without a character that
+            they leave unfinished; empty without a tokenizer. What `include_stop_str_in_output` and
+            `skip_special_tokens` say holds for it.
         token_ids: output tokens, a token that stopped the request included.
         cumulative_logprob: sum of the tokens' log probabilities so far; None unless `logprobs` was asked for.
         logprobs: for each token, token id to `Logprob`: its own first, then the most probable ones; None as above.
         finish_reason: "stop", "length", "abort" or "error"; None while the request runs.
-        stop_reason: the token or the stop string that stopped it, where it was one.
+        stop_reason: the token or the stop string that stopped it; None for the end-of-sequence token.
     """
 
     index: int

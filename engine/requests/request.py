@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vattn.engine.requests.detokenizer import Detokenizer
+from vattn.engine.requests.grammar import Grammar
 from vattn.engine.requests.logprobs import Logprob
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import VattnError
@@ -81,6 +82,7 @@ class Request:
         stop_token_ids: tokens that end it; any but the end-of-sequence token is a `stop_reason`.
         held_token_ids: tokens that are not sampled before `min_tokens`.
         detokenizer: turns its output into text; None without a tokenizer.
+        grammar: what its output may go on with; None for anything.
         bad_words_ids: token sequences that the output must not have.
         logprobs: of its output tokens, if they were asked for; `cumulative_logprob` is their sum.
         prompt_logprobs: of the prompt tokens computed so far, if they were asked for.
@@ -112,6 +114,7 @@ class Request:
         priority: int = 0,
         cache_salt: bytes = b"",
         detokenizer: Detokenizer | None = None,
+        grammar: Grammar | None = None,
         bad_words_ids: Sequence[list[int]] = (),
         parent_id: str | None = None,
         index: int = 0,
@@ -126,6 +129,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.seed = seed
         self.detokenizer = detokenizer
+        self.grammar = grammar
         self.bad_words_ids = bad_words_ids
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
@@ -248,6 +252,9 @@ class Request:
         elif self.detokenizer is not None:
             self.stop_reason = self.detokenizer.push(token_id, may_stop=may_stop)
             stopped = self.stop_reason is not None
+        if self.grammar is not None and not stopped:
+            self.grammar.accept(token_id)
+            stopped = self.grammar.complete
         if stopped:
             self.finish(FinishReason.STOP)
         elif self.num_tokens >= self.max_total_tokens:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
+from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 # Most completions of a prompt, as in vLLM: each is a request of its own.
 MAX_COMPLETIONS = 16384
@@ -32,8 +36,8 @@ class RequestOutputKind(enum.Enum):
 class SamplingParams:
     """How one request samples, when it stops, and what is reported.
 
-    Tokens are chosen in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties; then,
-    unless greedy, `temperature`, `min_p`, `top_k`, `top_p`.
+    Tokens are chosen in vLLM's order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    `logits_processors`, `structured_outputs`; then, unless greedy, `temperature`, `min_p`, `top_k`, `top_p`.
 
     Numbers may be NumPy's, and are stored as Python's own. None means no texts, or no token ids.
 
@@ -63,6 +67,12 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: turn output tokens into text.
         skip_special_tokens: leave special tokens out of the text.
+        logits_processors: objects of transformers' `LogitsProcessor` classes, called in order for each token with
+            prompt and output `[1, tokens]` and float32 logits `[1, vocab_size]`. All completions share them. What one
+            raises fails its request alone.
+        structured_outputs: a JSON schema, regular expression, list of choices or grammar that the output has to follow;
+            see `StructuredOutputs`, or a mapping with its fields. The output ends where nothing can follow, even before
+            `min_tokens`; until then it ends as any other, by an end-of-sequence token where the form is complete.
         output_kind: what unfinished outputs hold; None for what suits the call.
 
     Raises:
@@ -91,6 +101,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +134,10 @@ class SamplingParams:
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(str(kind) for kind in RequestOutputKind)
             raise ConfigError(f"output_kind is {shown(self.output_kind)}; give one of {kinds}, or None")
+        if self.logits_processors is not None:
+            self._set("logits_processors", _processors(self.logits_processors))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._freeze_collections()
 
         if self.stop and not self.detokenize:
@@ -132,6 +148,16 @@ class SamplingParams:
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}, which is over max_tokens ({self.max_tokens})")
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """These parameters with some changed; they are immutable, so there is no other reason for a copy.
+
+        Raises:
+            ConfigError: as for `SamplingParams`.
+        """
+        if unknown := set(changes) - {field.name for field in fields(self)}:
+            raise ConfigError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+        return replace(self, **changes)
 
     @property
     def greedy(self) -> bool:
@@ -197,6 +223,20 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
         return tuple(values)
     except TypeError:  # an array without dimensions says that it can be iterated over
         raise ConfigError(f"{name} is {shown(values)}; give a list") from None
+
+
+def _processors(values: object) -> tuple[LogitsProcessor, ...]:
+    # Here, so that `vattn --help` does not load transformers.
+    from transformers import LogitsProcessor
+
+    processors = _items("logits_processors", values)
+    for processor in processors:
+        if not isinstance(processor, LogitsProcessor):
+            raise ConfigError(
+                f"logits_processors holds {shown(processor)}; give objects of subclasses of "
+                "transformers.LogitsProcessor"
+            )
+    return processors
 
 
 def _texts(name: str, values: object) -> tuple[str, ...]:

@@ -106,8 +106,9 @@ class SpeculationStats:
 class NgramProposer:
     """Drafts for requests, from their own tokens.
 
-    Penalties, `bad_words` and `min_tokens` make logits depend on earlier tokens, which may be wrong in a draft.
-    Requests with penalties or `bad_words` get no drafts, and those with `min_tokens` none until they have as many.
+    Penalties, `bad_words`, `structured_outputs`, `logits_processors` and `min_tokens` make logits depend on earlier
+    tokens, which may be wrong in a draft. Requests with `min_tokens` get no drafts until they have as many, those with
+    any of the others none at all.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -120,7 +121,9 @@ class NgramProposer:
         most = min(most, self.config.num_speculative_tokens, request.max_total_tokens - request.num_tokens - 1)
         if most < 1 or not request.takes_drafts or not request.may_stop:
             return ()
-        if request.sampling.penalized or request.bad_words_ids:
+        if request.sampling.penalized or request.sampling.logits_processors:
+            return ()
+        if request.bad_words_ids or request.grammar is not None:
             return ()
         known = self._known.get(request)
         if known is None:

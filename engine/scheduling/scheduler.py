@@ -124,6 +124,7 @@ class Scheduler:
             request of the lowest rank is preempted first.
         swap: stores the caches of preempted requests; None to recompute them.
         prefix_caching: look requests up in the backend's prefix cache.
+        long_prefill: most tokens of one prompt in a step with other requests; 0 for no limit.
         proposer: makes drafts for decoding requests; None for no drafts. Drafts only use tokens of the step that no
             other request needs, and never memory that would require a preemption.
 
@@ -144,6 +145,7 @@ class Scheduler:
         policy: Policy = "fcfs",
         swap: SwapSpace | None = None,
         prefix_caching: bool = False,
+        long_prefill: int = 0,
         proposer: NgramProposer | None = None,
     ) -> None:
         max_num_seqs, max_num_batched_tokens = check_limits(max_num_seqs, max_num_batched_tokens)
@@ -154,6 +156,7 @@ class Scheduler:
         self.policy = policy
         self.swap = swap
         self.prefix_caching = prefix_caching
+        self.long_prefill = long_prefill
         self.proposer = proposer
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -193,12 +196,14 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
         free = self.kv.available()
+        alone = len(self.running) + len(self.waiting) == 1
+        chunk = self.long_prefill if self.long_prefill and not alone else budget
         entries: dict[Request, Entry] = {}
         claims: dict[Request, int] = {}  # of `free`
         preempted: list[Request] = []
         for request in sorted(self.running, key=self._turn):
             start = request.num_computed_tokens
-            end = start + min(request.num_uncomputed_tokens, budget)
+            end = start + min(request.num_uncomputed_tokens, budget, chunk)
             draft = self._draft(request, spare, free)
             spare -= len(draft)
             end += len(draft)
@@ -233,7 +238,7 @@ class Scheduler:
             self.running.append(self.waiting.pop(held))
             underway.add(request)
             start = request.num_computed_tokens
-            entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget))
+            entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget, chunk))
             budget -= len(entries[request])
         if admit and not entries and self.running and self.waiting:
             # Running beams with scores wait for queued beams of their search, which need the memory of one of them.
@@ -302,6 +307,15 @@ class Scheduler:
         self.kv.free(slot)
         self._enqueue(request)
         return request
+
+    def preempt_all(self) -> None:
+        """Preempt every running request, and drop all copies of caches: each request will be computed again."""
+        while self.running:
+            self.preempt_last()
+        for request in self.waiting:
+            if request.saved is not None and self.swap is not None:
+                self.swap.forget(request)
+                request.num_computed_tokens = 0
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request in any state and free what it holds; no effect on one that is done."""

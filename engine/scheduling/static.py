@@ -70,6 +70,13 @@ class StaticScheduler(Scheduler):
                 self.kv.free(slot)
             self.finished_slots.clear()
 
+    def preempt_all(self) -> None:
+        """As `Scheduler.preempt_all`; the batch ends."""
+        super().preempt_all()
+        for slot in self.finished_slots:
+            self.kv.free(slot)
+        self.finished_slots.clear()
+
     def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """As `Scheduler.restore`; drops the slots of finished requests, too."""
         super().restore(running, waiting)

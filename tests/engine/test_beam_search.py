@@ -241,6 +241,10 @@ def test_text_and_what_is_refused() -> None:
         found = llm.beam_search("w5 w6 w7", params)[0].sequences[0]
         assert found.text == tokenizer.decode(found.tokens)
         assert found.text.startswith("w5 w6 w7 ")
+        tokenizer.add_special_tokens({"additional_special_tokens": [f"w{found.tokens[-1]}", "w6"]})
+        told = llm.beam_search("w5 w6 w7", params)[0].sequences[0]
+        assert told.tokens == found.tokens
+        assert told.text == tokenizer.decode([t for t in found.tokens if t not in (6, found.tokens[-1])])
         with pytest.raises(InvalidRequest, match="beam_width is 9, but max_num_seqs is 8"):
             llm.beam_search("w5", BeamSearchParams(beam_width=9, max_tokens=3))
         llm.add_request("x", "w5", SamplingParams())

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_model
 
 from vattn.engine import LLM
 from vattn.engine.config import EngineConfig
@@ -49,9 +50,34 @@ def test_what_no_model_could_serve_is_refused_before_one_is_loaded() -> None:
         ({"memory_budget": "much"}, "memory_budget='much' is not a size"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"dtype": "int4"}, "'int4' is not one of"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but a model runs on one device; run one engine per"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; give a whole number, at least 1"),
+        ({"revision": 5}, "revision is 5; give a branch"),
+        ({"hf_overrides": "x"}, "hf_overrides is 'x'; give a mapping"),
+        ({"generation_config": None}, "generation_config is None; give auto, vllm or a folder"),
+        ({"kv_cache_memory_bytes": "1GiB"}, "kv_cache_memory_bytes is '1GiB'; give a whole number"),
+        ({"kv_cache_memory_bytes": 10**6, "memory_budget": "1GiB"}, "both size the cache; give one"),
+        ({"kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5}, "both size the cache; give one"),
+        ({"max_logprobs": -2}, "max_logprobs is -2; give how many"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM("/nowhere/at/all", **keywords)  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_has_no_revision_and_no_overrides() -> None:
+    for keywords in ({"revision": "main"}, {"hf_overrides": {"use_cache": False}}):
+        with pytest.raises(ConfigError, match="the model is loaded already; leave it out"):
+            LLM(make_model("llama"), **keywords)  # type: ignore[arg-type]
+
+
+def test_the_size_of_the_cache() -> None:
+    cpu = torch.device("cpu")
+    assert EngineConfig(model="m").resolved_memory_budget(cpu) == "4GiB"
+    assert EngineConfig(model="m", memory_budget="1GiB").resolved_memory_budget(cpu) == "1GiB"
+    config = EngineConfig(model="m", kv_cache_memory_bytes=np.int64(2**20))  # type: ignore[arg-type]
+    assert config.resolved_memory_budget(cpu) == 2**20
+    assert type(config.kv_cache_memory_bytes) is int
 
 
 def test_the_longest_request() -> None:

@@ -41,7 +41,8 @@ def test_logprobs_as_a_plain_forward_has_them(kv: str, max_num_batched_tokens: i
         SamplingParams(temperature=temperature, logprobs=0, prompt_logprobs=-1),
     ]
     want = [plain_logprobs(prompt) for prompt in prompts]
-    with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=max_num_batched_tokens) as llm:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": max_num_batched_tokens, "max_logprobs": -1}
+    with make_llm(kv, **limits) as llm:
         outputs = llm.generate([*prompts, prompts[0]], [*params, SamplingParams()], use_tqdm=False)
     assert outputs[2].prompt_logprobs is outputs[2].outputs[0].logprobs is None
     assert outputs[2].outputs[0].cumulative_logprob is None

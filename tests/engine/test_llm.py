@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
-from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams, StepRecord
+from vattn.engine import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams, StepRecord
 from vattn.errors import ConfigError, OutOfPages, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -128,9 +128,12 @@ def test_why_an_end_of_sequence_token_stopped(monkeypatch: pytest.MonkeyPatch) -
         (fourth, [], False, [fourth], None),
         (fourth, [], True, [fourth], fourth),
         (0, [fourth], False, [], fourth),
+        (fourth, None, False, [], None),  # the generation config does not name the tokenizer's
+        (fourth, [], True, [fourth, 0], fourth),
     ):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
-        monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", [own, *others])
+        ends = [0] if others is None else [own, *others]
+        monkeypatch.setattr(make_model("llama").generation_config, "eos_token_id", ends)
         with make_llm("paged", tokenizer=tokenizer) as llm:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignored, stop_token_ids=extra)
             completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
@@ -422,7 +425,7 @@ def test_close(kv: str) -> None:
         ({"memory_budget": 100}, "one block of 16 tokens"),
         ({"memory_budget": 0}, "more than 0 bytes"),
         ({"block_size": 0}, "block_size is 0"),
-        ({"kv_options": {"page_size": 4096}}, "takes no kv_options"),
+        ({"kv_options": {"page_size": 4096}}, "only takes num_blocks as kv_options"),
         ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
         ({"gpu_memory_utilization": 1.5, "memory_budget": None}, "a share over 0 and up to 1"),
         ({"gpu_memory_utilization": 0.5, "memory_budget": "1MiB"}, "give one"),
@@ -557,3 +560,108 @@ def test_prompts_in_arrays() -> None:
                 assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == want[0]  # type: ignore[arg-type]
         both = llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), params, use_tqdm=False)  # type: ignore[arg-type]
         assert [output.outputs[0].token_ids for output in both] == want
+
+
+def test_enqueue_then_wait() -> None:
+    prompts = make_prompts([5, 9, 7])
+    want = [expected("llama", prompt, 8) for prompt in prompts]
+    with make_llm("paged") as llm:
+        assert llm.wait_for_completion(use_tqdm=False) == []
+        names = llm.enqueue(prompts[:2], GREEDY)
+        llm.add_request("mine", prompts[2], GREEDY)
+        names += llm.enqueue(prompts[2], SamplingParams(n=2, seed=1, max_tokens=4))
+        llm.step()
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [output.request_id for output in outputs] == [*names[:2], "mine", names[2]]
+        assert [output.outputs[0].token_ids for output in outputs[:3]] == want
+        assert [len(completion.token_ids) for completion in outputs[3].outputs] == [4, 4]
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            llm.enqueue([prompts[0], []], GREEDY)
+        assert_idle(llm)
+
+
+def test_priorities_of_a_list_of_prompts() -> None:
+    prompts = make_prompts([5, 9, 7])
+    want = [expected("llama", prompt, 8) for prompt in prompts]
+    with make_llm("paged", scheduling_policy="priority", max_num_seqs=1) as llm:
+        outputs = llm.generate(prompts, GREEDY, priority=[3, 1, 2], use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == want
+        ends = [output.metrics.finished_time or 0 for output in outputs]
+        assert ends[1] < ends[2] < ends[0]
+        llm.generate(prompts, GREEDY, priority=5, use_tqdm=False)
+        for priority, error, message in (
+            ([1], ConfigError, "3 prompts with 1 priorities"),
+            ("high", InvalidRequest, "priority is 'high'; give a whole number"),
+        ):
+            with pytest.raises(error, match=message):
+                llm.generate(prompts, GREEDY, priority=priority, use_tqdm=False)  # type: ignore[arg-type]
+        assert_idle(llm)
+
+
+def test_adapters_are_refused_by_name() -> None:
+    adapter: Any = object()
+    with make_llm("paged", tokenizer=make_tokenizer()) as llm:
+        for call in (
+            lambda: llm.generate("w5", lora_request=adapter),
+            lambda: llm.enqueue("w5", lora_request=adapter),
+            lambda: llm.chat([{"role": "user", "content": "w5"}], chat_template="w5", lora_request=adapter),
+            lambda: llm.beam_search("w5", BeamSearchParams(beam_width=1, max_tokens=1), lora_request=adapter),
+        ):
+            with pytest.raises(InvalidRequest, match="lora_request: adapters are not served; merge the adapter"):
+                call()
+        assert_idle(llm)
+
+
+def test_the_tokenizer() -> None:
+    tokenizer = make_tokenizer()
+    with make_llm("paged", tokenizer=tokenizer) as llm:
+        assert llm.get_tokenizer() is tokenizer
+    with make_llm("paged") as llm, pytest.raises(ConfigError, match="this LLM has no tokenizer; pass tokenizer="):
+        llm.get_tokenizer()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_allowed_are_refused(name: str) -> None:
+    prompt = make_prompts([5])[0]
+    for most, refused in ((20, (21, -1)), (0, (1, -1)), (-1, ())):
+        with make_llm("paged", max_logprobs=most) as llm:
+            for count in refused:
+                with pytest.raises(InvalidRequest, match=f"^{name} is {count}.*max_logprobs={most}; ask for fewer"):
+                    llm.generate(prompt, SamplingParams(**{name: count}), use_tqdm=False)
+            for count in (0, 30 if most < 0 else most):
+                llm.generate(prompt, SamplingParams(**{name: count}), use_tqdm=False)
+
+
+class _Only(LogitsProcessor):
+    """Allows the token after the newest one; raises at a length."""
+
+    def __init__(self, limit: int = 10_000) -> None:
+        self.limit = limit
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if input_ids.shape[1] >= self.limit:
+            raise LookupError("long enough")
+        scores[0, [i for i in range(VOCAB) if i != (int(input_ids[0, -1]) + 1) % VOCAB]] = float("-inf")
+        return scores
+
+
+def test_logits_processors(kv: str) -> None:
+    prompts = [[5, 6, 7], [40, 41], [9]]
+    params = [
+        SamplingParams(n=2, seed=1, max_tokens=4, logits_processors=[_Only()]),
+        SamplingParams(temperature=0, max_tokens=4, logits_processors=[_Only(limit=4)]),
+        SamplingParams(temperature=0, max_tokens=4),
+    ]
+    plain = expected("llama", prompts[2], 4)
+    with make_llm(kv) as llm:
+        both, failed, other = llm.generate(prompts, params, use_tqdm=False)
+        assert [completion.token_ids for completion in both.outputs] == [[8, 9, 10, 11]] * 2
+        assert (failed.outputs[0].token_ids, failed.outputs[0].finish_reason) == ([42, 43], "error")
+        assert isinstance(failed.error, LookupError)
+        assert other.outputs[0].token_ids == plain
+        assert_idle(llm)
+    with make_llm("virtual", speculative_config={"num_speculative_tokens": 3}) as llm:
+        repeating = [5, 6, 7, 8] * 6
+        one = SamplingParams(temperature=0, max_tokens=12, logits_processors=[_Only()])
+        assert llm.generate(repeating, one, use_tqdm=False)[0].outputs[0].token_ids == list(range(9, 21))
+        assert llm.speculation.num_drafts == 0

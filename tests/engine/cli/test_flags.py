@@ -19,7 +19,8 @@ from vattn.errors import ConfigError
 
 FIELDS = {each.name: each for each in fields(EngineConfig)}
 # What a shell cannot say, and what would leave the commands without text.
-WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init"}
+# `--kv-cache-memory-bytes` is `memory_budget`, which also takes such a number.
+WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init", "kv_cache_memory_bytes"}
 OF_BACKENDS = {"num_blocks", "page_size", "kv_layout"}
 # Defaults of commands that differ from the engine's.
 CHANGED = {"chat": {"max_num_seqs": 1}, "complete": {"max_num_seqs": 1}, "latency": {"enable_prefix_caching": False}}

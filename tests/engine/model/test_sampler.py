@@ -276,6 +276,42 @@ def test_a_row_that_says_nothing_fails_alone(params: dict[str, Any], bad: float 
     assert tokens == [want[0], None, want[2]]
 
 
+def test_processors_of_transformers_see_the_tokens_and_change_the_logits() -> None:
+    logits = random_logits(2, 300)
+    prompt, output = random_tokens(9, 300, 1), random_tokens(6, 300, 2)
+    processors = [hf.RepetitionPenaltyLogitsProcessor(1.7), hf.NoRepeatNGramLogitsProcessor(1)]
+    want = logits[1:].clone()
+    for processor in processors:
+        want = processor(torch.tensor([prompt + output]), want)
+    rows = [make(temperature=0), make(prompt=prompt, output=output, temperature=0, logits_processors=processors)]
+    before = logits.clone()
+    assert sample(logits, rows) == [int(logits[0].argmax()), int(want.argmax())]
+    assert torch.equal(logits, before)
+
+
+class _Raising(hf.LogitsProcessor):
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        raise ZeroDivisionError("mine")
+
+
+class _Wider(hf.LogitsProcessor):
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return torch.cat([scores, scores], dim=1)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("processor", "error"), [(_Raising(), ZeroDivisionError), (_Wider(), RuntimeError)])
+def test_a_processor_that_fails_fails_its_row(processor: hf.LogitsProcessor, error: type[Exception]) -> None:
+    logits = random_logits(3, 300)
+    sampler = Sampler()
+    rows = [Row(make(temperature=0)), Row(make(logits_processors=[processor])), Row(make(temperature=0))]
+    tokens = sampler.sample(logits, rows)
+    assert tokens == [int(logits[0].argmax()), None, int(logits[2].argmax())]
+    assert list(sampler.failures) == [1]
+    assert isinstance(sampler.failures[1], error)
+    sampler.sample(logits[:1], rows[:1])
+    assert not sampler.failures
+
+
 def test_everything_excluded() -> None:
     request = make(allowed_token_ids=[3], min_tokens=2)
     assert sample(random_logits(2, 9), [request, make(temperature=0)])[0] is None

@@ -96,9 +96,11 @@ def test_random_tokens_that_are_text(tokenizer: PreTrainedTokenizerFast) -> None
             detokenizer.push(token)
         shown = detokenizer.text()
         detokenizer.finish()
-        whole = decode(ids)
-        assert whole.startswith(shown) or "\N{REPLACEMENT CHARACTER}" in whole
-        assert "\N{REPLACEMENT CHARACTER}" in whole or detokenizer.text() == whole
+        # The last character may lack its last bytes.
+        whole = decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        assert text.strip().startswith(whole.strip())
+        assert whole.startswith(shown)
+        assert detokenizer.text() == whole
 
 
 def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
@@ -110,8 +112,9 @@ def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
     for token in tokens:
         detokenizer.push(token)
     assert len(detokenizer.text()) > 80
+    text = detokenizer.text()
     detokenizer.finish()
-    assert detokenizer.text() == decode(tokens)
+    assert detokenizer.text() == text, "bytes that may begin a character are not text"
 
 
 def test_decoding_sees_a_few_tokens_at_a_time(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -79,6 +79,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": -2}, "logprobs is -2; give how many"),
     ({"logprobs": False}, "logprobs is False"),
     ({"prompt_logprobs": 1.0}, "prompt_logprobs is 1.0"),
+    ({"logits_processors": 5}, "logits_processors is 5; give a list"),
+    ({"logits_processors": [max]}, "logits_processors holds .*; give objects of subclasses of transformers"),
+    ({"structured_outputs": "a+"}, "structured_outputs is 'a.'; give StructuredOutputs, or a mapping"),
     ({"output_kind": "delta"}, "output_kind is 'delta'; give one of RequestOutputKind.CUMULATIVE"),
 ]
 
@@ -128,3 +131,15 @@ def test_extremes_are_accepted() -> None:
         output_kind=RequestOutputKind.DELTA,
     )
     assert (params.stop, params.logit_bias, params.max_tokens) == (("end",), {5: -100}, None)
+
+
+def test_a_clone_differs_where_asked_to() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], logit_bias={5: 1.0}, structured_outputs={"regex": "a"})
+    assert params.clone() == params
+    other = params.clone(temperature=0.25, max_tokens=3)
+    assert (other.temperature, other.max_tokens, other.stop) == (0.25, 3, ("a",))
+    assert params.temperature == 0.5
+    with pytest.raises(ConfigError, match="temperature is -1"):
+        params.clone(temperature=-1)
+    with pytest.raises(ConfigError, match="SamplingParams has no best_of"):
+        params.clone(best_of=2)

@@ -69,6 +69,28 @@ def test_chunked_prefill_is_mixed_with_decodes_in_order_of_arrival() -> None:
     ]
 
 
+def test_a_long_prompt_leaves_room_for_others_if_there_are_any() -> None:
+    scheduler = make_scheduler()
+    scheduler.long_prefill = 5
+    scheduler.add(make("long", 40))
+    plan = scheduler.schedule()
+    assert shown(plan) == [("long", 0, 16)], "alone it gets the whole step"
+    run(scheduler, plan)
+    scheduler.add(make("a", 3))
+    scheduler.add(make("b", 12))
+    plans = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        plans.append(shown(plan))
+        run(scheduler, plan)
+    assert plans == [
+        [("long", 16, 21), ("a", 0, 3), ("b", 0, 5)],
+        [("a", 3, 4), ("long", 21, 26), ("b", 5, 10)],
+        [("a", 4, 5), ("long", 26, 31), ("b", 10, 12)],
+        [("a", 5, 6), ("b", 12, 13), ("long", 31, 36)],
+    ]
+
+
 def test_decodes_get_their_token_beside_a_long_prefill() -> None:
     scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=4)
     scheduler.add(make("a", 2, max_tokens=9))

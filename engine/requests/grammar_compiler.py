@@ -1,0 +1,247 @@
+"""From a schema, a regular expression, a list of choices or a grammar to the state of an output under it.
+
+All of these come from clients, so nothing is taken on trust. A process of its own tries a grammar first, and is killed
+if that takes too long or too much memory; so the threads of the engine only compile what is known to compile. While a
+request runs, llguidance's limits bound the work per token; a request that reaches them fails alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from vattn.engine.requests.grammar import Grammar, GrammarError
+from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.requests.structured import StructuredOutputs
+from vattn.errors import VattnError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_SECONDS = 5.0  # until a grammar counts as too complex
+_START_SECONDS = 60.0  # until the process that tries grammars has read a tokenizer
+_MOST_CHARACTERS = 2**18
+_COMPILED_KEPT = 16
+# In JSON. With no bound, a small model writes nothing else.
+_WHITESPACE = r"( |\n[ \t]{0,32})"
+# The lexer's and the parser's work for one token: tens of milliseconds at most.
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+class GrammarCompiler:
+    """Grammars for one model. Any thread may use it.
+
+    Args:
+        vocab_size: token ids of the model: `0 .. vocab_size - 1`.
+        eos_token_ids: tokens that may end an output wherever its grammar lets it end.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        known = 0 if tokenizer is None else len(tokenizer)
+        self._eos_token_ids = [token for token in sorted(eos_token_ids) if token < known]
+        self._compiling = threading.Lock()
+        self._trial: _Trial | None = None
+        self._read: LLTokenizer | None = None
+        self._ends = np.empty(0, dtype=np.int64)
+        self._looking_up = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, bool], Grammar | str] = OrderedDict()  # or what is wrong with it
+
+    def compile(self, wanted: StructuredOutputs, *, ignore_eos: bool) -> Grammar:
+        """The state at the beginning of an output.
+
+        Args:
+            ignore_eos: the output ends only where nothing else can follow.
+
+        Raises:
+            InvalidRequest: llguidance is missing, the tokenizer's tokens are not known as bytes, or what is wanted is
+                invalid, too complex, or cannot be enforced.
+        """
+        text = _source(wanted)
+        found = self._look_up(text, ignore_eos)
+        if found is None:
+            with self._compiling:
+                found = self._look_up(text, ignore_eos)
+                if found is None:
+                    found = self._compile(text, ignore_eos)
+                    with self._looking_up:
+                        self._compiled[text, ignore_eos] = found
+                        if len(self._compiled) > _COMPILED_KEPT:
+                            self._compiled.popitem(last=False)
+        if isinstance(found, str):
+            raise InvalidRequest(f"structured_outputs cannot be used: {found}")
+        return found.fork()
+
+    def close(self) -> None:
+        """End the process that tries grammars; the next `compile` would start another one."""
+        with self._compiling:
+            if self._trial is not None:
+                self._trial.close()
+                self._trial = None
+
+    def _look_up(self, text: str, ignore_eos: bool) -> Grammar | str | None:
+        with self._looking_up:
+            if (text, ignore_eos) in self._compiled:
+                self._compiled.move_to_end((text, ignore_eos))
+            return self._compiled.get((text, ignore_eos))
+
+    def _compile(self, text: str, ignore_eos: bool) -> Grammar | str:
+        """The state at the beginning, or what is wrong with the grammar."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self._start()
+        assert self._trial is not None
+        error = self._trial.error(text)
+        if error is None:
+            return f"it takes more than {_SECONDS:g} s, or too much memory, to compile; simplify it"
+        if error:
+            return error
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        may_end = not ignore_eos and bool(self._eos_token_ids)
+        try:
+            found = Grammar(matcher, self._vocab_size, self._ends, may_end=may_end)
+        except GrammarError as refused:
+            return str(refused)
+        return "only the empty output has that form" if found.complete else found
+
+    def _start(self) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, once a process is there to try grammars."""
+        from llguidance import LLTokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._tokenizer is None or backend is None:
+            raise InvalidRequest(
+                "structured_outputs needs a tokenizer of the Rust library `tokenizers`, which this LLM does not have"
+            )
+        # Without one, the bit of a special token, which no grammar has, says where the output may end.
+        marks = self._eos_token_ids or sorted(self._tokenizer.all_special_ids)[:1]
+        if not marks:
+            raise InvalidRequest("structured_outputs needs a tokenizer with an end-of-sequence or other special token")
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        n_vocab = max(self._vocab_size, len(self._tokenizer))
+        arguments: tuple[str, int, list[int]] = (backend.to_str(), n_vocab, marks)
+        if self._read is None:
+            try:
+                self._read = LLTokenizer(arguments[0], n_vocab=n_vocab, eos_token=marks)
+            except ValueError as error:
+                raise InvalidRequest(
+                    "structured_outputs needs a tokenizer whose tokens are known as bytes (byte-level, or with byte "
+                    f"fallback): {error}"
+                ) from None
+            self._ends = np.array([token for token in marks if token < self._vocab_size], dtype=np.int64)
+        if self._trial is None or not self._trial.usable:
+            self._trial = _Trial(arguments)
+        return self._read
+
+
+class _Trial:
+    """The process that tries grammars; it ends with this object."""
+
+    def __init__(self, arguments: tuple[str, int, list[int]]) -> None:
+        self._pid = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("grammar_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that Ctrl-C in a terminal is the engine's alone
+        )
+        self.close = weakref.finalize(self, _end, self._process, self._pid)
+        if self._ask([*arguments, _LIMITS], _START_SECONDS) is None:
+            raise VattnError("the process that tries grammars did not start")
+
+    @property
+    def usable(self) -> bool:
+        """Whether it lives, and is a child of this process and not of the one that this one was forked from."""
+        return self._pid == os.getpid() and self._process.poll() is None
+
+    def error(self, grammar: str) -> str | None:
+        """What is wrong with a grammar, "" for nothing; None if trying it was too much, which ends the process."""
+        return self._ask(grammar, _SECONDS)
+
+    def _ask(self, question: object, seconds: float) -> str | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        answer = b""
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], seconds)[0]:
+                answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        except BaseException:  # the answer would be taken for the next question's
+            self.close()
+            raise
+        if not answer:
+            self.close()
+            return None
+        found: str = json.loads(answer)
+        return found
+
+
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    if pid == os.getpid():
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def _source(wanted: StructuredOutputs) -> str:
+    """What llguidance compiles."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise InvalidRequest(
+            "structured_outputs needs llguidance, which is not installed: pip install 'vattn[structured]'"
+        ) from None
+    source = wanted.json or wanted.regex or wanted.grammar or "".join(wanted.choice or ())
+    if len(str(source)) > _MOST_CHARACTERS:
+        raise InvalidRequest(
+            f"structured_outputs has {len(str(source))} characters; it can have at most {_MOST_CHARACTERS}"
+        )
+    if wanted.json is not None:
+        try:
+            return LLMatcher.grammar_from_json_schema(str(wanted.json), defaults={"whitespace_pattern": _WHITESPACE})
+        except ValueError as error:
+            raise InvalidRequest(f"structured_outputs cannot be used: {error}") from None
+    if wanted.grammar is not None:
+        return LLMatcher.grammar_from_lark(wanted.grammar)
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    return LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice or ())))
+
+
+def _quoted(text: str) -> str:
+    """A regular expression for just this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,0 +1,60 @@
+"""A process that tries out grammars, so that one that exhausts time, memory or the stack ends this process alone.
+
+Reads lines of JSON: first `[tokenizer, n_vocab, eos_token_ids, limits]`, then grammars; answers each line with what is
+wrong, or with "". Imports nothing of vattn, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Half of the smallest stack that glibc gives a thread by default, so that no thread of the engine has less.
+_STACK_BYTES = 2**20
+_GRAMMAR_BYTES = 2**28
+_TRIED_TOKENS = 32
+
+
+def _serve() -> None:
+    vocabulary, n_vocab, eos_token_ids, options = json.loads(sys.stdin.readline())
+    tokenizer = LLTokenizer(vocabulary, n_vocab=n_vocab, eos_token=eos_token_ids)
+    limits = LLParserLimits(**options)
+    with open("/proc/self/statm") as statm:
+        taken = int(statm.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, taken + _GRAMMAR_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    print('""', flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_error(tokenizer, limits, json.loads(line))), flush=True)
+
+
+def _limit(what: int, most: int) -> None:
+    """Lower a limit of this process."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _error(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
+    """What is wrong with a grammar, as far as its first tokens show."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    for _ in range(_TRIED_TOKENS):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = matcher.deep_copy().compute_bitmask()
+        place = next((i for i, bits in enumerate(mask) if bits), None)
+        if place is None:
+            break
+        bits = mask[place]
+        matcher.consume_token(8 * place + (bits & -bits).bit_length() - 1)
+    return matcher.get_error()
+
+
+if __name__ == "__main__":
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()

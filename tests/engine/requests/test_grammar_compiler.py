@@ -1,0 +1,280 @@
+"""Every mask is compared with what the `regex` module, or a list of all outputs, says can still follow."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import regex
+from llguidance import LLMatcher, LLParserLimits
+from paths import ROOT
+from tiny_models import make_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vattn.engine import InvalidRequest, StructuredOutputs
+from vattn.engine.requests import grammar_compiler
+from vattn.engine.requests.grammar import Grammar, GrammarError
+from vattn.engine.requests.grammar_compiler import GrammarCompiler
+
+TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
+EOS, PAD = 0, 1
+PADDED = len(TOKENIZER) + 64  # models have more rows than their tokenizers have tokens
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(TOKENIZER, PADDED, [EOS])
+    yield compiler
+    compiler.close()
+
+
+def token_texts() -> list[str | None]:
+    """The text of each token; None for a special one, and for a part of a character."""
+    decoded = [TOKENIZER.decode([token]) for token in range(len(TOKENIZER))]
+    return [None if token in (EOS, PAD) or "\ufffd" in text else text for token, text in enumerate(decoded)]
+
+
+def check_masks(grammar: Grammar, may_begin: Callable[[str], bool], is_whole: Callable[[str], bool], seed: int) -> str:
+    """Walk at random through a grammar and compare every mask; returns the text at its end."""
+    texts = token_texts()
+    rng = np.random.default_rng(seed)
+    text = ""
+    for _ in range(60):
+        assert not grammar.allowed[len(TOKENIZER) :].any(), "tokens that the tokenizer does not have"
+        assert not grammar.allowed[PAD]
+        possible = {piece for piece in texts if piece is not None and may_begin(text + piece)}
+        whole = [token for token, piece in enumerate(texts) if piece is not None and grammar.allowed[token]]
+        allowed = {texts[token] or "" for token in whole}
+        if allowed != possible:
+            # Where only one text can follow, llguidance takes the tokens that a tokenizer would write it with.
+            assert len(allowed) == 1, (text, allowed ^ possible)
+            [forced] = allowed
+            assert forced in possible
+            assert all(forced.startswith(piece) or piece.startswith(forced) for piece in possible), (text, possible)
+        assert grammar.complete == (not whole)
+        assert grammar.allowed[EOS] == is_whole(text)
+        if grammar.complete or (grammar.allowed[EOS] and rng.random() < 0.3):
+            return text
+        token = int(rng.choice(whole))
+        grammar.accept(token)
+        text += texts[token] or ""
+    return text
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[0-9]{3}-[a-z]{1,4}",
+        r"(yes|no|maybe)( [A-Z][a-z]+)*",
+        r"^a/b\n[^x]{2,6}$",
+        r"(ab|abc|b)+c?",
+        r"[\w.]+@\w+\.com",
+    ],
+)
+def test_masks_of_a_regular_expression(compiler: GrammarCompiler, pattern: str, seed: int) -> None:
+    grammar = compiler.compile(StructuredOutputs(regex=pattern), ignore_eos=False)
+    compiled = regex.compile(pattern)
+    check_masks(
+        grammar,
+        lambda text: compiled.fullmatch(text, partial=True) is not None,
+        lambda text: compiled.fullmatch(text) is not None,
+        seed,
+    )
+
+
+def finite(outputs: list[str]) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+    return lambda text: any(output.startswith(text) for output in outputs), lambda text: text in outputs
+
+
+CHOICES = ["yes", "yes, please", "no", "\\x{61}", "a|b", "1.5 (or [so])", 'a "quoted" line\nand /more/', "$^ #-&~"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_of_choices(compiler: GrammarCompiler, seed: int) -> None:
+    grammar = compiler.compile(StructuredOutputs(choice=CHOICES), ignore_eos=False)
+    assert check_masks(grammar, *finite(CHOICES), seed) in CHOICES
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_masks_of_a_schema(compiler: GrammarCompiler, seed: int) -> None:
+    """A schema of few values, with every whitespace that may stand between them."""
+    schema = {
+        "type": "array",
+        "prefixItems": [{"enum": [1, 25, "1"]}, {"type": "boolean"}],
+        "items": False,
+        "minItems": 2,
+    }
+    space = r"(?: |\n[ \t]{0,32})?"
+    pattern = rf'{space}\[{space}(?:1|25|"1"){space},{space}(?:true|false){space}\]{space}'
+    grammar = compiler.compile(StructuredOutputs(json=schema), ignore_eos=False)
+    compiled = regex.compile(pattern)
+    # llguidance allows whitespace before the first and after the last character nowhere.
+    inner = regex.compile(pattern[len(space) : -len(space)])
+    text = check_masks(
+        grammar,
+        lambda text: inner.fullmatch(text, partial=True) is not None,
+        lambda text: inner.fullmatch(text) is not None,
+        seed,
+    )
+    assert compiled.fullmatch(text, partial=True)
+
+
+def test_masks_of_a_context_free_grammar(compiler: GrammarCompiler) -> None:
+    """Balanced brackets, which no regular expression describes."""
+    grammar = 'start: (round | square)~1..3\nround: "(" start? ")"\nsquare: "[" start? "]"'
+
+    def balanced(text: str) -> tuple[bool, bool]:
+        open_brackets = []
+        tops = 0
+        for c in text:
+            if c in "([":
+                open_brackets.append([c, 0])
+            elif c in ")]" and open_brackets and open_brackets[-1][0] == "(["[")]".index(c)]:
+                open_brackets.pop()
+                if open_brackets:
+                    open_brackets[-1][1] += 1
+                tops += not open_brackets
+            else:
+                return False, False
+            counts = [count for _, count in open_brackets[:-1]]
+            if any(count > 2 for count in counts) or tops + bool(open_brackets) > 3:
+                return False, False
+        return True, not open_brackets and 1 <= tops <= 3
+
+    state = compiler.compile(StructuredOutputs(grammar=grammar), ignore_eos=False)
+    check_masks(state, lambda text: balanced(text)[0], lambda text: balanced(text)[1], seed=1)
+
+
+def test_a_fork_goes_its_own_way(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputs(regex="[ab]c[ab]"), ignore_eos=False)
+    a, b, c = (TOKENIZER(letter)["input_ids"][0] for letter in "abc")
+    grammar.accept(a)
+    fork = grammar.fork()
+    grammar.accept(c)
+    assert (grammar.allowed[a], grammar.allowed[b], grammar.allowed[c]) == (True, True, False)
+    assert (fork.allowed[a], fork.allowed[b], fork.allowed[c]) == (False, False, True)
+
+
+def test_with_ignore_eos_the_end_is_where_nothing_can_follow(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputs(regex="ab?"), ignore_eos=True)
+    a, b = (TOKENIZER(letter)["input_ids"][0] for letter in "ab")
+    grammar.accept(a)
+    assert not grammar.allowed[EOS]
+    assert not grammar.complete
+    grammar.accept(b)
+    assert grammar.complete
+
+
+def test_without_an_end_of_sequence_token_no_special_token_is_allowed() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED, [])
+    try:
+        grammar = compiler.compile(StructuredOutputs(regex="ab*"), ignore_eos=False)
+        grammar.accept(TOKENIZER("a")["input_ids"][0])
+        assert not grammar.allowed[[EOS, PAD]].any()
+        assert not grammar.complete
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "["}, "unclosed character class"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": ""}, "only the empty output"),
+        ({"regex": "(" * 10_000}, "invalid regex"),
+        ({"json": {"type": "blob"}}, "Invalid type: blob"),
+        ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "Unsatisfiable"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": '{"not":' * 300 + "{}" + "}" * 300}, "recursion limit"),
+        ({"grammar": "start: missing"}, "unknown name"),
+        ({"grammar": "root ::= 'a'"}, "lexer error"),
+        ({"regex": "a" * 300_000}, "has 300000 characters; it can have at most 262144"),
+    ],
+)
+def test_what_is_invalid_is_refused(compiler: GrammarCompiler, fields: dict[str, Any], message: str) -> None:
+    for _ in range(2):  # the second time from what is remembered
+        with pytest.raises(InvalidRequest, match=message):
+            compiler.compile(StructuredOutputs(**fields), ignore_eos=False)
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema whose references go through so many others; 50,000 end any process that compiles it."""
+    definitions: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    return {"$defs": {**definitions, f"a{length}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
+
+
+def test_what_would_end_the_process_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="too much memory, to compile; simplify it"):
+        compiler.compile(StructuredOutputs(json=chain(6000)), ignore_eos=False)
+    # A new process tries the next one; a chain of a length that schemas do have is fine.
+    grammar = compiler.compile(StructuredOutputs(json=chain(50)), ignore_eos=False)
+    assert grammar.allowed[TOKENIZER("7")["input_ids"][0]]
+
+
+def test_what_takes_too_long_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.compile(StructuredOutputs(regex="warm"), ignore_eos=False)
+    monkeypatch.setattr(grammar_compiler, "_SECONDS", 0.5)
+    start = time.monotonic()
+    slow = StructuredOutputs(json={"type": "integer", "multipleOf": 1_000_003})
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s"):
+        compiler.compile(slow, ignore_eos=False)
+    assert time.monotonic() - start < 4
+    with pytest.raises(InvalidRequest, match="takes more than"):
+        compiler.compile(slow, ignore_eos=False)
+
+
+def test_known_grammars_do_not_wait_for_slow_ones(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_SECONDS", 1.0)
+    known = StructuredOutputs(regex="known")
+    compiler.compile(known, ignore_eos=False)
+    slow = StructuredOutputs(json={"type": "integer", "multipleOf": 999_983})
+
+    def compile_slow() -> None:
+        with pytest.raises(InvalidRequest):
+            compiler.compile(slow, ignore_eos=False)
+
+    thread = threading.Thread(target=compile_slow)
+    thread.start()
+    time.sleep(0.2)
+    compiler.compile(known, ignore_eos=False)
+    assert thread.is_alive(), "the slow one should not have ended yet"
+    thread.join()
+
+
+def test_a_limit_that_is_reached_while_a_request_runs_is_an_error(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputs(regex="[ab]*"), ignore_eos=False)
+    limits = LLParserLimits(step_max_items=1, step_lexer_fuel=1)
+    source = LLMatcher.grammar_from_lark('start: "a" start? | "b" start "c"')
+    grammar._matcher = LLMatcher(compiler._start(), source, log_level=0, limits=limits)
+    with pytest.raises(GrammarError, match="the output cannot go on under structured_outputs: "):
+        grammar.accept(TOKENIZER("a")["input_ids"][0])
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = StructuredOutputs(regex="a")
+    with pytest.raises(InvalidRequest, match="needs a tokenizer of the Rust library"):
+        GrammarCompiler(None, 96, [0]).compile(wanted, ignore_eos=False)
+    with pytest.raises(InvalidRequest, match="needs a tokenizer whose tokens are known as bytes"):
+        GrammarCompiler(make_tokenizer(), 96, [0]).compile(wanted, ignore_eos=False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidRequest, match=r"llguidance, which is not installed: pip install 'vattn\[structured\]'"):
+        GrammarCompiler(TOKENIZER, PADDED, [0]).compile(wanted, ignore_eos=False)
+
+
+def test_the_process_ends_with_its_compiler() -> None:
+    compiler = GrammarCompiler(TOKENIZER, PADDED, [EOS])
+    compiler.compile(StructuredOutputs(json={"type": "object"}), ignore_eos=False)
+    trial = compiler._trial
+    assert trial is not None
+    assert trial.usable
+    process = trial._process
+    del compiler, trial
+    assert process.poll() is not None

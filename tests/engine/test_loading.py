@@ -1,0 +1,83 @@
+"""What is read from a checkpoint besides its weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from paths import ROOT
+
+from vattn.engine import LLM, SamplingParams
+from vattn.errors import ConfigError
+
+MODEL = ROOT / "demo" / "model"
+OPTIONS: dict[str, Any] = {"max_num_seqs": 2, "memory_budget": "16MiB"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the small model, to change."""
+    return Path(shutil.copytree(MODEL, tmp_path / "model"))
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_sampling_parameters_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    said = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "repetition_penalty": 1.25, "max_new_tokens": 5}
+    change(checkpoint / "generation_config.json", **said, do_sample=True)
+    wanted = SamplingParams(temperature=0.25, top_k=7, top_p=0.5, repetition_penalty=1.25, max_tokens=5)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text(json.dumps({"min_p": 0.5, "max_new_tokens": 3}))
+    for choice, params in (
+        ("auto", wanted),
+        ("vllm", SamplingParams()),
+        (other, SamplingParams(min_p=0.5, max_tokens=3)),
+    ):
+        with LLM(checkpoint, generation_config=choice, **OPTIONS) as llm:
+            assert llm.get_default_sampling_params() == params
+            [output] = llm.generate("The river", use_tqdm=False)
+            [same] = llm.generate("The river", params.clone(seed=1), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) <= (params.max_tokens or 0)
+            # What is given is taken as it is: nothing of the checkpoint's is mixed in.
+            [plain] = llm.generate("The river", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+            assert len(plain.outputs[0].token_ids) == 9
+            assert len(same.outputs[0].token_ids) <= (params.max_tokens or 0)
+
+
+def test_a_generation_config_that_cannot_be_read_or_used(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="the generation config '/nowhere' cannot be loaded"):
+        LLM(checkpoint, generation_config="/nowhere", **OPTIONS)
+    change(checkpoint / "generation_config.json", min_p=3.0)
+    with pytest.raises(ConfigError, match=r"min_p is 3\.0.*; give generation_config='vllm'"):
+        LLM(checkpoint, **OPTIONS)
+    with LLM(checkpoint, generation_config="vllm", **OPTIONS) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_fields_of_the_config_can_be_overridden() -> None:
+    with LLM(MODEL, hf_overrides={"max_position_embeddings": 77}, **OPTIONS) as llm:
+        assert llm.model.config.max_position_embeddings == llm.max_model_len == 77
+    with pytest.raises(ConfigError, match="hf_overrides has 'max_positions', which is no field"):
+        LLM(MODEL, hf_overrides={"max_positions": 77}, **OPTIONS)
+
+
+def test_the_revision_reaches_whatever_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
+        real = getattr(transformers, name).from_pretrained
+
+        def note(path: str, name: str = name, real: Any = real, **keywords: Any) -> Any:
+            seen[name] = keywords.get("revision")
+            return real(path, **keywords)
+
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", note)
+    with LLM(MODEL, revision="v1.5", hf_overrides={"use_cache": True}, **OPTIONS):
+        assert seen == dict.fromkeys(seen, "v1.5")
+        assert len(seen) == 3

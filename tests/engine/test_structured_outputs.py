@@ -1,0 +1,202 @@
+"""Structured outputs end to end: whatever the model would say, the text has the form that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, SamplingParams
+from vattn.engine.requests import grammar_compiler
+from vattn.engine.requests.grammar import Grammar, GrammarError
+
+PROMPTS = ["Question: What is 17 + 25?\nAnswer:", "The river", "Question: Name 4 planets.\nAnswer:"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+HOW = [{"temperature": 0}, {"temperature": 1.0, "n": 3, "seed": 5}, {"temperature": 2.0, "n": 3, "seed": 6}]
+
+
+def make_llm(**keywords: Any) -> LLM:
+    return LLM(str(ROOT / "demo" / "model"), **{"max_num_seqs": 8, "max_model_len": 512, **keywords})
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm() as llm:
+        yield llm
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    completions = [completion for output in outputs for completion in output.outputs]
+    assert {completion.finish_reason for completion in completions} == {"stop"}
+    assert {completion.stop_reason for completion in completions} == {None}
+    return [completion.text for completion in completions]
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 12
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 120
+        and len(found["tags"]) <= 3
+        and {*found["tags"]} <= {"a", "b"}
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_outputs_have_their_form(llm: LLM, how: dict[str, Any]) -> None:
+    def generate(**wanted: Any) -> list[str]:
+        params = SamplingParams(max_tokens=300, structured_outputs=wanted, **how)
+        return texts(llm.generate(PROMPTS, params, use_tqdm=False))
+
+    assert all(is_person(text) for text in generate(json=PERSON))
+    assert all(re.fullmatch(r"[0-9]{3}-[a-z]{1,5}", text) for text in generate(regex=r"[0-9]{3}-[a-z]{1,5}"))
+    assert {*generate(choice=["yes", "no", "été\n/x"])} <= {"yes", "no", "été\n/x"}
+    assert all(re.fullmatch(r"\([a-z]{1,9}\)", text) for text in generate(grammar='start: "(" /[a-z]{1,9}/ ")"'))
+    llm.check()
+
+
+def test_rows_of_a_batch_have_forms_of_their_own(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    alone = [llm.generate(prompt, plain, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+    forms: list[dict[str, Any] | None] = [None, {"regex": "[0-9]{5}"}, {"choice": ["red", "green"]}]
+    params = [SamplingParams(temperature=0, max_tokens=12, structured_outputs=form) for form in forms]
+    first, second, third = (output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False))
+    assert first.token_ids == alone[0]
+    assert re.fullmatch("[0-9]{5}", second.text)
+    assert third.text in ("red", "green")
+
+
+def test_the_end_comes_before_min_tokens_only_where_nothing_can_follow(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, min_tokens=20, seed=1, structured_outputs={"regex": "[a-z]{1,8}"})
+    assert [len(text) for text in texts(llm.generate(PROMPTS, params, use_tqdm=False))] == [8] * 3
+    params = SamplingParams(max_tokens=40, min_tokens=20, seed=1, structured_outputs={"regex": "[a-z]+"})
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        assert len(output.outputs[0].token_ids) >= 20
+        assert re.fullmatch("[a-z]+", output.outputs[0].text)
+
+
+def test_ignore_eos_goes_on_to_the_longest_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1, structured_outputs={"regex": "[a-z]{1,8}"})
+    assert [len(text) for text in texts(llm.generate(PROMPTS, params, use_tqdm=False))] == [8] * 3
+
+
+def test_a_stop_string_and_max_tokens_cut_off(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, stop=",", structured_outputs={"regex": "[a-z]{3},[0-9]{9}"})
+    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert re.fullmatch("[a-z]{3}", completion.text)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", ",")
+    params = SamplingParams(temperature=0, max_tokens=2, structured_outputs={"regex": "[0-9]{40}"})
+    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (2, "length")
+
+
+@pytest.mark.parametrize("kv", ["virtual", "paged", "dynamic"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_keep_their_place(kv: str, mode: Any) -> None:
+    """Memory for about half of the requests: the others lose their slots in the middle of their outputs."""
+    params = SamplingParams(max_tokens=200, seed=2, structured_outputs={"regex": "([0-9]{4} ){30}end"})
+    options: dict[str, Any] = {"memory_budget": "1MiB", "max_model_len": 256, "preemption_mode": mode}
+    if kv == "virtual":
+        options["kv_options"] = {"page_size": 4096}
+    with make_llm(kv=kv, **options) as llm:
+        outputs = llm.generate(PROMPTS * 3, params, use_tqdm=False)
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert all(re.fullmatch("([0-9]{4} ){30}end", text) for text in texts(outputs))
+
+
+def test_drafts_and_static_batches_do_not_break_the_form() -> None:
+    form = {"regex": "(ab ){12}[a-z]{3}"}
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=form)
+    for options in (
+        {"speculative_config": {"num_speculative_tokens": 4}},
+        {"scheduling": "static", "enable_prefix_caching": False},
+    ):
+        with make_llm(**options) as llm:
+            assert all(
+                re.fullmatch(form["regex"], text) for text in texts(llm.generate(PROMPTS, params, use_tqdm=False))
+            )
+            assert llm.speculation.num_drafts == 0
+
+
+def test_what_cannot_be_enforced_is_refused_and_nothing_starts(llm: LLM) -> None:
+    for form in ({"regex": "["}, {"json": {"type": "blob"}}, {"json": {"type": "array", "uniqueItems": True}}):
+        with pytest.raises(InvalidRequest, match="structured_outputs cannot be used"):
+            llm.generate(PROMPTS, SamplingParams(structured_outputs=form), use_tqdm=False)
+    assert not llm.has_unfinished()
+
+
+def test_a_grammar_that_gives_up_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, told = Grammar.accept, []
+
+    def give_up(self: Grammar, token_id: int) -> None:
+        told.append(token_id)
+        if len(told) == 3:
+            raise GrammarError("a limit was reached")
+        accept(self, token_id)
+
+    monkeypatch.setattr(Grammar, "accept", give_up)
+    params = [
+        SamplingParams(temperature=0, max_tokens=8),
+        *[SamplingParams(structured_outputs={"regex": "[0-9]{6}"})] * 2,
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert sorted(reasons) == ["error", "length", "stop"]
+    assert isinstance(outputs[reasons.index("error")].error, GrammarError)
+    llm.check()
+
+
+def test_the_asynchronous_engine_streams_them() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(make_llm())
+        try:
+            params = SamplingParams(max_tokens=300, seed=4, structured_outputs={"json": PERSON})
+            pieces = [output.outputs[0].text async for output in engine.generate(PROMPTS[0], params)]
+            assert is_person("".join(pieces))
+            with pytest.raises(InvalidRequest, match="unclosed"):
+                await engine.add(PROMPTS[0], SamplingParams(structured_outputs={"regex": "["}))
+            assert engine.num_unfinished == 0
+        finally:
+            await engine.shutdown(timeout=0)
+
+    asyncio.run(main())
+
+
+def test_slow_grammars_keep_no_other_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_SECONDS", 2.0)
+
+    async def main() -> None:
+        engine = AsyncEngine(make_llm())
+        try:
+            schemas = [{"type": "integer", "multipleOf": 1_000_003 + 2 * i} for i in range(3)]
+            slow = [
+                asyncio.create_task(engine.add(PROMPTS[0], SamplingParams(structured_outputs={"json": schema})))
+                for schema in schemas
+            ]
+            await asyncio.sleep(0.3)
+            async for output in engine.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=4)):
+                assert output.error is None
+            assert not any(task.done() for task in slow)
+            refused = await asyncio.gather(*slow, return_exceptions=True)
+            assert [type(error) for error in refused] == [InvalidRequest] * 3
+        finally:
+            await engine.shutdown(timeout=0)
+
+    asyncio.run(main())
