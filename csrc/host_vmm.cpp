@@ -181,22 +181,18 @@ bool map_fixed(Address address, std::size_t size, int protection, int flags, int
   return true;
 }
 
-// Brings the file's range into memory, zeroed.
-Result populate(State& s, int fd, off_t offset, std::size_t size) {
-  void* window = MAP_FAILED;
-  {
-    const std::lock_guard lock(s.mutex);
-    window = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
-    if (window == MAP_FAILED) return kErrno + errno;
-    keep_to_this_process(window, size);
+// Brings the file's range into memory, zeroed. Writing takes two thirds of the time of populating a mapping, and leaves
+// the table of mappings, and the lock that every fault in the process takes, alone.
+Result populate(int fd, off_t offset, std::size_t size) {
+  static const std::array<char, 1 << 16> zeros{};
+  while (size > 0) {
+    const ssize_t written = pwrite(fd, zeros.data(), std::min(size, zeros.size()), offset);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return written == 0 || errno == ENOMEM || errno == ENOSPC ? kOutOfMemory : kErrno + errno;
+    offset += written;
+    size -= static_cast<std::size_t>(written);
   }
-  bool populated = madvise(window, size, MADV_POPULATE_WRITE) == 0;
-  if (!populated && errno == EINVAL) {  // Linux < 5.14
-    populated = fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size)) == 0;
-    if (populated) std::memset(window, 0, size);
-  }
-  munmap(window, size);
-  return populated ? kSuccess : kOutOfMemory;
+  return kSuccess;
 }
 
 constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -349,7 +345,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const Result filled = populate(s, file.fd(), offset, size);
+  const Result filled = populate(file.fd(), offset, size);
   const std::lock_guard lock(s.mutex);
   if (filled != kSuccess) {
     file.deallocate(offset, size);

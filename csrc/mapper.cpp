@@ -24,6 +24,11 @@ void Transaction::drop(PagePool& pool, const std::vector<PageId>& pages) {
 
 namespace {
 
+// Making memory takes a core, and memory's bandwidth, from whoever computes: so the stock is filled in parts of about
+// this long, each followed by a rest that leaves a twentieth of the time to it.
+constexpr auto kPart = std::chrono::microseconds{500};
+constexpr int kRests = 19;
+
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -53,6 +58,12 @@ struct Mapper::Worker {
   // The thread's own: memory to give back, and memory that the transaction under way zeroes.
   std::vector<Handle> released, zeroed;
   std::vector<Window> left_over;  // that could not be closed
+  std::deque<Handle> stock;       // oldest first, so that memory created in sequence is used in sequence
+  std::size_t wanted = 0;         // in stock
+  bool returning = false;         // the stock is to be given back
+  bool barren = false;            // a fill failed: none is tried until more is wanted
+  bool busy = false;              // between the making of memory, or the end of its use, and the books of it
+  std::chrono::steady_clock::time_point rested{};  // no fill before
   bool stopping = false;
   std::thread thread;
 };
@@ -106,6 +117,34 @@ void Mapper::resume() {
   forgotten.swap(worker_->failures);
 }
 
+void Mapper::stock(std::size_t pages) {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  {
+    const std::lock_guard lock(worker_->mutex);
+    worker_->barren = false;
+    worker_->wanted = pages;
+    if (!lacks_stock()) return;
+  }
+  worker_->submitted.notify_one();
+}
+
+std::size_t Mapper::stocked() const {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  const std::lock_guard lock(worker_->mutex);
+  return worker_->stock.size();
+}
+
+std::size_t Mapper::unstock() {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  std::unique_lock lock(worker_->mutex);
+  const std::size_t before = worker_->stock.size();
+  worker_->wanted = 0;
+  worker_->returning = true;
+  worker_->submitted.notify_one();
+  worker_->finished.wait(lock, [&] { return !worker_->returning || worker_->stopping; });
+  return before;
+}
+
 void Mapper::stop() {
   if (fork_.forked()) return;
   std::call_once(stop_once_, [this] {
@@ -123,9 +162,26 @@ void Mapper::run() {
   Call call;
   const Result attached = driver_->attach(&call);
   std::unique_lock lock(worker_->mutex);
+  worker_->barren = attached != kSuccess;
+  const auto called = [&] { return worker_->stopping || worker_->returning || !worker_->log.empty(); };
   for (;;) {
-    worker_->submitted.wait(lock, [&] { return worker_->stopping || !worker_->log.empty(); });
-    if (worker_->log.empty()) return tidy();
+    worker_->submitted.wait(lock, [&] { return called() || lacks_stock(); });
+    if (!called()) {
+      if (!worker_->submitted.wait_until(lock, worker_->rested, called)) fill(lock);
+      continue;
+    }
+    if (worker_->log.empty()) {
+      worker_->released.insert(worker_->released.end(), worker_->stock.begin(), worker_->stock.end());
+      worker_->stock.clear();
+      worker_->busy = true;
+      lock.unlock();
+      tidy();
+      lock.lock();
+      worker_->busy = worker_->returning = false;
+      worker_->finished.notify_all();
+      if (worker_->stopping) return;
+      continue;
+    }
     Transaction& transaction = *worker_->log.front();
     Status status = Status::kCancelled;
     if (!failed_) {
@@ -170,11 +226,69 @@ void Mapper::execute(Transaction& transaction) {
   if (!undone) broken_ = true;
 }
 
+bool Mapper::lacks_stock() const {
+  return !worker_->barren && worker_->stock.size() < worker_->wanted && created_ < pool_->budget();
+}
+
+// One part, or what the stock lacks if that is less; given up when something else is to be done.
+void Mapper::fill(std::unique_lock<std::mutex>& lock) {
+  const auto begin = std::chrono::steady_clock::now();
+  auto now = begin;
+  worker_->busy = true;
+  while (lacks_stock() && worker_->log.empty() && !worker_->stopping && now - begin < kPart) {
+    lock.unlock();
+    Handle handle = 0;
+    const Result result = driver_->create(&handle, pool_->page_size());
+    now = std::chrono::steady_clock::now();
+    lock.lock();
+    if (result == kSuccess) {
+      created_ += 1;
+      worker_->stock.push_back(handle);
+    } else {
+      worker_->barren = true;
+    }
+  }
+  worker_->busy = false;
+  worker_->rested = now + kRests * (now - begin);
+  worker_->finished.notify_all();
+}
+
+Result Mapper::create(PageId page) {
+  {
+    const std::lock_guard lock(worker_->mutex);
+    if (!worker_->stock.empty()) {
+      pool_->handle(page) = worker_->stock.front();
+      worker_->stock.pop_front();
+      return kSuccess;
+    }
+  }
+  const Result result = driver_->create(&pool_->handle(page), pool_->page_size());
+  if (result == kSuccess) created_ += 1;
+  return result;
+}
+
+bool Mapper::release(Handle handle) {
+  if (driver_->release(handle) != kSuccess) return false;
+  created_ -= 1;
+  return true;
+}
+
+void Mapper::check() {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  wait(last_);
+  std::unique_lock lock(worker_->mutex);
+  worker_->finished.wait(lock, [&] { return worker_->log.empty() && !worker_->busy; });
+  const PoolCounts counts = pool_->counts();
+  const std::size_t used = counts.budget - counts.absent + worker_->stock.size();
+  if (used + worker_->released.size() != created_) throw std::logic_error("memory was lost, or is in the books twice");
+  if (used > counts.budget) throw std::logic_error("there is more memory than the budget");
+}
+
 // What a transaction has no more use for. A call that fails here takes nothing back; it is made again with the next
 // transaction, and when the thread ends.
 void Mapper::tidy() {
   std::erase_if(worker_->left_over, [&](Window& window) { return close(window); });
-  std::erase_if(worker_->released, [&](Handle handle) { return driver_->release(handle) == kSuccess; });
+  std::erase_if(worker_->released, [&](Handle handle) { return release(handle); });
 }
 
 // Maps all that is to be zeroed, side by side; false at the first call that fails.
@@ -232,7 +346,7 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
   switch (operation.kind) {
     case Operation::Kind::kCreate:
       for (; *done < pages.size(); ++*done)
-        if (failed(Call::kCreate, driver_->create(&pool_->handle(pages[*done]), page_size))) return false;
+        if (failed(Call::kCreate, create(pages[*done]))) return false;
       return true;
     case Operation::Kind::kRelease:
       for (; *done < pages.size(); ++*done) worker_->released.push_back(pool_->handle(pages[*done]));
@@ -272,7 +386,7 @@ bool Mapper::undo(const Operation& operation, std::size_t done) {
   inverse.pages.assign(operation.pages.begin(), operation.pages.begin() + static_cast<std::ptrdiff_t>(done));
   switch (operation.kind) {
     case Operation::Kind::kCreate:
-      while (done-- > 0) undone = driver_->release(pool_->handle(operation.pages[done])) == kSuccess && undone;
+      while (done-- > 0) undone = release(pool_->handle(operation.pages[done])) && undone;
       return undone;
     case Operation::Kind::kRelease:
       for (; done-- > 0; worker_->released.pop_back()) pool_->handle(operation.pages[done]) = worker_->released.back();

@@ -5,9 +5,14 @@
 // what the transaction did before is undone on the worker. From then on the log stands still: every later transaction
 // is cancelled, because its decisions rest on those of the failed one, until the caller has asked for the failures,
 // taken their decisions back in reverse order (Transaction::revert), and resumed the log.
+//
+// While the log is empty, the worker fills a stock: memory that pages created later take instead of waiting until it is
+// made. In the books their pages are absent, so the stock refuses nobody anything and a fill that fails changes
+// nothing.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -92,6 +97,19 @@ class Mapper {
   // Forgets the failures, whose decisions were taken back, and lets the log go on.
   void resume();
 
+  // Memory for this many pages is wanted in stock, as far as the budget has room for it; what is there beyond stays.
+  // After a fill has failed, the next call tries again.
+  void stock(std::size_t pages);
+  std::size_t stocked() const;
+  // Wants no stock, and blocks until all of it is given back; how many pages.
+  std::size_t unstock();
+  // Pages that have memory now: those of the log as far as it is executed, and the stock.
+  std::size_t created() const { return created_.load(std::memory_order_acquire); }
+
+  // Waits for the log to run dry. Throws std::logic_error if memory is lost, or there is more than the budget. Pre: the
+  // log does not stand still.
+  void check();
+
   // True if undoing a failed transaction failed as well: the mappings are no longer what the books say.
   bool broken() const { return broken_.load(std::memory_order_acquire); }
 
@@ -111,6 +129,10 @@ class Mapper {
   bool open(Window& window, Call* call, Result* result);
   bool close(Window& window);
   void tidy();
+  bool lacks_stock() const;
+  void fill(std::unique_lock<std::mutex>& lock);
+  Result create(PageId page);
+  bool release(Handle handle);
   bool zero(const Window& window, Call* call, Result* result);
   bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
   bool undo(const Operation& operation, std::size_t done);
@@ -120,6 +142,7 @@ class Mapper {
   const ForkGuard fork_;
   std::unique_ptr<Worker> worker_;
   std::atomic<Ticket> last_{0};
+  std::atomic<std::size_t> created_{0};
   std::atomic<bool> stopped_{false};
   std::once_flag stop_once_;
   std::atomic<Ticket> passed_{0};

@@ -344,5 +344,19 @@ NB_MODULE(_native, m) {
           },
           "Waits for the log to run dry; then failed and cancelled transactions, oldest first.")
       .def("resume", &Mapper::resume, "Forgets the failures, which were taken back, and lets the log go on.")
+      .def("stock", &Mapper::stock, "pages"_a,
+           "Memory for this many pages is wanted in stock, as far as the budget has room; what is beyond stays.")
+      .def_prop_ro("stocked", &Mapper::stocked, "Pages for which there is memory in stock.")
+      .def(
+          "unstock",
+          [](Mapper& self) {
+            std::size_t pages = 0;
+            without_lock([&] { pages = self.unstock(); });
+            return pages;
+          },
+          "Gives the stock back, and wants none; how many pages that was.")
+      .def(
+          "check", [](Mapper& self) { without_lock([&] { self.check(); }); },
+          "Waits for the log to run dry; then whether all memory is in the books or in stock, within the budget.")
       .def("stop", [](Mapper& self) { without_lock([&] { self.stop(); }); });
 }

@@ -34,6 +34,7 @@ class PagePool {
   PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free = false);
 
   std::size_t page_size() const { return page_size_; }
+  std::size_t budget() const { return budget_; }
   bool zero_on_free() const { return zero_on_free_; }
   PoolCounts counts() const;
 

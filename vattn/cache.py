@@ -179,6 +179,7 @@ class KVCache:
                 f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
             )
 
+        self._prefixes.await_ahead()
         slot = self._give_slot(lambda change: self._prefixes.admit(change, ids, salt))
         admission, counted = Admission(slot, self._slots.length[slot]), False
 
@@ -339,7 +340,8 @@ class KVCache:
                     f"slot {slot}: a length of {lengths[slot]} tokens is over max_context_len={most}; stop the "
                     "request, or make the cache with a longer context"
                 )
-        self._backer.step(lengths, crossing, announced, stream)
+        if self._backer.step(lengths, crossing, announced, stream):
+            self._prefixes.look_ahead()
         self._steps += 1
         self._step_ns += time.perf_counter_ns() - began
 
@@ -504,7 +506,7 @@ class KVCache:
     @reading
     def stats(self) -> CacheStats:
         """A snapshot of page counts, bytes, calls and times."""
-        counts = self._pool.native.counts()
+        counts, stocked = self._pool.native.counts(), self._pool.mapper.stocked
         slots, ledger, bands = self._slots, self._ledger, self._bands
         requests = [(slot, length, slots.start.get(slot, 0)) for slot, length in slots.length.items()]
         return CacheStats(
@@ -516,7 +518,8 @@ class KVCache:
             shared_pages=bands.shared_pages,
             other_pages=ledger.budget - ledger.held - ledger.free,
             free_pages=ledger.free,
-            created_pages=counts.budget - counts.absent,
+            created_pages=min(counts.budget, counts.budget - counts.absent + stocked),
+            stocked_pages=stocked,
             peak_mapped_pages=ledger.peak,
             reserved_bytes=self.layout.reserved_bytes,
             live_tokens=sum(slots.length.values()),
@@ -552,7 +555,7 @@ class KVCache:
 
     @atomic
     def trim(self) -> int:
-        """Gives memory back to the machine: unmaps parked pages and releases free ones. Cached pages stay;
+        """Gives memory back to the machine: unmaps parked pages, releases free ones and the stock. Cached pages stay;
         `evict_prefixes` frees them.
 
         On CUDA, the kernels of the last step must have been launched; the call waits for those that use pages of
@@ -575,7 +578,7 @@ class KVCache:
             self._pool.native.release_free(change.transaction, counts.free)
 
         self._pool.execute(plan)
-        return counts.free * self.layout.page_size
+        return (counts.free + self._pool.mapper.unstock()) * self.layout.page_size
 
     def check(self) -> None:
         """Asserts that every page is exactly where the books say. Waits for the worker.
@@ -588,6 +591,7 @@ class KVCache:
             self._pool.drain()
             try:
                 self._pool.native.check()
+                self._pool.mapper.check()
                 self._bands.check(self._pool.native)
             except RuntimeError as error:
                 raise AssertionError(str(error)) from error

@@ -67,8 +67,8 @@ class KVConfig:
         eager_pages: pages per run mapped ahead in one idle slot for the next request; 0 for none.
         zero_on_free: zero the pages of a request before another one gets them; docs/security.md describes scope and
             cost. Of a finished request, only cached token blocks then stay mapped.
-        watermark: share of the budget below which free pages are replenished from finished requests; 0 for only on
-            demand.
+        watermark: share of the budget below which free pages are replenished from finished requests, and up to which
+            memory is created ahead with `overlap`; 0 for only on demand.
     """
 
     max_batch_size: int

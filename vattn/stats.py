@@ -30,7 +30,8 @@ class CacheStats:
             maps no memory read-only, a stray write to a shared page does not fault.
         other_pages: pages of other caches on the same pool.
         free_pages: pages that nobody holds.
-        created_pages: physical pages of the pool, including free ones kept for reuse.
+        created_pages: physical pages of the pool, including free ones kept for reuse and those in stock.
+        stocked_pages: those that the worker has created ahead of need; they count as free.
         peak_mapped_pages: peak of owned, parked and cached pages together.
         reserved_bytes: address space of the virtual tensors.
         live_tokens: tokens in the running slots, as last given to `step`.
@@ -55,6 +56,7 @@ class CacheStats:
     other_pages: int
     free_pages: int
     created_pages: int
+    stocked_pages: int
     peak_mapped_pages: int
     reserved_bytes: int
     live_tokens: int

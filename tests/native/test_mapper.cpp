@@ -540,3 +540,116 @@ TEST(read_only_mappings_are_writable_where_the_provider_refuses_them) {
   CHECK_EQ(writers[0], 1u);  // by the books, which no fault enforces here
   mapper.submit(std::make_shared<Transaction>());
 }
+
+namespace {
+
+// Until the worker has filled the stock as far as it will.
+bool stocked(World& world, std::size_t pages) {
+  for (int tries = 0; tries < 2000 && world.mapper->stocked() != pages; ++tries)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return world.mapper->stocked() == pages;
+}
+
+}  // namespace
+
+TEST(the_stock_is_filled_and_used) {
+  World world(kShape, 16);
+  world.mapper->stock(5);
+  CHECK(stocked(world, 5));
+  CHECK_EQ(world.pool->counts().absent, 16u);  // the books know nothing of it
+  CHECK_EQ(world.mapper->created(), 5u);
+  world.mapper->check();
+  const std::uint64_t made = world.driver->stats(Call::kCreate).count;
+  CHECK_EQ(made, 5u);
+  world.mapper->stock(0);  // what is there stays, and is not replaced
+  world.run([&](Transaction& t) { world.space->grow(t, 0, 3); });
+  CHECK_EQ(world.driver->stats(Call::kCreate).count, made);
+  CHECK_EQ(world.mapper->stocked(), 2u);
+  CHECK_EQ(word(world.at(0, 0, 0, 2)), 0u);
+  world.run([&](Transaction& t) { world.space->grow(t, 1, 4); });
+  CHECK_EQ(world.driver->stats(Call::kCreate).count, made + 2);
+  CHECK_EQ(world.mapper->stocked(), 0u);
+  world.mapper->check();
+}
+
+TEST(the_stock_is_within_the_budget) {
+  World world(kShape, 10);
+  world.run([&](Transaction& t) { world.space->grow(t, 0, 6); });
+  world.mapper->stock(100);
+  CHECK(stocked(world, 4));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_EQ(world.mapper->created(), 10u);
+  world.mapper->check();
+  world.run([&](Transaction& t) { world.space->grow(t, 1, 4); });
+  CHECK_EQ(world.mapper->stocked(), 0u);
+  world.mapper->check();
+}
+
+TEST(the_stock_is_given_back) {
+  World world(kShape, 16);
+  const std::size_t before = host_usage().physical_bytes;
+  CHECK_EQ(world.mapper->unstock(), 0u);
+  world.mapper->stock(7);
+  CHECK(stocked(world, 7));
+  CHECK_EQ(world.mapper->unstock(), 7u);
+  CHECK_EQ(host_usage().physical_bytes, before);
+  world.mapper->check();
+  world.mapper->stock(7);
+  CHECK(stocked(world, 7));
+  world.mapper->stop();
+  CHECK_EQ(host_usage().physical_bytes, before);
+  CHECK_EQ(world.mapper->unstock(), 0u);
+}
+
+TEST(giving_the_stock_back_while_it_is_filled) {
+  World world(kShape, 4096);
+  const std::size_t before = host_usage().physical_bytes;
+  for (int round = 0; round < 200; ++round) {
+    world.mapper->stock(8);
+    world.mapper->unstock();
+    CHECK_EQ(world.mapper->stocked(), 0u);
+    CHECK_EQ(host_usage().physical_bytes, before);
+  }
+  world.mapper->check();
+}
+
+TEST(a_fill_that_fails_changes_nothing) {
+  World world(kShape, 16, intercepted_vmm());
+  {
+    std::atomic<int> left{3};
+    const Interception interception(
+        [&](Call call) { return call == Call::kCreate && left-- <= 0 ? Result{kOutOfMemory} : Result{kSuccess}; });
+    world.mapper->stock(8);
+    CHECK(stocked(world, 3));
+    while (left >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(left == -1);  // not tried again
+    CHECK(!world.mapper->failed());
+    world.run([&](Transaction& t) { world.space->grow(t, 0, 3); });  // the machine has no more: these are there
+    world.mapper->check();
+    CHECK_EQ(world.mapper->stocked(), 0u);
+  }
+  world.mapper->stock(8);
+  CHECK(stocked(world, 8));
+  world.mapper->check();
+}
+
+TEST(a_transaction_that_fails_gives_what_it_took_from_the_stock_back) {
+  World world(kShape, 16, intercepted_vmm());
+  world.mapper->stock(4);
+  CHECK(stocked(world, 4));
+  world.mapper->stock(0);
+  auto failing = std::make_shared<Transaction>();
+  {
+    const Interception interception([](Call call) { return call == Call::kSetAccess ? Result{kUnknown} : kSuccess; });
+    world.space->grow(*failing, 0, 3);
+    world.mapper->wait(world.mapper->submit(failing));
+    CHECK(failing->status() == Status::kFailed);
+  }
+  CHECK_EQ(world.mapper->failures().size(), 1u);
+  failing->revert();
+  world.mapper->resume();
+  CHECK_EQ(world.mapper->created(), 1u);
+  CHECK_EQ(world.mapper->stocked(), 1u);
+  world.mapper->check();
+}

@@ -15,7 +15,7 @@ from vattn.memory.bands import Bands
 from vattn.memory.fences import Fences, refusal
 from vattn.memory.journal import Change
 from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool, Plan
+from vattn.memory.pool import PagePool, Plan, unstock
 from vattn.memory.reclaimer import Reclaimer
 from vattn.memory.slots import SlotTable
 
@@ -63,7 +63,7 @@ class Backer:
         crossing: list[int],
         announced: Mapping[int, int],
         stream: Stream | None,
-    ) -> None:
+    ) -> bool:
         """Sets the lengths of slots and backs all tokens that they need, or changes nothing.
 
         Args:
@@ -71,6 +71,9 @@ class Backer:
             crossing: those of the slots whose length exceeds their limit.
             announced: lengths of the next step.
             stream: the stream of the kernels that are launched next.
+
+        Returns:
+            Whether memory may change in the background now.
 
         Raises:
             InvalidLength: a length goes back to a window that was given back.
@@ -104,6 +107,7 @@ class Backer:
                 self._release_windows(crossing, handle)
             self._look_ahead(crossing, lengths, announced)
             self.maintain()
+        return act and not capturing
 
     def _back(
         self,
@@ -196,7 +200,7 @@ class Backer:
             for slot in slots:
                 self._reclaimer.retire(change, slot)
 
-        self._in_background(plan)
+        self.in_background(plan)
         for slot in slots:
             self._slots.set_limit(slot)
 
@@ -219,14 +223,15 @@ class Backer:
             slots.pending.update(dict.fromkeys(needs, ticket))
 
     def maintain(self) -> None:
-        """Keeps some pages free and the start of an idle slot backed, for upcoming requests."""
+        """Keeps some pages free, memory for some of them in stock, and the start of an idle slot backed."""
         leaving = [slot for slot in self._slots.leaving if self._fences.passed(slot)]
         if leaving:
-            self._in_background(lambda change: self._reclaimer.vacate(change, leaving))
+            self.in_background(lambda change: self._reclaimer.vacate(change, leaving))
         low, ledger = self._low_water, self._ledger
         if ledger.parked and ledger.free < low:
-            self._in_background(lambda change: self._reclaimer.unpark(change, low - ledger.free, wait=False))
+            self.in_background(lambda change: self._reclaimer.unpark(change, low - ledger.free, wait=False))
         self.prepare_idle_slot()
+        self._pool.stock()
 
     def prepare_idle_slot(self) -> None:
         """Backs the start of the best idle slot, so that the next request's prefill finds pages mapped."""
@@ -248,7 +253,7 @@ class Backer:
             self._bands.grow_eagerly(change, slot, pages_per_run)
             self._ledger.count(slot)
 
-        if ticket := self._in_background(plan):
+        if ticket := self.in_background(plan):
             self._slots.pending[slot] = ticket
 
     # For any call
@@ -286,11 +291,15 @@ class Backer:
             return self._pool.execute(plan)
         except OutOfPages as error:
             # The budget has the pages, but the machine lacks memory or mappings for new ones. Reclaiming the pages that
-            # no request uses yields both.
-            if not self._ledger.parked + self._ledger.cached or error.__cause__ is None:
+            # no request uses yields both; what other pools have in stock is memory.
+            if error.__cause__ is None:
                 raise
-            self._pool.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
-            self._pool.commit()
+            spare = self._ledger.parked + self._ledger.cached
+            if not spare + unstock():
+                raise
+            if spare:
+                self._pool.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
+                self._pool.commit()
             return self._pool.execute(plan)
 
     def await_idle_growth(self, tokens: int) -> None:
@@ -302,6 +311,12 @@ class Backer:
         """Notes that the slot's whole extent is ready, unless background growth is still under way."""
         if self._pool.mapper.passed(self._slots.pending.get(slot, 0)):
             self._slots.mapped(slot)
+
+    def await_transaction(self, ticket: int) -> None:
+        """Waits for a transaction of the background."""
+        self._pool.mapper.wait(ticket)
+        if self._pool.mapper.failed:
+            self._pool.settle()
 
     def _await_growth(self, needs: Mapping[int, int]) -> bool:
         """Waits for background growth that these slots rely on; returns whether it had to wait."""
@@ -317,7 +332,7 @@ class Backer:
                 self.note_growth(slot)
         return waited
 
-    def _in_background(self, plan: Plan) -> int:
+    def in_background(self, plan: Plan) -> int:
         """Queues work that nobody waits for, or executes it at once without `overlap`; its ticket, or 0 without any."""
         if self._config.overlap:
             return self._pool.submit(plan)

@@ -107,6 +107,11 @@ class Bands:
         """`extent` in the bands whose pages the next request can use."""
         return min([band.extent(slot) for band in self._lasting])
 
+    @property
+    def column_pages(self) -> int:
+        """Pages of one column of every kind."""
+        return sum([space.lanes for space in self.spaces])
+
     def pages(self, slot: int) -> int:
         """Pages mapped under the slot."""
         return sum([band.pages(slot) for band in self._bands])

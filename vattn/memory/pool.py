@@ -54,6 +54,10 @@ class Tenant(Protocol):
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
 
+    @property
+    def coming_pages(self) -> int:
+        """Pages that one step may have to create."""
+
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free up to `pages` pages that no request uses, or a few more; returns how many.
 
@@ -401,6 +405,12 @@ class PagePool:
                 reclaimed += tenant.reclaim(change, pages - reclaimed, wait=wait)
         return reclaimed
 
+    def stock(self) -> None:
+        """Has the worker create ahead of need what the caches' next steps may have to, as far as no free page has the
+        memory already.
+        """
+        self.mapper.stock(max(0, sum(tenant.coming_pages for tenant in self._tenants) - self.native.counts().free))
+
     def join(self, tenant: Tenant) -> None:
         """Adds a cache to the pool."""
         self._tenants.add(tenant)
@@ -528,6 +538,11 @@ def take_back() -> None:
     for pool in list(_holding):
         with contextlib.suppress(VattnError):
             pool.take_back()
+
+
+def unstock() -> int:
+    """Gives back what the pools of the process have created ahead of need; returns how many pages that was."""
+    return sum(pool.mapper.unstock() for pool in list(_pools) if pool._refusal is None)
 
 
 def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:

@@ -39,6 +39,11 @@ class Prefixes:
         self._fences = fences
         self.query_tokens = 0
         self.hit_tokens = 0
+        # For `look_ahead`: the prefix that requests were last admitted with while others used it, how many since the
+        # last step, and the ticket under which it was last mapped. Guesses, so no failure takes them back.
+        self._demanded: list[Key] = []
+        self._demand = 0
+        self._ahead = 0
 
     # Plans: each takes and returns a slot
 
@@ -57,6 +62,9 @@ class Prefixes:
         if self._fences.is_open(slot):
             del keys[bands.in_place(slot, prefix) :]
             prefix = bands.prefix(keys)
+        if keys and any(block.users for block in bands.lasting_blocks(prefix)[-1:]):
+            self._demand = self._demand + 1 if keys == self._demanded else 1
+            self._demanded = keys
         cached = prefix.count * bands.block_tokens
         self._slots.take(change, slot, cached)
         self._put(change, slot, prefix)
@@ -86,6 +94,40 @@ class Prefixes:
         slots.know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
         self._backer.grow(change, {slot: slots.backed(length)}, now=True, handle=handle)
         return slot, bands.first_copied(prefix, start)
+
+    # Ahead of requests
+
+    def look_ahead(self) -> None:
+        """Maps a prefix that running requests share in idle slots, as many as requests took it since the last step:
+        more of them are likely to come with it. Slots with blocks, which others may find there, are left as they are.
+        """
+        count, self._demand = self._demand, 0
+        if not count or not self._config.overlap:
+            return
+        slots, bands = self._slots, self._bands
+        prefix = bands.prefix(bands.find(self._demanded))
+        blocks = bands.lasting_blocks(prefix)
+        if not blocks:
+            return
+        count -= len(slots.idle.ending_with(blocks[-1].key, count))
+        taken = [
+            slot
+            for slot in slots.idle.fitting(0, count)
+            if not slots.idle[slot].blocks and slot not in slots.leaving and self._fences.passed(slot)
+        ]
+
+        def plan(change: Change) -> None:
+            for slot in taken:
+                self._put(change, slot, prefix)
+
+        if ticket := self._backer.in_background(plan):
+            self._ahead = ticket
+            for slot in taken:
+                slots.pending[slot], slots.ready[slot] = ticket, 0
+
+    def await_ahead(self) -> None:
+        """Waits for what `look_ahead` maps: blocks that a request uses cannot be taken back from it."""
+        self._backer.await_transaction(self._ahead)
 
     # What is published
 

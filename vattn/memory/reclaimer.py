@@ -47,6 +47,14 @@ class Reclaimer:
         """Pages that `reclaim` can give."""
         return self._ledger.parked + self._ledger.cached - self.stuck_pages()
 
+    @property
+    def coming_pages(self) -> int:
+        """Pages that one step may have to create: a column for every request, within the watermark."""
+        if not self._config.overlap:
+            return 0
+        most = min(self._config.watermark * self._ledger.budget, self._ledger.free)
+        return min(int(most), len(self._slots.length) * self._bands.column_pages)
+
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free parked pages, longest idle slot first, then cached pages; returns how many."""
         freed = self.unpark(change, pages, wait=wait)

@@ -90,7 +90,7 @@ def test_calls_are_batched_and_access_is_set_once_per_contiguous_range(stub: Stu
 
 def test_pages_are_unmapped_one_by_one(stub: Stub) -> None:
     """cuMemUnmap's documentation allows one whole mapping per call; the stub refuses more."""
-    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0)) as cache:
+    with vattn.KVCache(vattn.KVConfig(**BASE, eager_pages=0, watermark=0)) as cache:
         reqid = cache.alloc_reqid()
         cache.step({reqid: 20_000})
         cache.free_reqid(reqid)
