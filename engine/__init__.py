@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from vattn.engine.async_engine import AsyncEngine, EngineAsleep, EngineStopped, Observer, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from vattn.engine.exclusive import EngineBusy, EngineClosed
     from vattn.engine.llm import LLM
@@ -26,6 +26,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EngineAsleep",
     "EngineBusy",
     "EngineClosed",
     "EngineStopped",
@@ -33,6 +34,7 @@ __all__ = [
     "IllegalTransition",
     "InvalidRequest",
     "Logprob",
+    "Observer",
     "QueueFull",
     "RequestMetrics",
     "RequestOutput",
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    "vattn.engine.async_engine": ("AsyncEngine", "EngineAsleep", "EngineStopped", "Observer", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "vattn.engine.exclusive": ("EngineBusy", "EngineClosed"),
     "vattn.engine.llm": ("LLM",),

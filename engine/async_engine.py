@@ -15,22 +15,30 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
 from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
+from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.llm import LLM
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
-from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.requests.request import InvalidRequest, State
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class QueueFull(VattnError):
@@ -39,6 +47,26 @@ class QueueFull(VattnError):
 
 class EngineStopped(VattnError, RuntimeError):
     """The engine takes no requests: it was shut down, or died of the error that is the cause of this one."""
+
+
+class EngineAsleep(VattnError, RuntimeError):
+    """The engine sleeps and takes no requests until `wake_up`; this one was not accepted."""
+
+
+class Observer(Protocol):
+    """Told what an engine does, in the middle of it: calls are short and raise nothing.
+
+    Every group that was `added` is `ended` once.
+    """
+
+    def added(self, group: RequestGroup) -> None:
+        """The engine accepted these requests."""
+
+    def ended(self, group: RequestGroup) -> None:
+        """They ended, whatever the reason; or the engine did."""
+
+    def stepped(self, start: float, end: float, decoding: int) -> None:
+        """A step ran, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
 
 
 class Stream:
@@ -64,6 +92,16 @@ class Stream:
         self._finished = output.finished
         return output
 
+    async def ready(self) -> list[RequestOutput]:
+        """Waits for the next output and returns it with those that have come meanwhile; empty after the finished one.
+
+        For readers that can write several outputs at once.
+        """
+        outputs: list[RequestOutput] = []
+        while not self._finished and not (outputs and self._outputs.empty()):
+            outputs.append(await anext(self))
+        return outputs
+
     def put(self, output: RequestOutput | EngineStopped) -> None:
         """Called in the event loop."""
         self._outputs.put_nowait(output)
@@ -79,6 +117,7 @@ class AsyncEngine:
         llm: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
+        observer: told of requests and steps, for metrics.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -86,7 +125,7 @@ class AsyncEngine:
         EngineClosed: it is closed.
     """
 
-    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
+    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None, observer: Observer | None = None) -> None:
         if max_num_queued_reqs is not None:
             max_num_queued_reqs = checked_whole(
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
@@ -94,12 +133,16 @@ class AsyncEngine:
         self.llm = llm
         self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
+        self._observer = observer
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
         self._arriving: list[Stream] = []
         self._aborting: list[Stream] = []
         self._delivering: list[tuple[Stream, RequestOutput]] = []
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._asleep = False
+        self._ended = False
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
@@ -135,6 +178,67 @@ class AsyncEngine:
         """Waiting and running requests; each of `n` completions counts."""
         with self._changed:
             return sum(len(stream.group.requests) for stream in self._streams.values())
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The LLM's tokenizer; None if it has none."""
+        return self.llm.tokenizer
+
+    async def call(self, function: Callable[[], _T]) -> _T:
+        """What `function` returns or raises, on the engine thread between two steps, where it may use the LLM.
+
+        Raises:
+            EngineStopped: the engine was shut down, or died.
+        """
+        future: Future[_T] = Future()
+        with self._changed:
+            if self._ended:
+                raise EngineStopped("the engine was shut down") if self._error is None else _stopped(self._error)
+            self._calls.append((function, future))
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running request uses, so that later requests compute theirs anew.
+
+        Raises:
+            EngineStopped: as for `call`.
+        """
+        await self.call(self._core.kv.evict_prefixes)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the cache's physical memory back to the machine, and refuse requests until `wake_up`. Idempotent.
+
+        Args:
+            level: 1; dropping the weights, as level 2 would, is not supported.
+
+        Raises:
+            ConfigError: another level.
+            InvalidRequest: requests are unfinished, whose tokens would be lost.
+            EngineStopped: as for `call`.
+        """
+        checked_whole("level", level, 1, 1, what="1: the weights stay, the cache's memory goes")
+        await self.call(self._sleep)
+
+    async def wake_up(self) -> None:
+        """End `sleep`; memory comes back as requests need it. Idempotent."""
+        with self._changed:
+            self._asleep = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep
+
+    def _sleep(self) -> None:
+        with self._changed:
+            if self._streams:
+                raise InvalidRequest(
+                    f"sleep() was called with {len(self._streams)} unfinished requests; finish or abort them first"
+                )
+            self._asleep = True
+        kv = self._core.kv
+        kv.evict_prefixes()
+        if isinstance(kv, VirtualKV):
+            kv.cache.trim()
 
     async def generate(
         self,
@@ -176,6 +280,7 @@ class AsyncEngine:
             InvalidRequest: as `LLM.add_request`.
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
+            EngineAsleep: it sleeps.
         """
         params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
@@ -192,6 +297,8 @@ class AsyncEngine:
             self._check_room(name, params.n)
             self._streams[name] = stream
             self._arriving.append(stream)
+            if self._observer is not None:
+                self._observer.added(group)
             self._changed.notify()
         return stream
 
@@ -226,6 +333,8 @@ class AsyncEngine:
             raise _stopped(self._error)
         if self._stopping:
             raise EngineStopped("the engine is shutting down and takes no requests")
+        if self._asleep:
+            raise EngineAsleep("the engine sleeps and takes no requests; wake it up first")
         if request_id in self._streams:
             raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
         if self.max_num_queued_reqs is None:
@@ -249,18 +358,39 @@ class AsyncEngine:
         try:
             while self._take_orders():
                 if self._core.has_unfinished():
-                    self._deliver(self._core.step())
+                    self._deliver(self._step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
             with self._changed:
                 self._error = error
                 streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
+                for stream in self._streams.values():
+                    self._note_end(stream)
                 self._streams.clear()
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
+            with self._changed:
+                self._ended = True
+                calls, self._calls = self._calls, []
+            for _, future in calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineStopped("the engine was shut down before it came to this call"))
             self._core.take_back(self._thread)
+
+    def _step(self) -> list[RequestOutput]:
+        if self._observer is None:
+            return self._core.step()
+        decoding = sum([request.state is State.DECODING for request in self._core.scheduler.running])
+        start = time.monotonic()
+        outputs = self._core.step()
+        self._observer.stepped(start, time.monotonic(), decoding)
+        return outputs
+
+    def _note_end(self, stream: Stream) -> None:
+        if self._observer is not None:
+            self._observer.ended(stream.group)
 
     def _take_orders(self) -> bool:
         """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""
@@ -269,6 +399,7 @@ class AsyncEngine:
                 lambda: (
                     self._arriving
                     or self._aborting
+                    or self._calls
                     or self._stopping
                     or self._core.closing
                     or self._core.has_unfinished()
@@ -280,11 +411,14 @@ class AsyncEngine:
             # The name may belong to another request by now.
             aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
             self._aborting = []
+            calls, self._calls = self._calls, []
             stopping = self._stopping
         for stream in arriving:
             self._core.add_group(stream.group)
         aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
+        for function, future in calls:
+            _answer(function, future)
         return self._core.has_unfinished() or not stopping
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
@@ -293,7 +427,7 @@ class AsyncEngine:
             self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
-                    del self._streams[output.request_id]
+                    self._note_end(self._streams.pop(output.request_id))
         self._hand_over(self._delivering)
         self._delivering = []
 
@@ -307,6 +441,18 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_put_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read these streams
                 self._abort(stream for stream, _ in batch)
+
+
+def _answer(function: Callable[[], _T], future: Future[_T]) -> None:
+    """Run a function for whoever waits for the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:

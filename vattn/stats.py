@@ -149,6 +149,7 @@ class SlotPages:
         length: live tokens.
         mapped: tokens that are backed.
         pages: pages mapped.
+        shared: tokens at the slot's start whose memory several running requests use.
     """
 
     reqid: int
@@ -156,3 +157,4 @@ class SlotPages:
     length: int
     mapped: int
     pages: int
+    shared: int

@@ -14,6 +14,7 @@ from tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import (
     LLM,
     AsyncEngine,
+    EngineAsleep,
     EngineStopped,
     InvalidRequest,
     QueueFull,
@@ -21,6 +22,7 @@ from vattn.engine import (
     RequestOutputKind,
     SamplingParams,
 )
+from vattn.engine.requests.outputs import RequestGroup
 from vattn.errors import ConfigError, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -319,3 +321,96 @@ def test_what_cannot_be_served() -> None:
         llm.add_request("a", [2], GREEDY)
         with pytest.raises(ConfigError, match="unfinished requests"):
             AsyncEngine(llm)
+
+
+def test_outputs_that_came_together_are_read_together() -> None:
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            stream = await engine.add([2, 3, 4], GREEDY)
+            await until(lambda: engine.num_unfinished == 0)
+            batch = await stream.ready()
+            assert [len(output.outputs[0].token_ids) for output in batch] == [1] * 8
+            assert await stream.ready() == []
+
+    run(test())
+
+
+def test_calls_between_steps() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        async with serving(llm) as engine:
+            stream = await engine.add([2, 3, 4], LONG)
+            assert await engine.call(threading.current_thread) is engine._thread
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda: 1 // 0)
+            assert len([output async for output in stream]) == 100
+            await engine.reset_prefix_cache()
+            assert engine.get_tokenizer() is llm.tokenizer
+        with pytest.raises(EngineStopped, match="shut down"):
+            await engine.call(llm.check)
+
+    run(test())
+
+
+def test_sleep_gives_all_memory_back_and_refuses_requests() -> None:
+    async def test() -> None:
+        llm = make_llm("virtual")
+        async with serving(llm) as engine:
+            want = await collect(engine, [2, 3, 4], GREEDY)
+            assert llm.kv.stats().physical_bytes > 0
+            with pytest.raises(ConfigError, match="level is 2"):
+                await engine.sleep(2)
+            stream = await engine.add([2, 3, 4], LONG)
+            with pytest.raises(InvalidRequest, match="1 unfinished"):
+                await engine.sleep()
+            engine.abort(stream.request_id)
+            await until(lambda: engine.num_unfinished == 0)
+            await engine.sleep()
+            assert engine.is_sleeping
+            assert llm.kv.stats().physical_bytes == 0
+            with pytest.raises(EngineAsleep, match="wake it up"):
+                await engine.add([2, 3, 4], GREEDY)
+            await engine.wake_up()
+            again = await collect(engine, [2, 3, 4], GREEDY)
+            assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in want]
+
+    run(test())
+
+
+def test_an_observer_is_told_of_every_request_once() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.live: set[str] = set()
+            self.ended_requests: list[str] = []
+            self.decoded = 0
+
+        def added(self, group: RequestGroup) -> None:
+            self.live.add(group.request_id)
+
+        def ended(self, group: RequestGroup) -> None:
+            self.live.remove(group.request_id)
+            self.ended_requests.append(group.request_id)
+
+        def stepped(self, start: float, end: float, decoding: int) -> None:
+            assert start <= end
+            self.decoded += decoding
+
+    async def test() -> None:
+        counting = Counting()
+        llm = make_llm()
+        engine = AsyncEngine(llm, observer=counting)
+        left = await engine.add([2, 3, 4], LONG, request_id="left")
+        await anext(left)
+        engine.abort("left")
+        assert (await left.ready())[-1].finished
+        counting.decoded = 0
+        await collect(engine, [2, 3, 4], GREEDY, request_id="whole")
+        assert counting.decoded == 7
+        llm.on_step = lambda _: 1 // 0
+        with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+            await collect(engine, [2, 3, 4], GREEDY, request_id="fallen")
+        assert counting.ended_requests == ["left", "whole", "fallen"]
+        assert not counting.live
+        await engine.shutdown()
+
+    run(test())
