@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -282,25 +282,45 @@ class AsyncEngine:
             EngineStopped: the engine was shut down, or died. The stream raises it too.
             EngineAsleep: it sleeps.
         """
+        name = f"async-{next(self._names)}" if request_id is None else request_id
+        (stream,) = await self._add({name: prompt}, sampling_params, priority)
+        return stream
+
+    async def add_all(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[Stream]:
+        """Queue several requests, all of them or none; one stream for each prompt, in order.
+
+        Arguments and errors are as for `add`.
+        """
+        return await self._add({f"async-{next(self._names)}": prompt for prompt in prompts}, sampling_params, priority)
+
+    async def _add(
+        self, prompts: Mapping[str, Prompt], sampling_params: SamplingParams | None, priority: int
+    ) -> list[Stream]:
         params = SamplingParams() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
-        name = f"async-{next(self._names)}" if request_id is None else request_id
+        count = params.n * len(prompts)
+        make = self._core.make_group
         with self._changed:
-            self._check_room(name, params.n)
+            self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
-            group = await asyncio.to_thread(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
+            groups = await asyncio.to_thread(
+                lambda: [make(name, prompt, params, kind=kind, priority=priority) for name, prompt in prompts.items()]
+            )
         except EngineClosed as error:
             raise _stopped(error) from error
-        stream = Stream(group)
+        streams = [Stream(group) for group in groups]
         with self._changed:
-            self._check_room(name, params.n)
-            self._streams[name] = stream
-            self._arriving.append(stream)
-            if self._observer is not None:
-                self._observer.added(group)
+            self._check_room(prompts, count)
+            for stream in streams:
+                self._streams[stream.request_id] = stream
+                if self._observer is not None:
+                    self._observer.added(stream.group)
+            self._arriving += streams
             self._changed.notify()
-        return stream
+        return streams
 
     def abort(self, request_id: str) -> None:
         """End a request soon; its stream gets a last output. No effect if the name is unknown."""
@@ -327,16 +347,16 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         self._core.close()
 
-    def _check_room(self, request_id: str, count: int) -> None:
-        """Raise unless `count` requests may come under this name; with the lock held."""
+    def _check_room(self, names: Collection[str], count: int) -> None:
+        """Raise unless `count` requests may come under these names; with the lock held."""
         if self._error is not None:
             raise _stopped(self._error)
         if self._stopping:
             raise EngineStopped("the engine is shutting down and takes no requests")
         if self._asleep:
             raise EngineAsleep("the engine sleeps and takes no requests; wake it up first")
-        if request_id in self._streams:
-            raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
+        if taken := [name for name in names if name in self._streams]:
+            raise InvalidRequest(f"a request {taken[0]!r} is unfinished; choose another name, or abort it first")
         if self.max_num_queued_reqs is None:
             return
         running = self._core.scheduler.max_num_seqs

@@ -188,6 +188,10 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
                 QueueFull, match=r"3 more requests with 3 unfinished .* limit of 5: 2 .* and 3 that wait"
             ):
                 await engine.add([2, 3], three)
+            with pytest.raises(QueueFull, match="3 more"):
+                await engine.add_all([[2, 3], [4], [5]], LONG)
+            with pytest.raises(InvalidRequest, match="empty"):
+                await engine.add_all([[2, 3], []], LONG)
             assert engine.num_unfinished == 3
             streams.append(await engine.add([2, 3], SamplingParams(n=2, max_tokens=5)))
             with pytest.raises(QueueFull):
