@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
@@ -66,14 +67,16 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
     """The events of a stream: what `chunks` makes of each output, and the usage where it was asked for."""
     counter = Counter()
     in_chunks = body.usage_in_chunks
-    async for batch in run.batches():
-        events = []
-        for number, output in batch:
-            raise_failure(output)
-            counter.add(number, output)
-            for chunk in chunks(number, output):
-                events.append(event({**start, **chunk, "usage": counter.usage} if in_chunks else {**start, **chunk}))
-        if events:
-            yield b"".join(events)
+    async with aclosing(run.batches()) as batches:
+        async for batch in batches:
+            events = []
+            for number, output in batch:
+                raise_failure(output)
+                counter.add(number, output)
+                for chunk in chunks(number, output):
+                    usage = {"usage": counter.usage} if in_chunks else {}
+                    events.append(event({**start, **chunk, **usage}))
+            if events:
+                yield b"".join(events)
     if body.usage_in_stream:
         yield event({**start, "choices": [], "usage": counter.usage})

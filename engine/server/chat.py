@@ -14,7 +14,7 @@ from vattn.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from vattn.engine.server.params import sampling_params
 from vattn.engine.server.protocol import ChatRequest, ChatResponse
 from vattn.engine.server.service import Service
-from vattn.engine.server.streams import EventStream, until_gone
+from vattn.engine.server.streams import EventStream
 
 
 def router(service: Service) -> APIRouter:
@@ -34,9 +34,9 @@ def router(service: Service) -> APIRouter:
         model = body.model or service.names[0]
         if body.stream:
             start = head("chat.completion.chunk", "chatcmpl", request.scope["request_id"], model)
-            return EventStream(stream(run, body, start, _Chunks(body)))
+            return EventStream(stream(run, body, start, _Chunks(body)), run.abort)
         start = head("chat.completion", "chatcmpl", request.scope["request_id"], model)
-        (output,) = await until_gone(request, run.finals())
+        (output,) = await run.finals(request)
         choices = [
             _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})
             for completion in output.outputs

@@ -16,7 +16,7 @@ from vattn.engine.server.logprobs import TextLogprobs, prompt_logprobs
 from vattn.engine.server.params import sampling_params
 from vattn.engine.server.protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
 from vattn.engine.server.service import Prompt, Service
-from vattn.engine.server.streams import EventStream, until_gone
+from vattn.engine.server.streams import EventStream
 
 _DEFAULT_TOKENS = 16
 
@@ -39,8 +39,8 @@ def router(service: Service) -> APIRouter:
         answer = _Completion(service, body, prompts)
         start = head("text_completion", "cmpl", request.scope["request_id"], body.model or service.names[0])
         if body.stream:
-            return EventStream(stream(run, body, start, answer.chunks))
-        finals = await until_gone(request, run.finals())
+            return EventStream(stream(run, body, start, answer.chunks), run.abort)
+        finals = await run.finals(request)
         choices = [choice for number, output in enumerate(finals) for choice in answer.choices(number, output)]
         return json_response({**start, "choices": choices, "usage": usage_of(finals)})
 
@@ -60,8 +60,8 @@ def router(service: Service) -> APIRouter:
             return [{"text": list(texts)}]
 
         if body.stream:
-            return EventStream(stream(run, body, {}, chunks))
-        (output,) = await until_gone(request, run.finals())
+            return EventStream(stream(run, body, {}, chunks), run.abort)
+        (output,) = await run.finals(request)
         return json_response(chunks(0, output)[0])
 
     return routes

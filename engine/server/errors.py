@@ -92,9 +92,12 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"the request failed: {type(error).__name__}; the server's log has more")
 
 
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def encode(value: object) -> bytes:
     """JSON; text that no encoding has is replaced."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _encoder.encode(value).encode("utf-8", "replace")
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.server.errors import ApiError, bad
+from vattn.engine.server.errors import bad
 from vattn.engine.server.protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
 
 # Fields with the name and meaning that they have in SamplingParams.
@@ -106,12 +106,12 @@ def structured_outputs(body: Sampling) -> Mapping[str, Any] | None:
     return {form.type: value}
 
 
-def _biases(logit_bias: Mapping[str, float]) -> dict[int, float]:
+def _biases(logit_bias: Mapping[str, Any]) -> dict[int, Any]:
     try:
-        return {int(token): bias for token, bias in logit_bias.items()}
+        biases = {int(token): bias for token, bias in logit_bias.items()}
     except ValueError:
-        raise _no_token_id() from None
-
-
-def _no_token_id() -> ApiError:
-    return bad("logit_bias has a key that is no token id; keys are whole numbers, written as text", "logit_bias")
+        message = "logit_bias has a key that is no token id; keys are whole numbers, written as text"
+        raise bad(message, "logit_bias") from None
+    if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in biases.values()):
+        raise bad("logit_bias has a value that is no number from -100 to 100", "logit_bias")
+    return biases

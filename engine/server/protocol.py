@@ -1,5 +1,7 @@
 """The bodies of requests and answers, as OpenAI and vLLM name their fields.
 
+Lists fail at their first wrong value: a body of millions of them must not become millions of errors.
+
 A field that is null counts as absent. Fields that are not listed are accepted and have no effect; those in `REFUSED`
 would change the output, and are refused by name.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
 # A request for more completions than this, of all its prompts together, is refused.
 MOST_COMPLETIONS = 4096
@@ -17,8 +19,15 @@ MOST_LOGPROBS = 20
 
 # Each stop string is looked for in every token's text.
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopText], Field(max_length=64)]
+Stops = Annotated[list[StopText], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
+Several = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
+# Checked by hand, since pydantic would list every wrong value of a dict.
+Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 REFUSED = {
     "suffix": "text is not inserted before a suffix; put it into the prompt",
@@ -55,7 +64,7 @@ class ResponseFormat(_Body):
     type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class Sampling(_Body):
@@ -73,12 +82,12 @@ class Sampling(_Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-30, le=1e30)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=256)] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopText | Stops | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -101,17 +110,8 @@ class Sampling(_Body):
         return self.usage_in_stream and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, StringConstraints(min_length=1)]
-
-
 class CompletionRequest(Sampling):
-    prompt: (
-        Text
-        | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_COMPLETIONS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_COMPLETIONS)]
-    )
+    prompt: Text | Tokens | Texts | Several
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: int | None = None
@@ -120,13 +120,13 @@ class CompletionRequest(Sampling):
 
 class Message(_Body):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class Templated(_Body):
     """What decides how a conversation becomes a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -137,7 +137,7 @@ class ChatRequest(Sampling, Templated):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tool_choice: Any = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class TokenizeRequest(_Body):
@@ -145,7 +145,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -155,7 +155,7 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class GenerateRequest(Sampling):

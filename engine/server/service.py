@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
+
+from fastapi import Request as HttpRequest
 
 from vattn.engine.async_engine import AsyncEngine, QueueFull, Stream
 from vattn.engine.checks import check_encodable
@@ -18,7 +20,7 @@ from vattn.engine.server.metrics import Metrics
 from vattn.engine.server.protocol import MOST_COMPLETIONS, Message, Sampling, Templated
 from vattn.engine.server.settings import ServerSettings
 from vattn.engine.server.state import StateReader
-from vattn.engine.server.streams import end
+from vattn.engine.server.streams import end, until_gone
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class Service:
         self.text = engine.llm.core.intake.text
         self.max_model_len = engine.llm.max_model_len
         self._reader = engine.llm.core.intake.prompts
+        tokenizer = engine.get_tokenizer()
+        longest = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
+        self._most_characters = self.max_model_len * longest
         self._chat_template = settings.chat_template
 
     def check_model(self, model: str | None) -> None:
@@ -139,6 +144,13 @@ class Service:
     def _read(self, prompt: str | list[int], body: Sampling, max_tokens: int | None) -> Prompt:
         text = prompt if isinstance(prompt, str) else None
         keep = body.truncate_prompt_tokens
+        if keep is None and text is not None and len(text) > self._most_characters:
+            # Known without the seconds that tokenizing megabytes takes.
+            raise bad(
+                f"the prompt has {len(text)} characters, more than max_model_len={self.max_model_len} tokens can be",
+                "prompt",
+                "context_length_exceeded",
+            )
         if keep is not None:
             if keep == 0:
                 raise bad("truncate_prompt_tokens is 0; give how many tokens to keep, or -1", "truncate_prompt_tokens")
@@ -197,45 +209,47 @@ class Run:
         self.streams = streams
         self._engine = engine
 
-    async def finals(self) -> list[RequestOutput]:
+    async def finals(self, request: HttpRequest) -> list[RequestOutput]:
         """The last output of each prompt.
 
         Raises:
             ApiError: 500, one of them failed.
+            ClientGone: the client left; the prompts are aborted.
             EngineStopped: as the streams.
         """
+
+        async def collect() -> list[RequestOutput]:
+            return [(await stream.ready())[-1] for stream in self.streams]
+
         try:
-            finals = [(await stream.ready())[-1] for stream in self.streams]
+            finals = await until_gone(request, collect())
         finally:
             self.abort()
         for output in finals:
             raise_failure(output)
         return finals
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+    async def batches(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The outputs of all prompts as they come, each with the number of its prompt.
 
         Raises:
             EngineStopped: as the streams.
         """
+        if len(self.streams) == 1:
+            while batch := await self.streams[0].ready():
+                yield [(0, output) for output in batch]
+            return
+        waiting = {asyncio.ensure_future(stream.ready()): number for number, stream in enumerate(self.streams)}
         try:
-            if len(self.streams) == 1:
-                while batch := await self.streams[0].ready():
-                    yield [(0, output) for output in batch]
-                return
-            waiting = {asyncio.ensure_future(stream.ready()): number for number, stream in enumerate(self.streams)}
-            try:
-                while waiting:
-                    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    numbers = [(waiting.pop(task), task.result()) for task in done]
-                    for number, outputs in numbers:
-                        if outputs:
-                            waiting[asyncio.ensure_future(self.streams[number].ready())] = number
-                    yield [(number, output) for number, outputs in numbers for output in outputs]
-            finally:
-                await end(*waiting)
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                numbers = [(waiting.pop(task), task.result()) for task in done]
+                for number, outputs in numbers:
+                    if outputs:
+                        waiting[asyncio.ensure_future(self.streams[number].ready())] = number
+                yield [(number, output) for number, outputs in numbers for output in outputs]
         finally:
-            self.abort()
+            await end(*waiting)
 
     def abort(self) -> None:
         """End what has not ended."""

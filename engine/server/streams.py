@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -43,11 +43,12 @@ class EventStream(Response):
 
     Args:
         events: closed when the client leaves.
+        close: called in the end, whether or not a single event was read.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__()
         self.raw_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,9 +56,16 @@ class EventStream(Response):
             (b"x-accel-buffering", b"no"),
         ]
         self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._write_until_gone(receive, send)
+        finally:
+            self._close()
+
+    async def _write_until_gone(self, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
