@@ -406,7 +406,7 @@ def test_an_observer_is_told_of_every_request_once() -> None:
         left = await engine.add([2, 3, 4], LONG, request_id="left")
         await anext(left)
         engine.abort("left")
-        assert (await left.ready())[-1].finished
+        assert [output async for output in left][-1].finished
         counting.decoded = 0
         await collect(engine, [2, 3, 4], GREEDY, request_id="whole")
         assert counting.decoded == 7
