@@ -78,6 +78,31 @@ def test_200_long_requests_cancelled_at_once(server: Server) -> None:
     wait_until_idle(server)
 
 
+@pytest.mark.slow
+def test_a_thousand_streams(server: Server) -> None:
+    body = {**SHORT, "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def test() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as http:
+
+            async def ask() -> str:
+                answer = await http.post("/v1/completions", json=body)
+                assert answer.status_code == 200
+                return answer.text
+
+            answers = await asyncio.gather(*(ask() for _ in range(1000)))
+        for text in answers:
+            *events, done, end = text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert ANSWER.startswith("".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]))
+            assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+    asyncio.run(test())
+    wait_until_idle(server)
+
+
 def test_ten_of_fifty_leave_and_the_others_are_exact(server: Server) -> None:
     async def test() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
