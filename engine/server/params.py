@@ -44,6 +44,8 @@ def check_supported(body: Sampling) -> None:
             raise bad(f"tool_choice is not supported: {REFUSED['tools']}", "tool_choice")
         if body.modalities not in (None, ["text"]):
             raise bad(f"modalities is not supported: {REFUSED['audio']}", "modalities")
+        if (body.model_extra or {}).get("add_special_tokens"):
+            raise bad("add_special_tokens is not supported in a chat: the template writes them", "add_special_tokens")
         if (body.model_extra or {}).get("echo"):
             raise bad("echo is not supported in a chat; use /v1/completions", "echo")
     for name, value in given.items():

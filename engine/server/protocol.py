@@ -38,6 +38,9 @@ REFUSED = {
     "web_search_options": "the server has no web search",
     "use_beam_search": "beam search is offered by vattn.engine.LLM.beam_search only",
     "chat_template": "the chat template is the server's; it is set by --chat-template",
+    "reasoning_effort": "send what the chat template knows in chat_template_kwargs",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "lora_request": "there is one model, without adapters",
     "documents": "documents are not supported; put their text into a message",
     "guided_json": "use response_format",
     "guided_regex": "use response_format",
@@ -112,6 +115,7 @@ class Sampling(_Body):
 
 class CompletionRequest(Sampling):
     prompt: Text | Tokens | Texts | Several
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: int | None = None

@@ -17,7 +17,7 @@ from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.engine.server.errors import ApiError, api_error, bad
 from vattn.engine.server.metrics import Metrics
-from vattn.engine.server.protocol import MOST_COMPLETIONS, Message, Sampling, Templated
+from vattn.engine.server.protocol import MOST_COMPLETIONS, CompletionRequest, Message, Sampling, Templated
 from vattn.engine.server.settings import ServerSettings
 from vattn.engine.server.state import StateReader
 from vattn.engine.server.streams import end, until_gone
@@ -143,6 +143,7 @@ class Service:
 
     def _read(self, prompt: str | list[int], body: Sampling, max_tokens: int | None) -> Prompt:
         text = prompt if isinstance(prompt, str) else None
+        special = not isinstance(body, CompletionRequest) or body.add_special_tokens is not False
         keep = body.truncate_prompt_tokens
         if keep is None and text is not None and len(text) > self._most_characters:
             # Known without the seconds that tokenizing megabytes takes.
@@ -155,13 +156,15 @@ class Service:
             if keep == 0:
                 raise bad("truncate_prompt_tokens is 0; give how many tokens to keep, or -1", "truncate_prompt_tokens")
             room = self.max_model_len - max(1, max_tokens or 0)
-            token_ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+            token_ids = self.tokenize(prompt, special=special) if isinstance(prompt, str) else prompt
             if keep > room:
                 raise bad(f"truncate_prompt_tokens is {keep}, but there is room for {room}", "truncate_prompt_tokens")
             cut = token_ids[-(room if keep < 0 else keep) :]
             if len(cut) < len(token_ids):
                 text = None
             prompt = cut
+        elif isinstance(prompt, str) and not special:
+            prompt = self.tokenize(prompt, special=False)
         _, token_ids = self._reader.read(prompt)
         if len(token_ids) + (max_tokens or 0) > self.max_model_len:
             raise bad(

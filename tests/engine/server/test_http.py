@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from servers import MODEL, metric
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from vattn.engine import LLM
 from vattn.engine.server.app import make_app, make_service
@@ -213,6 +215,28 @@ def test_tokenize_and_detokenize() -> None:
                 ("/detokenize", {"tokens": [2**70]}),
             ):
                 assert (await http.post(path, json=body)).status_code == 400
+
+    run(test())
+
+
+def test_special_tokens_can_be_left_out() -> None:
+    async def test() -> None:
+        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+        end = ("<|end|>", tokenizer.eos_token_id)
+        tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[end])
+        plain = tokenizer("w", add_special_tokens=False)["input_ids"]
+        async with client(config={"tokenizer": tokenizer}) as (http, _):
+            for fields, want in (
+                ({}, [tokenizer.eos_token_id, *plain]),
+                ({"add_special_tokens": False}, plain),
+                ({"truncate_prompt_tokens": -1}, [tokenizer.eos_token_id, *plain]),
+                ({"truncate_prompt_tokens": -1, "add_special_tokens": False}, plain),
+            ):
+                body = {"prompt": "w", "max_tokens": 1, "return_token_ids": True, **fields}
+                answer = (await http.post("/v1/completions", json=body)).json()
+                assert answer["choices"][0]["prompt_token_ids"] == want
+                body = {"prompt": "w", **{name: fields[name] for name in fields if name == "add_special_tokens"}}
+                assert (await http.post("/tokenize", json=body)).json()["tokens"] == want
 
     run(test())
 

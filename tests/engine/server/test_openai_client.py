@@ -304,6 +304,8 @@ def test_what_is_refused(
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs"),
         ({"extra_body": {"echo": True}}, "echo"),
+        ({"extra_body": {"add_special_tokens": True}}, "add_special_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )
 def test_what_is_refused_in_a_chat(client: openai.OpenAI, options: dict[str, Any], param: str) -> None:
