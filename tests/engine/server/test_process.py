@@ -126,6 +126,27 @@ def test_ten_of_fifty_leave_and_the_others_are_exact(server: Server) -> None:
     wait_until_idle(server)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX-Much: ",
+        b"GET /",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Much: ",
+    ],
+    ids=["header", "line", "trailer"],
+)
+def test_a_head_without_end_closes_its_connection(server: Server, head: bytes) -> None:
+    url = httpx.URL(server.url)
+    before = server.metric("process_resident_memory_bytes")
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        connection.sendall(head)
+        with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
+            for _ in range(1000):
+                connection.sendall(b"a" * 100_000)
+    assert server.metric("process_resident_memory_bytes") < before + 20e6
+    assert httpx.get(f"{server.url}/health", headers={"X-Much": "a" * 20_000}).status_code == 200
+
+
 @pytest.mark.slow
 def test_sigterm_lets_requests_finish() -> None:
     answers: list[Any] = []
