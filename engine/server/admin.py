@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from vattn.engine.async_engine import EngineStopped
 from vattn.engine.server.errors import RETRY_AFTER, ApiError, json_response
 from vattn.engine.server.protocol import LoadResponse, ModelCard, ModelList, SleepingResponse, VersionResponse
 from vattn.engine.server.service import Service
+from vattn.errors import VattnError
 
 
 def router(service: Service) -> APIRouter:
@@ -52,7 +54,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        await service.state.read()
+        with suppress(VattnError):  # the engine is gone; the counters are still there
+            await service.state.read()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/version", response_model=VersionResponse)

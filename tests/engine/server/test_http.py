@@ -279,7 +279,6 @@ def test_a_dead_engine_says_so_and_no_more() -> None:
                 raise MemoryError("at 0xdeadbeef in /home/somebody")
 
             service.engine.llm.on_step = on_step
-            await http.get("/metrics")
             for stream in (False, True):
                 answer = await http.post("/v1/completions", json={**PROMPT, "stream": stream})
                 assert "deadbeef" not in answer.text
