@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from vattn.engine.async_engine import AsyncEngine, EngineStopped, Observer, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed
     from vattn.engine.llm import LLM
@@ -39,6 +39,7 @@ __all__ = [
     "InvalidRequest",
     "Logprob",
     "Metric",
+    "Observer",
     "QueueFull",
     "RequestMetrics",
     "RequestOutput",
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "Observer", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "vattn.engine.exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
     "vattn.engine.llm": ("LLM",),

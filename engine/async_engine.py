@@ -16,11 +16,12 @@ import functools
 import itertools
 import logging
 import threading
+import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +32,7 @@ from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
-from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.requests.request import InvalidRequest, State
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
@@ -49,6 +50,22 @@ class QueueFull(VattnError):
 
 class EngineStopped(VattnError, RuntimeError):
     """The engine takes no requests: it was shut down, or died of the error that is the cause of this one."""
+
+
+class Observer(Protocol):
+    """Told what an engine does, in the middle of it: calls are short and raise nothing.
+
+    Every group that was `added` is `ended` once.
+    """
+
+    def added(self, group: RequestGroup) -> None:
+        """The engine accepted these requests."""
+
+    def ended(self, group: RequestGroup) -> None:
+        """They ended, whatever the reason; or the engine did."""
+
+    def stepped(self, start: float, end: float, decoding: int) -> None:
+        """A step ran, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
 
 
 class Stream:
@@ -74,6 +91,16 @@ class Stream:
         self._finished = output.finished
         return output
 
+    async def ready(self) -> list[RequestOutput]:
+        """Waits for the next output and returns it with those that have come meanwhile; empty after the finished one.
+
+        For readers that can write several outputs at once.
+        """
+        outputs: list[RequestOutput] = []
+        while not self._finished and not (outputs and self._outputs.empty()):
+            outputs.append(await anext(self))
+        return outputs
+
     def put(self, output: RequestOutput | EngineStopped) -> None:
         """Called in the event loop."""
         self._outputs.put_nowait(output)
@@ -89,6 +116,7 @@ class AsyncEngine:
         llm: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
+        observer: told of requests and steps, for metrics.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -96,7 +124,7 @@ class AsyncEngine:
         EngineClosed: it is closed.
     """
 
-    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
+    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None, observer: Observer | None = None) -> None:
         if max_num_queued_reqs is not None:
             max_num_queued_reqs = checked_whole(
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
@@ -104,6 +132,7 @@ class AsyncEngine:
         self.llm = llm
         self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
+        self._observer = observer
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
@@ -112,6 +141,7 @@ class AsyncEngine:
         self._delivering: list[tuple[Stream, RequestOutput]] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="vattn-grammar")
+        self._ended = False
         self._stopping = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
@@ -147,6 +177,20 @@ class AsyncEngine:
         """Waiting and running requests; each of `n` completions counts."""
         with self._changed:
             return sum(len(stream.group.requests) for stream in self._streams.values())
+
+    async def call(self, function: Callable[[], _T]) -> _T:
+        """What `function` returns or raises, on the engine thread between two steps, where it may use the LLM.
+
+        Raises:
+            EngineStopped: the engine was shut down, or died.
+        """
+        future: Future[_T] = Future()
+        with self._changed:
+            if self._ended:
+                raise EngineStopped("the engine was shut down") if self._error is None else _stopped(self._error)
+            self._calls.append((function, future))
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
 
     async def generate(
         self,
@@ -189,27 +233,47 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
+        name = f"async-{next(self._names)}" if request_id is None else request_id
+        (stream,) = await self._add({name: prompt}, sampling_params, priority)
+        return stream
+
+    async def add_all(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> list[Stream]:
+        """Queue several requests, all of them or none; one stream for each prompt, in order.
+
+        Arguments and errors are as for `add`.
+        """
+        return await self._add({f"async-{next(self._names)}": prompt for prompt in prompts}, sampling_params, priority)
+
+    async def _add(
+        self, prompts: Mapping[str, Prompt], sampling_params: SamplingParams | None, priority: int
+    ) -> list[Stream]:
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
-        name = f"async-{next(self._names)}" if request_id is None else request_id
+        count = params.n * len(prompts)
+        make = self._core.make_group
         with self._changed:
-            self._check_room(name, params.n)
+            self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
-        make = functools.partial(self._core.make_group, name, prompt, params, kind=kind, priority=priority)
         try:
-            if params.structured_outputs is None:
-                group = await asyncio.to_thread(make)
-            else:
-                group = await asyncio.get_running_loop().run_in_executor(self._grammar_threads, make)
+            threads = None if params.structured_outputs is None else self._grammar_threads
+            groups = await asyncio.get_running_loop().run_in_executor(
+                threads,
+                lambda: [make(name, prompt, params, kind=kind, priority=priority) for name, prompt in prompts.items()],
+            )
         except EngineClosed as error:
             raise _stopped(error) from error
-        stream = Stream(group)
+        streams = [Stream(group) for group in groups]
         with self._changed:
-            self._check_room(name, params.n)
-            self._streams[name] = stream
-            self._arriving.append(stream)
+            self._check_room(prompts, count)
+            for stream in streams:
+                self._streams[stream.request_id] = stream
+                if self._observer is not None:
+                    self._observer.added(stream.group)
+            self._arriving += streams
             self._changed.notify()
-        return stream
+        return streams
 
     def abort(self, request_id: str) -> None:
         """End a request soon; its stream gets a last output. No effect if the name is unknown."""
@@ -251,7 +315,7 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        return await self._between_steps(self._core.metrics)
+        return await self.call(self._core.metrics)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """As `LLM.reset_prefix_cache`, between two steps.
@@ -259,7 +323,7 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        return await self._between_steps(functools.partial(self._core.reset_prefix_cache, reset_running_requests))
+        return await self.call(functools.partial(self._core.reset_prefix_cache, reset_running_requests))
 
     async def sleep(self, level: int = 1) -> int:
         """As `LLM.sleep`, between two steps; requests are accepted and wait, up to `max_num_queued_reqs`.
@@ -268,7 +332,7 @@ class AsyncEngine:
             ConfigError: as `LLM.sleep`.
             EngineStopped: the engine was shut down, or died.
         """
-        return await self._between_steps(functools.partial(self._core.sleep, level))
+        return await self.call(functools.partial(self._core.sleep, level))
 
     async def wake_up(self) -> None:
         """As `LLM.wake_up`; a `shutdown` wakes the engine up, too, to finish what waits.
@@ -276,32 +340,20 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        await self._between_steps(self._core.wake_up)
+        await self.call(self._core.wake_up)
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
         return self._core.asleep
 
-    async def _between_steps(self, call: Callable[[], _T]) -> _T:
-        """The result of a call in the engine thread."""
-        future: Future[_T] = Future()
-        with self._changed:
-            if self._error is not None:
-                raise _stopped(self._error)
-            if self._stopping:
-                raise EngineStopped("the engine is shutting down")
-            self._calls.append((call, future))
-            self._changed.notify()
-        return await asyncio.wrap_future(future)
-
-    def _check_room(self, request_id: str, count: int) -> None:
-        """Raise unless `count` requests may come under this name; with the lock held."""
+    def _check_room(self, names: Collection[str], count: int) -> None:
+        """Raise unless `count` requests may come under these names; with the lock held."""
         if self._error is not None:
             raise _stopped(self._error)
         if self._stopping:
             raise EngineStopped("the engine is shutting down and takes no requests")
-        if request_id in self._streams:
-            raise InvalidRequest(f"a request {request_id!r} is unfinished; choose another name, or abort it first")
+        if taken := [name for name in names if name in self._streams]:
+            raise InvalidRequest(f"a request {taken[0]!r} is unfinished; choose another name, or abort it first")
         if self.max_num_queued_reqs is None:
             return
         running = self._core.scheduler.max_num_seqs
@@ -323,21 +375,39 @@ class AsyncEngine:
         try:
             while self._take_orders():
                 if self._has_work():
-                    self._deliver(self._core.step())
+                    self._deliver(self._step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
             with self._changed:
                 self._error = error
                 streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
+                for stream in self._streams.values():
+                    self._note_end(stream)
                 self._streams.clear()
                 self._arriving.clear()
-                calls, self._calls = self._calls, []
-            for _, future in calls:
-                _resolve(future, functools.partial(_raise, _stopped(error)))
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
+            with self._changed:
+                self._ended = True
+                calls, self._calls = self._calls, []
+            for _, future in calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineStopped("the engine was shut down before it came to this call"))
             self._core.take_back(self._thread)
+
+    def _step(self) -> list[RequestOutput]:
+        if self._observer is None:
+            return self._core.step()
+        decoding = sum([request.state is State.DECODING for request in self._core.scheduler.running])
+        start = time.monotonic()
+        outputs = self._core.step()
+        self._observer.stepped(start, time.monotonic(), decoding)
+        return outputs
+
+    def _note_end(self, stream: Stream) -> None:
+        if self._observer is not None:
+            self._observer.ended(stream.group)
 
     def _take_orders(self) -> bool:
         """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""
@@ -346,9 +416,9 @@ class AsyncEngine:
                 lambda: (
                     self._arriving
                     or self._aborting
+                    or self._calls
                     or self._stopping
                     or self._core.closing
-                    or self._calls
                     or self._has_work()
                 )
             )
@@ -364,8 +434,8 @@ class AsyncEngine:
             self._core.add_group(stream.group)
         aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
-        for call, future in calls:
-            _resolve(future, call)
+        for function, future in calls:
+            _answer(function, future)
         if stopping:
             self._core.wake_up()
         return self._core.has_unfinished() or not stopping
@@ -379,7 +449,7 @@ class AsyncEngine:
             self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
-                    del self._streams[output.request_id]
+                    self._note_end(self._streams.pop(output.request_id))
         self._hand_over(self._delivering)
         self._delivering = []
 
@@ -395,18 +465,16 @@ class AsyncEngine:
                 self._abort(stream for stream, _ in batch)
 
 
-def _resolve(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Make the result or the error of a call that of the future, unless nobody waits for it any more."""
+def _answer(function: Callable[[], _T], future: Future[_T]) -> None:
+    """Run a function for whoever waits for the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(call())
+        result = function()
     except Exception as error:
         future.set_exception(error)
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    else:
+        future.set_result(result)
 
 
 def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:

@@ -549,6 +549,7 @@ class KVCache:
                 length=self._slots.length.get(slot, 0),
                 mapped=self._bands.extent(slot),
                 pages=self._bands.pages(slot),
+                shared=self._bands.shared_tokens(slot),
             )
             for slot in range(self.layout.slots)
         ]

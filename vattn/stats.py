@@ -151,6 +151,7 @@ class SlotPages:
         length: live tokens.
         mapped: tokens that are backed.
         pages: pages mapped.
+        shared: tokens at the slot's start whose memory several running requests use.
     """
 
     reqid: int
@@ -158,3 +159,4 @@ class SlotPages:
     length: int
     mapped: int
     pages: int
+    shared: int

@@ -20,7 +20,7 @@ _ABOUT = "serve a model over HTTP, as OpenAI's API"
 def add_to(commands: Commands) -> None:
     """Add `serve`; without its packages it takes any arguments, and says what to install."""
     try:
-        from vattn.engine.server.settings import ServerSettings  # type: ignore[import-untyped, unused-ignore]
+        from vattn.engine.server.settings import ServerSettings
     except ModuleNotFoundError as error:
         # No argument starts with this prefix, so that all of them are positional.
         parser = commands.add_parser("serve", help=_ABOUT, add_help=False, prefix_chars="\0")
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = ServerSettings(**given(args, ServerSettings))
     require_server_extra("vattn serve")
 
-    from vattn.engine.server import serve  # type: ignore[import-untyped, unused-ignore]
+    from vattn.engine.server import serve
 
     status: int = serve(config, settings)
     return status

@@ -323,6 +323,10 @@ class PagedKV(PlainStore):
             live_bytes=live * self.token_bytes,
         )
 
+    def block_lists(self) -> dict[int, list[int]]:
+        """The numbers of each slot's blocks, in the order of its tokens; a block that is shared is in several lists."""
+        return {number: [block.number for block in slot.blocks] for number, slot in self._slots.items()}
+
     def check(self) -> None:
         self._index.check()
         self._slots.check()

@@ -142,6 +142,16 @@ class RequestGroup:
         return completions
 
     def _metrics(self, finished: bool) -> RequestMetrics:
+        if len(self.requests) == 1:  # nearly always, and for every token
+            request = self.requests[0]
+            return RequestMetrics(
+                request.arrival_time,
+                request.first_scheduled_time,
+                request.first_token_time,
+                request.finished_time if finished else None,
+                request.num_preemptions,
+            )
+
         def times(name: str) -> list[float]:
             return [time for request in self.requests if (time := getattr(request, name)) is not None]
 

@@ -21,6 +21,7 @@ from vattn.engine import (
     RequestOutputKind,
     SamplingParams,
 )
+from vattn.engine.requests.outputs import RequestGroup
 from vattn.errors import ConfigError, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -186,6 +187,10 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
                 QueueFull, match=r"3 more requests with 3 unfinished .* limit of 5: 2 .* and 3 that wait"
             ):
                 await engine.add([2, 3], three)
+            with pytest.raises(QueueFull, match="3 more"):
+                await engine.add_all([[2, 3], [4], [5]], LONG)
+            with pytest.raises(InvalidRequest, match="empty"):
+                await engine.add_all([[2, 3], []], LONG)
             assert engine.num_unfinished == 3
             streams.append(await engine.add([2, 3], SamplingParams(n=2, max_tokens=5)))
             with pytest.raises(QueueFull):
@@ -319,3 +324,71 @@ def test_what_cannot_be_served() -> None:
         llm.add_request("a", [2], GREEDY)
         with pytest.raises(ConfigError, match="unfinished requests"):
             AsyncEngine(llm)
+
+
+def test_outputs_that_came_together_are_read_together() -> None:
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            stream = await engine.add([2, 3, 4], GREEDY)
+            await until(lambda: engine.num_unfinished == 0)
+            batch = await stream.ready()
+            assert [len(output.outputs[0].token_ids) for output in batch] == [1] * 8
+            assert await stream.ready() == []
+
+    run(test())
+
+
+def test_calls_between_steps() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        async with serving(llm) as engine:
+            stream = await engine.add([2, 3, 4], LONG)
+            assert await engine.call(threading.current_thread) is engine._thread
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda: 1 // 0)
+            assert len([output async for output in stream]) == 100
+            await engine.reset_prefix_cache()
+            assert await engine.get_tokenizer() is llm.tokenizer
+        with pytest.raises(EngineStopped, match="shut down"):
+            await engine.call(llm.check)
+
+    run(test())
+
+
+def test_an_observer_is_told_of_every_request_once() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.live: set[str] = set()
+            self.ended_requests: list[str] = []
+            self.decoded = 0
+
+        def added(self, group: RequestGroup) -> None:
+            self.live.add(group.request_id)
+
+        def ended(self, group: RequestGroup) -> None:
+            self.live.remove(group.request_id)
+            self.ended_requests.append(group.request_id)
+
+        def stepped(self, start: float, end: float, decoding: int) -> None:
+            assert start <= end
+            self.decoded += decoding
+
+    async def test() -> None:
+        counting = Counting()
+        llm = make_llm()
+        engine = AsyncEngine(llm, observer=counting)
+        left = await engine.add([2, 3, 4], LONG, request_id="left")
+        await anext(left)
+        engine.abort("left")
+        assert [output async for output in left][-1].finished
+        counting.decoded = 0
+        await collect(engine, [2, 3, 4], GREEDY, request_id="whole")
+        assert counting.decoded == 7
+        llm.on_step = lambda _: 1 // 0
+        with pytest.raises(EngineStopped, match="ZeroDivisionError"):
+            await collect(engine, [2, 3, 4], GREEDY, request_id="fallen")
+        assert counting.ended_requests == ["left", "whole", "fallen"]
+        assert not counting.live
+        await engine.shutdown()
+
+    run(test())

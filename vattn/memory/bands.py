@@ -183,6 +183,11 @@ class Bands:
         """Pages that several running requests use, each counted once."""
         return sum(band.shared.shared_pages() for band in self._bands)
 
+    def shared_tokens(self, slot: int) -> int:
+        """Tokens at the slot's start whose blocks several running requests use, in the bands without a window."""
+        depths = [block.depth for block in self._lasting[0].shared.used(slot) if block.users > 1]
+        return (max(depths, default=-1) + 1) * self.block_tokens
+
     def saved_pages(self, lengths: Collection[tuple[int, int]]) -> int:
         """Additional pages that slots would need if they shared nothing; `lengths` are pairs of slot and tokens."""
         return sum(band.saved_pages(lengths) for band in self._bands)

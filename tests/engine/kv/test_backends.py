@@ -690,6 +690,18 @@ def test_paged_block_tables() -> None:
     backend.close()
 
 
+def test_paged_lists_the_blocks_of_each_slot() -> None:
+    backend = make_backend("paged")
+    first = backend.allocate(40)
+    backend.prepare({first: 40})
+    second = backend.fork(first)
+    lists = backend.block_lists()
+    assert lists.keys() == {first, second}
+    assert lists[first][:2] == lists[second][:2]
+    assert lists[first] == backend.block_table[first, :3].tolist()
+    assert len({*lists[first], *lists[second]}) == 4, "the last block, which is not whole, is copied"
+
+
 def test_paged_bad_sizes() -> None:
     with pytest.raises(ConfigError, match="block_size is 0"):
         PagedKV(KVSpec(KVShape.uniform(1, 1, 1, 1), max_num_seqs=1, max_model_len=1, block_size=0), num_blocks=1)

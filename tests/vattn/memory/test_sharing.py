@@ -78,6 +78,16 @@ def test_a_prefix_is_there_in_whole_blocks_and_held_once(cache: vattn.KVCache) -
     assert first not in {reqid for reqid, _ in others}
 
 
+def test_the_page_map_shows_what_is_shared(cache: vattn.KVCache) -> None:
+    first = run(cache, PROMPT)
+    assert [slot.shared for slot in cache.page_map()] == [0] * len(cache.page_map())
+    second, _ = cache.admit([*PROMPT[:100], 1000])
+    shared = {slot.reqid: slot.shared for slot in cache.page_map() if slot.shared}
+    assert shared == {first: BLOCK, second: BLOCK}
+    cache.free_reqid(first)
+    assert not any(slot.shared for slot in cache.page_map())
+
+
 @pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (64, 0), (65, 64), (128, 64), (129, 128), (640, 192)])
 def test_at_least_one_token_is_left_to_compute(cache: vattn.KVCache, tokens: int, cached: int) -> None:
     run(cache, PROMPT)

@@ -1,0 +1,93 @@
+"""`make_app`: the ASGI application over an engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from vattn.engine.async_engine import AsyncEngine
+from vattn.engine.llm import LLM
+from vattn.engine.server import admin, chat, completions, tokens
+from vattn.engine.server.errors import add_handlers
+from vattn.engine.server.gate import Gate
+from vattn.engine.server.metrics import Metrics
+from vattn.engine.server.protocol import ErrorResponse
+from vattn.engine.server.service import Service
+from vattn.engine.server.settings import ServerSettings
+from vattn.engine.server.state import StateReader
+
+_ERRORS = {
+    400: "a value that is not possible or not supported, or a context that is too long",
+    401: "a key is missing or wrong",
+    404: "an unknown model",
+    413: "the body is too large",
+    500: "the request failed",
+    503: "the queue is full, or the engine takes no requests",
+}
+
+
+def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
+    """An engine over `llm`, and what the endpoints need of it; to be shut down with the engine.
+
+    Args:
+        root: the model as the operator gave it, and its name unless the settings have others.
+    """
+    name = settings.served_model_name[0] if settings.served_model_name else root
+    metrics = Metrics(name)
+    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, observer=metrics)
+    metrics.watch(engine)
+    return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application; the engine is shut down when it ends, and what then still runs is aborted."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.engine.shutdown(timeout=0)
+
+    settings = service.settings
+    app = FastAPI(
+        title="vattn",
+        version=version("vattn"),
+        lifespan=lifespan,
+        # The pages of FastAPI load scripts from other hosts.
+        docs_url=None,
+        redoc_url=None,
+        responses={status: {"model": ErrorResponse, "description": text} for status, text in _ERRORS.items()},
+    )
+    for room in (completions, chat, tokens, admin):
+        app.include_router(room.router(service))
+    add_handlers(app)
+    app.add_middleware(Gate, settings=settings)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """FastAPI's description, without the 422 that this server never answers, and with streams."""
+        document = describe()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
+            content = document["paths"][path]["post"]["responses"]["200"]["content"]
+            content.setdefault("text/event-stream", {"schema": {"type": "string"}})
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app

@@ -1,0 +1,87 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
+from vattn.engine.server.answers import ending, head, stream, usage_of
+from vattn.engine.server.errors import bad, json_response
+from vattn.engine.server.logprobs import chat_logprobs, prompt_logprobs
+from vattn.engine.server.params import sampling_params
+from vattn.engine.server.protocol import ChatRequest, ChatResponse
+from vattn.engine.server.service import Service
+from vattn.engine.server.streams import EventStream
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", response_model=ChatResponse)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation. With `stream`, as server-sent events."""
+        service.check_model(body.model)
+        if body.top_logprobs and not body.logprobs:
+            raise bad("top_logprobs needs logprobs; set it to true", "top_logprobs")
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, echo=False)
+        prompt = await service.read_chat(body, body, max_tokens)
+        run = await service.start([prompt], params, body)
+        model = body.model or service.names[0]
+        if body.stream:
+            start = head("chat.completion.chunk", "chatcmpl", request.scope["request_id"], model)
+            return EventStream(stream(run, body, start, _Chunks(body)), run.abort)
+        start = head("chat.completion", "chatcmpl", request.scope["request_id"], model)
+        (output,) = await run.finals(request)
+        choices = [
+            _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})
+            for completion in output.outputs
+        ]
+        return json_response({**start, "choices": choices, "usage": usage_of([output]), **_of_prompt(output, body)})
+
+    return routes
+
+
+class _Chunks:
+    """Makes the chunks of one stream; the first of each choice names the role."""
+
+    def __init__(self, body: ChatRequest) -> None:
+        self._body = body
+        self._begun: set[int] = set()
+
+    def __call__(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        chunks = []
+        for completion in output.outputs:
+            delta: dict[str, Any] = {"content": completion.text} if completion.text else {}
+            extra = {}
+            if completion.index not in self._begun:
+                extra = {} if self._begun else _of_prompt(output, self._body)
+                self._begun.add(completion.index)
+                delta = {"role": "assistant", "content": completion.text}
+            wanted = self._body.logprobs or self._body.return_token_ids
+            if delta or wanted or completion.finish_reason is not None:
+                chunks.append({"choices": [_choice(completion, self._body, {"delta": delta})], **extra})
+        return chunks
+
+
+def _choice(completion: CompletionOutput, body: ChatRequest, what: dict[str, Any]) -> dict[str, Any]:
+    logprobs = None
+    if body.logprobs:
+        logprobs = chat_logprobs(completion.token_ids, completion.logprobs or (), body.top_logprobs or 0)
+    return {"index": completion.index, **what, "logprobs": logprobs, **ending(completion, body)}
+
+
+def _of_prompt(output: RequestOutput, body: ChatRequest) -> dict[str, Any]:
+    """What was asked for about the prompt."""
+    fields: dict[str, Any] = {}
+    if body.return_token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(
+            output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
+        )
+    return fields

@@ -1,0 +1,123 @@
+"""`/v1/completions`, and the seeds' `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
+from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.server.answers import ending, head, stream, usage_of
+from vattn.engine.server.errors import json_response
+from vattn.engine.server.logprobs import TextLogprobs, prompt_logprobs
+from vattn.engine.server.params import sampling_params
+from vattn.engine.server.protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
+from vattn.engine.server.service import Prompt, Service
+from vattn.engine.server.streams import EventStream
+
+_DEFAULT_TOKENS = 16
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Complete prompts: text or token ids, one or several. With `stream`, as server-sent events."""
+        service.check_model(body.model)
+        params = sampling_params(
+            body,
+            max_tokens=_DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+            logprobs=body.logprobs,
+            echo=bool(body.echo),
+        )
+        prompts = await service.read(_prompts(body), body, body.max_tokens)
+        run = await service.start(prompts, params, body)
+        answer = _Completion(service, body, prompts)
+        start = head("text_completion", "cmpl", request.scope["request_id"], body.model or service.names[0])
+        if body.stream:
+            return EventStream(stream(run, body, start, answer.chunks), run.abort)
+        finals = await run.finals(request)
+        choices = [choice for number, output in enumerate(finals) for choice in answer.choices(number, output)]
+        return json_response({**start, "choices": choices, "usage": usage_of(finals)})
+
+    @routes.post("/generate", response_model=GenerateResponse)
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Complete one prompt; the answer's texts begin with it. With `stream`, events with the texts so far."""
+        service.check_model(body.model)
+        max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        params: SamplingParams = sampling_params(body, max_tokens=max_tokens, logprobs=None, echo=False)
+        prompts = await service.read([body.prompt], body, body.max_tokens)
+        run = await service.start(prompts, params, body)
+        texts = [service.prompt_text(prompts[0])] * params.n
+
+        def chunks(number: int, output: RequestOutput) -> list[dict[str, Any]]:
+            for completion in output.outputs:
+                texts[completion.index] += completion.text
+            return [{"text": list(texts)}]
+
+        if body.stream:
+            return EventStream(stream(run, body, {}, chunks), run.abort)
+        (output,) = await run.finals(request)
+        return json_response(chunks(0, output)[0])
+
+    return routes
+
+
+class _Completion:
+    """Makes the choices of one answer."""
+
+    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+        self._service = service
+        self._body = body
+        self._prompts = prompts
+        self._n = body.n or 1
+        self._logprobs: dict[int, TextLogprobs] = {}  # by choice
+        self._begun: set[int] = set()
+
+    def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The news of an output, or all of a finished one, of the prompt with this number."""
+        return [self._choice(number, output, completion) for completion in output.outputs]
+
+    def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        body = self._body
+        return [
+            {"choices": [choice]}
+            for choice in self.choices(number, output)
+            if choice["text"] or choice["finish_reason"] or choice["logprobs"] or body.return_token_ids
+        ]
+
+    def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        body = self._body
+        index = number * self._n + completion.index
+        first = index not in self._begun
+        self._begun.add(index)
+        echoes = bool(body.echo) and first
+        text = self._service.prompt_text(self._prompts[number]) + completion.text if echoes else completion.text
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if body.logprobs is not None:
+            pairs: list[tuple[int, Any]] = []
+            if echoes:
+                pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+            pairs += zip(completion.token_ids, completion.logprobs or (), strict=True)
+            if index not in self._logprobs:
+                self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text.of_token)
+            choice["logprobs"] = self._logprobs[index].piece(pairs)
+        choice |= ending(completion, body)
+        if body.return_token_ids and first:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
+            )
+        return choice
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt as text or token ids."""
+    prompt: Any = body.prompt
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return list(prompt) if several else [prompt]

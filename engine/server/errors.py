@@ -1,0 +1,133 @@
+"""Errors in the shape of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from vattn.engine.async_engine import EngineStopped, QueueFull
+from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.requests.sampling import SamplingParams
+from vattn.errors import ConfigError, VattnError
+
+logger = logging.getLogger(__name__)
+
+# Messages may quote what a client sent.
+LONGEST_MESSAGE = 600
+RETRY_AFTER = {"Retry-After": "1"}
+_PARAMS = frozenset(field.name for field in fields(SamplingParams))
+_KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        param: the field that is wrong, where it is one.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        message = str(self)
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[:LONGEST_MESSAGE]}..."
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _KINDS.get(self.status, default)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """The client left before there was an answer."""
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is wrong as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error; of one that is not meant for clients, only its type."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            return ApiError(503, str(error), code="queue_full", headers=RETRY_AFTER)
+        case EngineStopped():
+            return ApiError(503, "the engine has stopped and takes no requests", code="engine_stopped")
+        case InvalidRequest() | ConfigError():
+            message = str(error)
+            too_long = "max_model_len" in message
+            name = message.split(" ", 1)[0]
+            return bad(message, name if name in _PARAMS else None, "context_length_exceeded" if too_long else None)
+        case ClientGone():
+            return ApiError(499, "the client left")  # which nobody reads
+        case VattnError():
+            return ApiError(500, f"the request failed: {error}")
+    return ApiError(500, f"the request failed: {type(error).__name__}; the server's log has more")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def encode(value: object) -> bytes:
+    """JSON; text that no encoding has is replaced."""
+    return _encoder.encode(value).encode("utf-8", "replace")
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(value), status, dict(headers or {}), media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    found = api_error(error)
+    return json_response(found.body, found.status, found.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer every error of an endpoint in one shape."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return error_response(bad("the body is no JSON"))
+        path = [str(part) for part in first["loc"] if part != "body"]
+        param = path[0] if path else None
+        where = ".".join(path)[:80]
+        return error_response(bad(f"{where}: {first['msg']}" if where else first["msg"], param))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+    for kind in (ApiError, ClientGone, VattnError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)

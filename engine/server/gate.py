@@ -1,0 +1,112 @@
+"""`Gate`: what every HTTP request passes first: its id, the key, the limit on its body, the log."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from fastapi.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vattn.engine.server.errors import ApiError, error_response
+from vattn.engine.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+# What load balancers and scrapers ask for, and what describes the server; all else needs a key, if there are keys.
+OPEN = frozenset({"/health", "/metrics", "/version", "/load", "/openapi.json"})
+_QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds
+_REQUEST_ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
+
+
+class Gate:
+    """An ASGI middleware; puts the request's id into its scope as `request_id`."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self._keys = [_digest(key.encode()) for key in settings.api_key]
+        self._limit = int(settings.max_body_bytes)
+        self._logs = not settings.disable_log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = time.monotonic()
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope["request_id"] = request_id
+        status = 0
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._limit:
+                    raise HTTPException(413, self._too_large())
+            return message
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if status == 413:  # the rest of the body is not read
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope["path"], headers)
+            if refusal is not None:
+                await error_response(refusal)(scope, limited, named)
+            else:
+                await self.app(scope, limited, named)
+        except Exception as error:
+            logger.error("a request failed", exc_info=error, extra={"fields": {"request_id": request_id}})
+            if not status:
+                await error_response(error)(scope, limited, named)
+        finally:
+            if self._logs and scope["path"] not in _QUIET:
+                fields = {
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"][:200],
+                    "status": status,  # 0: the client left before there was one
+                    "seconds": round(time.monotonic() - start, 4),
+                }
+                logger.info("request", extra={"fields": fields})
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._keys and path not in OPEN and not self._has_key(headers.get(b"authorization", b"")):
+            message = "a key is missing or wrong; send 'Authorization: Bearer KEY'"
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._limit:
+            return ApiError(413, self._too_large(), code="body_too_large")
+        return None
+
+    def _has_key(self, authorization: bytes) -> bool:
+        scheme, _, key = authorization.partition(b" ")
+        digest = _digest(key.strip())
+        # Every key is compared, in a time that does not depend on what they have in common.
+        found = [hmac.compare_digest(digest, known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(found)
+
+    def _too_large(self) -> str:
+        return f"the body is over the limit of {self._limit} bytes; send less, or raise --max-body-bytes"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _request_id(given: bytes) -> str:
+    """The client's own id, if it fits into a header and a log; else a new one."""
+    text = given.decode("latin-1")
+    return text if _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex

@@ -1,0 +1,126 @@
+"""`run`: a process that serves until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import uvicorn
+
+from vattn.engine.config import EngineConfig
+from vattn.engine.llm import LLM
+from vattn.engine.server import logs
+from vattn.engine.server.app import make_app, make_service
+from vattn.engine.server.connections import LimitedProtocol
+from vattn.engine.server.service import Service
+from vattn.engine.server.settings import ServerSettings
+from vattn.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "VATTN_API_KEY"  # a key that no list of processes shows
+_GRACE = 5  # seconds to write what the engine has finished
+
+
+def run(config: EngineConfig, settings: ServerSettings) -> int:
+    """As `serve`."""
+    logs.set_up(settings.log_level)
+    if key := os.environ.get(KEY_VARIABLE):
+        settings = replace(settings, api_key=[*settings.api_key, key])
+    # First, since loading a model may take minutes.
+    with _bind(settings) as listener:
+        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
+        root = config.model if isinstance(config.model, str) else type(config.model).__name__
+        service = make_service(llm, settings, root)
+        server = _make_server(service, listener)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(_serve(server, service, listener))
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says where it listens once it does."""
+
+    def __init__(self, config: uvicorn.Config, fields: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._fields = fields
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("serving", extra={"fields": self._fields})
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to `_serve`: uvicorn raises them again when it ends, which would be the exit status."""
+        yield
+
+
+def _make_server(service: Service, listener: socket.socket) -> _Server:
+    settings = service.settings
+    scheme = "https" if settings.ssl_certfile else "http"
+    host, port = listener.getsockname()[:2]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return _Server(
+        uvicorn.Config(
+            make_app(service),
+            http=LimitedProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            timeout_graceful_shutdown=int(settings.shutdown_timeout) + _GRACE,
+        ),
+        {"url": url, "models": service.names, "pid": os.getpid()},
+    )
+
+
+async def _serve(server: _Server, service: Service, listener: socket.socket) -> None:
+    settings = service.settings
+    loop = asyncio.get_running_loop()
+    drains: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        """Accept no more, and give what runs its time; the second time, end at once."""
+        timeout = settings.shutdown_timeout
+        if server.should_exit:
+            timeout = 0
+            server.force_exit = True
+        logger.info("stopping", extra={"fields": {"unfinished": service.engine.num_unfinished, "seconds": timeout}})
+        server.should_exit = True
+        drains.append(asyncio.ensure_future(service.engine.shutdown(timeout=timeout)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await service.engine.shutdown(timeout=0)
+        await asyncio.gather(*drains)
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the address, which does not listen yet."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((settings.host, settings.port))
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"the server cannot listen on {where}: {error.strerror}; give another --host or --port"
+        ) from error
+    return listener

@@ -1,0 +1,113 @@
+"""`ServerSettings`: what a server can be asked for, beyond its engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vattn.engine.checks import checked_choice, checked_whole, number
+from vattn.engine.config import Flag
+from vattn.errors import ConfigError
+from vattn.integers import shown
+from vattn.units import parse_bytes
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _flag(help: str, **how: Any) -> dict[str, Flag]:
+    return {"flag": Flag(help=help, **how)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server listens, what it accepts, and what it says.
+
+    The fields with a `Flag` are flags of `vattn serve`; those that hold several texts may be repeated there.
+
+    Attributes:
+        api_key: any of these opens what `docs/server.md` lists; none, and everything is open.
+        served_model_name: names of the model for clients, the first one in answers; by default `model` as it was given.
+        chat_template: the template itself, once it is read.
+        shutdown_timeout: seconds that requests in progress have after SIGTERM.
+
+    Raises:
+        ConfigError: a value that is impossible, or values that contradict each other.
+    """
+
+    host: str = field(default="127.0.0.1", metadata=_flag("address to listen on; 0.0.0.0 for every one"))
+    port: int = field(default=8000, metadata=_flag("port to listen on; 0 for a free one", parse=int))
+    api_key: Sequence[str] = field(
+        default=(), metadata=_flag("key that clients have to send; may be repeated", metavar="KEY")
+    )
+    served_model_name: Sequence[str] = field(
+        default=(), metadata=_flag("name of the model for clients; may be repeated; default: MODEL", metavar="NAME")
+    )
+    ssl_keyfile: str | None = field(default=None, metadata=_flag("private key, for HTTPS", metavar="PATH"))
+    ssl_certfile: str | None = field(default=None, metadata=_flag("certificate, for HTTPS", metavar="PATH"))
+    allowed_origins: Sequence[str] = field(
+        default=(),
+        metadata=_flag("origin whose pages may call the server from a browser; may be repeated", metavar="ORIGIN"),
+    )
+    max_num_queued_reqs: int = field(
+        default=4096, metadata=_flag("maximum number of requests that wait; more get 503", parse=int)
+    )
+    shutdown_timeout: float = field(
+        default=30.0, metadata=_flag("seconds that requests have to finish after SIGTERM", parse=float)
+    )
+    max_body_bytes: int | str = field(
+        default="16MiB", metadata=_flag("size of the largest request body", metavar="SIZE")
+    )
+    chat_template: str | None = field(
+        default=None, metadata=_flag("chat template, or path of one, instead of the tokenizer's", metavar="TEMPLATE")
+    )
+    admin_endpoints: bool = field(
+        default=False, metadata=_flag("offer /sleep, /wake_up, /is_sleeping and /reset_prefix_cache")
+    )
+    dashboard: bool = field(default=True, metadata=_flag("offer /dashboard"))
+    log_prompts: bool = field(default=False, metadata=_flag("write prompts to the log"))
+    disable_log_requests: bool = field(default=False, metadata=_flag("no line in the log for each request"))
+    log_level: str = field(default="info", metadata=_flag("least severe messages of the log", choices=LOG_LEVELS))
+
+    def __post_init__(self) -> None:
+        for name in ("api_key", "served_model_name", "allowed_origins"):
+            self._set(name, _texts(name, getattr(self, name)))
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host is {shown(self.host)}; give an address, such as 127.0.0.1")
+        self._set("port", checked_whole("port", self.port, 0, 65535))
+        self._set("max_num_queued_reqs", checked_whole("max_num_queued_reqs", self.max_num_queued_reqs, 0))
+        timeout = number(self.shutdown_timeout)
+        if timeout is None or timeout < 0:
+            raise ConfigError(f"shutdown_timeout is {shown(self.shutdown_timeout)}; give seconds, 0 or more")
+        self._set("shutdown_timeout", timeout)
+        self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
+        checked_choice("log_level", self.log_level, LOG_LEVELS)
+        self._set("chat_template", _template(self.chat_template))
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that belongs to it")
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, name)
+            if path is not None and not os.path.isfile(path):
+                raise ConfigError(f"{name} is {shown(path)}, where no file is; give the path of a PEM file")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _template(given: str | None) -> str | None:
+    """A template that is given as such, or as the path of a file."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as error:
+        raise ConfigError(f"chat_template is {shown(given)}: {error.strerror}; give a template or its path") from error
+
+
+def _texts(name: str, values: object) -> tuple[str, ...]:
+    texts = (values,) if isinstance(values, str) else values
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"{name} is {shown(values)}; give texts, none of them empty")
+    return tuple(texts)

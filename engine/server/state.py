@@ -1,0 +1,185 @@
+"""The live state of a server, as JSON: what `/dashboard`, `/health?memory=1` and `/metrics` show of the cache.
+
+It is looked at between two steps, on the engine thread, at most four times a second, however many ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from vattn.engine.async_engine import AsyncEngine
+from vattn.engine.core import EngineCore
+from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.server.metrics import Metrics
+from vattn.errors import VattnError
+
+_MOST_REQUESTS = 256  # those that run come first
+_SHORTEST_AGE = 0.25
+_LONGEST_WAIT = 2.0  # for a step; then the last state is shown again
+
+
+class StateReader:
+    """Looks at an engine on behalf of many.
+
+    The state, all of it JSON, without text or tokens of any prompt:
+
+        time            seconds since the epoch
+        model, kv       name of the model, and of the KV backend
+        counts          running, waiting
+        requests        id, state, slot, prompt_tokens, output_tokens, computed_tokens, cached_tokens, priority,
+                        age_seconds, preemptions; at most 256, running ones first
+        rates           prompt_tokens and generation_tokens per second, since the last look
+        ttft_seconds    p50, p99 and count of the requests that ended last; null without one
+        memory          usage (0 to 1), reserved_bytes, physical_bytes, peak_physical_bytes, used_bytes, live_bytes,
+                        static_bytes and paged_bytes: what other allocators would hold for the running requests;
+                        pages: budget, owned, parked, cached, shared, other, free (virtual)
+        slots           virtual: per slot with memory, in tokens: slot, active, length, mapped, shared (at its start);
+                        paged: slot, length, and blocks: the numbers of its blocks
+        block_tokens    tokens of a block of the prefix cache
+        slot_tokens     tokens that a slot can hold
+        driver          map_calls, unmap_calls, waits, wait_seconds
+    """
+
+    def __init__(self, engine: AsyncEngine, metrics: Metrics, model: str) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._model = model
+        self._last: dict[str, Any] | None = None
+        self._at = 0.0
+        self._tokens = (0, 0)
+        self._looking: asyncio.Task[dict[str, Any]] | None = None
+
+    async def read(self) -> dict[str, Any]:
+        """The state now, or up to a quarter of a second ago; older where a step takes long.
+
+        Raises:
+            EngineStopped: the engine stopped before anybody looked.
+        """
+        if self._last is not None and time.monotonic() - self._at < _SHORTEST_AGE:
+            return self._last
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look())
+        await asyncio.wait({self._looking}, timeout=None if self._last is None else _LONGEST_WAIT)
+        if self._looking.done():
+            try:
+                return self._looking.result()
+            except VattnError:  # the engine or its cache is closed
+                if self._last is None:
+                    raise
+        assert self._last is not None
+        return self._last
+
+    async def _look(self) -> dict[str, Any]:
+        core = self._engine.llm.core
+        held = await self._engine.call(lambda: look(core))
+        now = time.monotonic()
+        totals = self._metrics.totals()
+        tokens = totals.prompt_tokens, totals.generation_tokens
+        seconds = now - self._at
+        rates = [(new - old) / seconds if self._at else 0.0 for new, old in zip(tokens, self._tokens, strict=True)]
+        self._tokens, self._at = tokens, now
+        self._metrics.held = held
+        self._last = {
+            "time": time.time(),
+            "model": self._model,
+            **held,
+            "rates": {"prompt_tokens": rates[0], "generation_tokens": rates[1]},
+            "ttft_seconds": _percentiles(self._metrics.recent_ttfts()),
+        }
+        return self._last
+
+
+def look(core: EngineCore) -> dict[str, Any]:
+    """What an engine holds; on the thread that steps it."""
+    scheduler, kv = core.scheduler, core.kv
+    now = time.monotonic()
+    requests = [*scheduler.running, *scheduler.waiting]
+    stats = kv.stats()
+    lengths = [request.num_computed_tokens for request in scheduler.running]
+    block = core.config.block_size
+    state: dict[str, Any] = {
+        "kv": kv.name,
+        "counts": {"running": len(scheduler.running), "waiting": len(scheduler.waiting)},
+        "requests": [
+            {
+                "id": request.request_id,
+                "state": request.state.value,
+                "slot": request.slot,
+                "prompt_tokens": len(request.prompt_token_ids),
+                "output_tokens": len(request.output_token_ids),
+                "computed_tokens": request.num_computed_tokens,
+                "cached_tokens": request.num_cached_tokens,
+                "priority": request.priority,
+                "age_seconds": round(now - request.arrival_time, 3),
+                "preemptions": request.num_preemptions,
+            }
+            for request in requests[:_MOST_REQUESTS]
+        ],
+        "memory": {
+            "usage": 1 - kv.available() / kv.total(),
+            "reserved_bytes": stats.reserved_bytes,
+            "physical_bytes": stats.physical_bytes,
+            "peak_physical_bytes": stats.peak_physical_bytes,
+            "used_bytes": stats.used_bytes,
+            "live_bytes": stats.live_bytes,
+            "static_bytes": len(lengths) * core.loaded.max_model_len * kv.token_bytes,
+            "paged_bytes": sum(-(-length // block) * block for length in lengths) * kv.token_bytes,
+        },
+        "slots": [],
+        "block_tokens": kv.prefix_block_tokens,
+        "slot_tokens": core.loaded.max_model_len,
+        "driver": {
+            "map_calls": stats.map_calls,
+            "unmap_calls": 0,
+            "waits": 0,
+            "wait_seconds": stats.wait_seconds,
+        },
+    }
+    if isinstance(kv, VirtualKV):
+        _look_at_pages(kv, state)
+    elif isinstance(kv, PagedKV):
+        held = {request.slot: request.num_computed_tokens for request in scheduler.running}
+        state["slots"] = [
+            {"slot": slot, "length": held.get(slot, 0), "blocks": blocks} for slot, blocks in kv.block_lists().items()
+        ]
+    return state
+
+
+def _look_at_pages(kv: VirtualKV, state: dict[str, Any]) -> None:
+    stats = kv.cache.stats()
+    unmaps = stats.calls.get("cuMemUnmap")
+    state["memory"]["pages"] = {
+        "budget": stats.budget_pages,
+        "owned": stats.owned_pages,
+        "parked": stats.parked_pages,
+        "cached": stats.cached_pages,
+        "shared": stats.shared_pages,
+        "other": stats.other_pages,
+        "free": stats.free_pages,
+    }
+    state["driver"] |= {"unmap_calls": unmaps.count if unmaps else 0, "waits": stats.waits}
+    state["slots"] = [
+        {
+            "slot": slot.reqid,
+            "active": slot.active,
+            "length": slot.length,
+            "mapped": slot.mapped,
+            "shared": slot.shared,
+        }
+        for slot in kv.cache.page_map()
+        if slot.active or slot.mapped
+    ]
+
+
+def _percentiles(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    ranked = sorted(values)
+    return {
+        "count": len(ranked),
+        "p50": ranked[len(ranked) // 2],
+        "p99": ranked[min(len(ranked) - 1, len(ranked) * 99 // 100)],
+    }

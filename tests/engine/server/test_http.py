@@ -1,0 +1,401 @@
+"""What every request passes, without a process: keys, bodies, ids, errors, and the endpoints beside OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from servers import MODEL, metric
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from vattn.engine import LLM
+from vattn.engine.server.app import make_app, make_service
+from vattn.engine.server.service import Service
+from vattn.engine.server.settings import ServerSettings
+
+PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
+ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
+
+
+@asynccontextmanager
+async def client(
+    *, config: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+    """A client of an application in this process, whose engine must be idle in the end."""
+    llm = LLM(MODEL, **{"memory_budget": "8MiB", "max_num_seqs": 8, **(config or {})})
+    service = make_service(llm, ServerSettings(**settings), "tiny")
+    app = make_app(service)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as made:
+            yield made, service
+        if not service.engine.dead:
+            assert service.engine.num_unfinished == 0
+            await service.engine.call(llm.check)
+    finally:
+        await service.engine.shutdown(timeout=0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def test_keys() -> None:
+    async def test() -> None:
+        async with client(api_key=["one", "two"], admin_endpoints=True) as (http, _):
+            for path in ("/health", "/metrics", "/version", "/load", "/openapi.json"):
+                assert (await http.get(path)).status_code == 200
+            for headers in (
+                {},
+                {"Authorization": "Bearer three"},
+                {"Authorization": "one"},
+                {"Authorization": "Bearer"},
+            ):
+                for method, path in (
+                    ("GET", "/v1/models"),
+                    ("POST", "/v1/completions"),
+                    ("POST", "/tokenize"),
+                    ("POST", "/generate"),
+                    ("POST", "/sleep"),
+                    ("GET", "/dashboard"),
+                ):
+                    answer = await http.request(method, path, headers=headers)
+                    assert answer.status_code == 401
+                    assert error_of(answer)["code"] == "invalid_api_key"
+            for key in ("one", "two"):
+                answer = await http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == 200
+
+    run(test())
+
+
+def test_bodies_have_a_limit() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    async def test() -> None:
+        async with client(max_body_bytes=20_000) as (http, _):
+            for content in (b" " * 20_001, chunks()):
+                answer = await http.post(
+                    "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+                )
+                assert answer.status_code == 413
+                assert "limit of 20000 bytes" in error_of(answer)["message"]
+                assert answer.headers["connection"] == "close"
+            answer = await http.post("/v1/completions", json=PROMPT)
+            assert answer.status_code == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": NaN}',
+        b'{"prompt": "w", "temperature": NaN}',
+        b'{"prompt": "w", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "w", "cache_salt": "\\ud800"}',
+        b'{"prompt": "w", "model": "\\ud800"}',
+        b'{"prompt": "w", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "w", "n": "2"}',
+        b'{"prompt": "w", "n": 1000000}',
+        b'{"prompt": "w", "stop": [' + b'"a",' * 100 + b'"a"]}',
+        b'{"prompt": [' + b"[1]," * 5000 + b"[1]]}",
+        b'{"prompt": "w", "logprobs": true}',
+        b'{"prompt": "w", "' + b"x" * 10_000 + b'": 1, "min_p": "' + b"x" * 10_000 + b'"}',
+    ],
+    ids=range(18),
+)
+def test_bad_bodies_get_short_errors(shared: Callable[[str, bytes], httpx.Response], content: bytes) -> None:
+    answers = [shared("/v1/completions", content), shared("/v1/chat/completions", content)]
+    if not content.startswith(b'{"prompt": "w"'):
+        answers.append(shared("/tokenize", content))
+    for answer in answers:
+        assert answer.status_code in (400, 404), answer.text
+        error_of(answer)
+        assert len(answer.content) < 1000
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    """Posts JSON to one application for all tests."""
+    loop = asyncio.new_event_loop()
+    context = client()
+    http, service = loop.run_until_complete(context.__aenter__())
+
+    def post(path: str, content: bytes) -> httpx.Response:
+        return loop.run_until_complete(http.post(path, content=content, headers={"Content-Type": "application/json"}))
+
+    yield post
+    assert post("/v1/completions", json.dumps(PROMPT).encode()).json()["choices"][0]["text"] == ANSWER
+    assert not service.engine.dead
+    loop.run_until_complete(context.__aexit__(None, None, None))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def test_request_ids() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            given = await http.get("/version", headers={"X-Request-Id": "abc-123"})
+            assert given.headers["x-request-id"] == "abc-123"
+            for bad in ("two words", "x" * 200, ""):
+                made = await http.get("/version", headers={"X-Request-Id": bad})
+                assert made.headers["x-request-id"] not in (bad, "")
+            answer = await http.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "mine"})
+            assert answer.json()["id"] == "cmpl-mine"
+
+    run(test())
+
+
+def test_unknown_paths_and_methods() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            assert error_of(await http.get("/nothing"))["type"] == "not_found_error"
+            assert (await http.get("/v1/completions")).status_code == 405
+            for path in ("/sleep", "/wake_up", "/reset_prefix_cache"):
+                assert (await http.post(path)).status_code == 404, "admin endpoints have to be asked for"
+            assert (await http.get("/docs")).status_code == 404
+
+    run(test())
+
+
+def test_other_origins_are_let_in_only_if_asked() -> None:
+    async def test() -> None:
+        asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        async with client() as (http, _):
+            answer = await http.options("/v1/completions", headers=asking)
+            assert "access-control-allow-origin" not in answer.headers
+        async with client(allowed_origins=["https://a.example"], api_key=["one"]) as (http, _):
+            answer = await http.options("/v1/completions", headers=asking)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+    run(test())
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            tokenizer = await service.engine.get_tokenizer()
+            assert tokenizer is not None
+            text = "Question: What is 17 + 25?\nAnswer:"
+            ids = tokenizer(text)["input_ids"]
+            answer = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+            assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 2048)
+            assert "".join(answer["token_strs"]) == text
+            messages = [{"role": "user", "content": "What is 17 + 25?"}]
+            assert (await http.post("/tokenize", json={"messages": messages})).json()["tokens"] == ids
+            assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"prompt": text}
+            assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+            for path, body in (
+                ("/tokenize", {}),
+                ("/tokenize", {"prompt": "w", "messages": messages}),
+                ("/detokenize", {"tokens": [5000]}),
+                ("/detokenize", {"tokens": [2**70]}),
+            ):
+                assert (await http.post(path, json=body)).status_code == 400
+
+    run(test())
+
+
+def test_special_tokens_can_be_left_out() -> None:
+    async def test() -> None:
+        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+        end = ("<|end|>", tokenizer.eos_token_id)
+        tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[end])
+        plain = tokenizer("w", add_special_tokens=False)["input_ids"]
+        async with client(config={"tokenizer": tokenizer}) as (http, _):
+            for fields, want in (
+                ({}, [tokenizer.eos_token_id, *plain]),
+                ({"add_special_tokens": False}, plain),
+                ({"truncate_prompt_tokens": -1}, [tokenizer.eos_token_id, *plain]),
+                ({"truncate_prompt_tokens": -1, "add_special_tokens": False}, plain),
+            ):
+                body = {"prompt": "w", "max_tokens": 1, "return_token_ids": True, **fields}
+                answer = (await http.post("/v1/completions", json=body)).json()
+                assert answer["choices"][0]["prompt_token_ids"] == want
+                body = {"prompt": "w", **{name: fields[name] for name in fields if name == "add_special_tokens"}}
+                assert (await http.post("/tokenize", json=body)).json()["tokens"] == want
+
+    run(test())
+
+
+def test_generate_as_the_seeds_do() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            answer = await http.post("/generate", json={**PROMPT, "max_tokens": 64})
+            assert answer.json() == {"text": [PROMPT["prompt"] + ANSWER]}
+            answer = await http.post("/generate", json={**PROMPT, "max_tokens": 64, "stream": True})
+            *events, done, end = answer.text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            assert json.loads(events[-1].removeprefix("data: ")) == {"text": [PROMPT["prompt"] + ANSWER]}
+
+    run(test())
+
+
+def test_health_version_and_load() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            answer = await http.get("/health")
+            assert (answer.status_code, answer.content) == (200, b"")
+            for answer in (
+                await http.get("/health?memory=1"),
+                await http.get("/health", headers={"Accept": "application/json"}),
+            ):
+                assert answer.json()["status"] == "ok"
+                assert answer.json()["memory"]["pages"]["budget"] > 0
+            assert (await http.get("/version")).json()["version"]
+            assert (await http.get("/load")).json() == {"server_load": 0}
+
+    run(test())
+
+
+def test_a_dead_engine_says_so_and_no_more() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+
+            def on_step(_: object) -> None:
+                raise MemoryError("at 0xdeadbeef in /home/somebody")
+
+            service.engine.llm.on_step = on_step
+            for stream in (False, True):
+                answer = await http.post("/v1/completions", json={**PROMPT, "stream": stream})
+                assert "deadbeef" not in answer.text
+                assert "the engine has stopped" in answer.text
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/health?memory=1")).status_code == 503
+            answer = await http.get("/metrics")
+            assert metric(answer.text, "vllm:num_requests_running") == 0
+            assert metric(answer.text, "vllm:request_success_total", finished_reason="error") == 1
+
+    run(test())
+
+
+def test_sleep_and_the_prefix_cache() -> None:
+    async def test() -> None:
+        async with client(admin_endpoints=True) as (http, service):
+            long = {"prompt": "w " * 600, "max_tokens": 1}
+
+            async def cached() -> int:
+                answer = (await http.post("/v1/completions", json=long)).json()
+                found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                return found
+
+            assert await cached() == 0
+            assert await cached() > 0
+            assert (await http.post("/reset_prefix_cache")).status_code == 200
+            assert await cached() == 0
+            assert (await http.post("/sleep?level=2")).status_code == 400
+            assert (await http.post("/sleep")).status_code == 200
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
+            assert service.engine.llm.kv.stats().physical_bytes == 0
+            waiting = asyncio.create_task(cached())
+            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            assert not done
+            assert service.engine.num_unfinished == 1
+            assert (await http.post("/wake_up")).status_code == 200
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
+            assert await waiting == 0
+
+    run(test())
+
+
+def test_priority_where_the_engine_has_it() -> None:
+    async def test() -> None:
+        async with client(config={"scheduling_policy": "priority"}) as (http, _):
+            answer = await http.post("/v1/completions", json={**PROMPT, "priority": -3, "max_tokens": 64})
+            assert answer.json()["choices"][0]["text"] == ANSWER
+
+    run(test())
+
+
+def test_the_queue_is_bounded_all_or_nothing() -> None:
+    async def test() -> None:
+        async with client(config={"max_num_seqs": 2}, max_num_queued_reqs=2) as (http, service):
+            running = [
+                asyncio.create_task(
+                    http.post("/v1/completions", json={"prompt": "w", "max_tokens": 150, "ignore_eos": True})
+                )
+                for _ in range(3)
+            ]
+            while service.engine.num_unfinished < 3:
+                await asyncio.sleep(0.01)
+            for body in ({"n": 2}, {"prompt": ["a", "b"]}, {"n": 2, "stream": True}):
+                answer = await http.post("/v1/completions", json={"prompt": "w", "max_tokens": 4, **body})
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                assert error_of(answer)["code"] == "queue_full"
+            answer = await http.post("/v1/completions", json={"prompt": "w", "n": 5})
+            assert answer.status_code == 400, "that many never fit"
+            assert (await http.post("/v1/completions", json={"prompt": "w", "max_tokens": 4})).status_code == 200
+            assert [answer.status_code for answer in await asyncio.gather(*running)] == [200] * 3
+            text = (await http.get("/metrics")).text
+            assert metric(text, "vattn:requests_refused_total") == 3
+
+    run(test())
+
+
+def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            calls = iter(range(10_000))
+
+            def broken(*_: object) -> None:
+                if next(calls) % 20 == 10:
+                    raise RuntimeError("a broken kernel at 0xdeadbeef")
+
+            hook = service.engine.llm.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
+            body = {**PROMPT, "ignore_eos": True, "max_tokens": 15}
+            whole = await http.post("/v1/completions", json=body)
+            assert whole.status_code == 500
+            assert error_of(whole)["message"] == "the request failed: RuntimeError; the server's log has more"
+            await http.post("/v1/completions", json={**body, "max_tokens": 9})
+            streamed = await http.post("/v1/completions", json={**body, "stream": True})
+            assert streamed.status_code == 200
+            *events, error, done, end = streamed.text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            assert "RuntimeError" in json.loads(error.removeprefix("data: "))["error"]["message"]
+            assert len(events) > 3, "the error came in mid-stream"
+            assert "deadbeef" not in whole.text + streamed.text
+            hook.remove()
+            answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 64})
+            assert answer.json()["choices"][0]["text"] == ANSWER
+            kv = service.engine.llm.kv
+            assert await service.engine.call(kv.available) == kv.total()
+
+    with caplog.at_level(logging.CRITICAL + 1, "vattn.engine"):
+        run(test())
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_the_log_has_requests_and_no_prompts_unasked(caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
+    async def test() -> None:
+        async with client(log_prompts=log_prompts) as (http, _):
+            await http.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "seen"})
+
+    with caplog.at_level(logging.INFO, "vattn"):
+        run(test())
+    fields = [record.__dict__["fields"] for record in caplog.records if "fields" in record.__dict__]
+    (line,) = [each for each in fields if each.get("request_id") == "seen"]
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert ("What is 17" in str(fields)) is log_prompts

@@ -1,0 +1,243 @@
+"""A server process: clients that leave, overload, SIGTERM, TLS, and what keeps it from starting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from servers import MODEL, Server, running
+
+from vattn.engine.config import EngineConfig
+from vattn.engine.server import ServerSettings, serve
+from vattn.errors import ConfigError
+
+LONG = {"prompt": "Question: Count to 200.\nAnswer:", "temperature": 0, "max_tokens": 1800, "ignore_eos": True}
+SHORT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0, "max_tokens": 64}
+ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vattn:pages_owned")
+
+
+def wait_until_idle(server: Server, seconds: float = 10) -> None:
+    """Until the gauges are zero, and then some more, so that they are those of the end."""
+    deadline = time.monotonic() + seconds
+    while any(server.metric(name) for name in GAUGES):
+        assert time.monotonic() < deadline, {name: server.metric(name) for name in GAUGES}
+        time.sleep(0.1)
+    pages = {kind: server.metric(f"vattn:pages_{kind}") for kind in ("budget", "owned", "parked", "cached", "free")}
+    assert pages["budget"] == pages["parked"] + pages["cached"] + pages["free"]
+
+
+def wait_until_unfinished(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{server.url}/load").json() != {"server_load": count}:
+        assert time.monotonic() < deadline, httpx.get(f"{server.url}/load").text
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            assert next(answer.iter_text())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+    wait_until_idle(server)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+
+
+def test_200_long_requests_cancelled_at_once(server: Server) -> None:
+    async def test() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
+            bodies = [{**LONG, "stream": bool(i % 2)} for i in range(200)]
+            tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+            while (await http.get("/load")).json() != {"server_load": 200}:
+                await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            start = time.monotonic()
+            answer = (await http.post("/v1/completions", json=SHORT)).json()
+            assert answer["choices"][0]["text"] == ANSWER
+            assert time.monotonic() - start < 5, "the cancelled requests still run"
+
+    asyncio.run(test())
+    wait_until_idle(server)
+
+
+@pytest.mark.slow
+def test_a_thousand_streams(server: Server) -> None:
+    body = {**SHORT, "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def test() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as http:
+
+            async def ask() -> str:
+                answer = await http.post("/v1/completions", json=body)
+                assert answer.status_code == 200
+                return answer.text
+
+            answers = await asyncio.gather(*(ask() for _ in range(1000)))
+        for text in answers:
+            *events, done, end = text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert ANSWER.startswith("".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]))
+            assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+    asyncio.run(test())
+    wait_until_idle(server)
+
+
+def test_ten_of_fifty_leave_and_the_others_are_exact(server: Server) -> None:
+    async def test() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+            async def ask(i: int) -> str:
+                options: Any = {**SHORT, "prompt": f"Question: What is {i} + 7?\nAnswer:"}
+                texts = []
+                async with await client.completions.create(model="tiny", stream=True, **options) as stream:
+                    async for chunk in stream:
+                        texts.append(chunk.choices[0].text)
+                        if i % 5 == 3 and len(texts) == 1 + i // 10:
+                            return ""
+                return "".join(texts)
+
+            answers = await asyncio.gather(*(ask(i) for i in range(50)))
+            alone = [await ask(i) for i in range(0, 50, 5)]
+            assert answers[::5] == alone
+            assert answers.count("") == 10
+
+    asyncio.run(test())
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX-Much: ",
+        b"GET /",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Much: ",
+    ],
+    ids=["header", "line", "trailer"],
+)
+def test_a_head_without_end_closes_its_connection(server: Server, head: bytes) -> None:
+    url = httpx.URL(server.url)
+    before = server.metric("process_resident_memory_bytes")
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        connection.sendall(head)
+        with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
+            for _ in range(1000):
+                connection.sendall(b"a" * 100_000)
+    assert server.metric("process_resident_memory_bytes") < before + 20e6
+    assert httpx.get(f"{server.url}/health", headers={"X-Much": "a" * 20_000}).status_code == 200
+
+
+@pytest.mark.slow
+def test_sigterm_lets_requests_finish() -> None:
+    answers: list[Any] = []
+
+    def ask(server: Server, body: dict[str, Any]) -> None:
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json())
+
+    with running(shutdown_timeout=20) as server:
+        bodies = [{**LONG, "max_tokens": 150}, {**LONG, "max_tokens": 100}]
+        threads = [threading.Thread(target=ask, args=(server, body)) for body in bodies]
+        for thread in threads:
+            thread.start()
+        wait_until_unfinished(server, 2)
+        assert server.terminate() == 0
+        for thread in threads:
+            thread.join()
+        assert sorted(answer["usage"]["completion_tokens"] for answer in answers) == [100, 150]
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+@pytest.mark.slow
+def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    options: dict[str, Any] = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate), "shutdown_timeout": 0.3}
+    with running(environment={"VATTN_API_KEY": "secret"}, **options) as server:
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=certificate)
+        assert httpx.get(f"{server.url}/v1/models", verify=trusting).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.Client(base_url=server.url, verify=trusting, headers=headers, timeout=60) as http:
+            answer = http.post("/v1/completions", json=SHORT)
+            assert answer.json()["choices"][0]["text"] == ANSWER
+            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as streamed:
+                lines = streamed.iter_lines()
+                next(lines)
+                server.process.terminate()
+                *_, last, done = [line for line in lines if line]
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; give another"
+        ):
+            serve(EngineConfig(model=MODEL), ServerSettings(port=port))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 70_000}, "port is 70000"),
+        ({"host": ""}, "host is ''"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout is -1"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs is -1"),
+        ({"max_body_bytes": "much"}, "max_body_bytes"),
+        ({"api_key": [""]}, "api_key"),
+        ({"api_key": 3}, "api_key is 3"),
+        ({"ssl_keyfile": "key.pem"}, "needs ssl_certfile"),
+        ({"ssl_certfile": "/nowhere.pem"}, "where no file is"),
+        ({"log_level": "loud"}, "log_level='loud'"),
+        ({"chat_template": "/nowhere.jinja"}, "chat_template"),
+    ],
+)
+def test_settings_that_are_impossible(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(**options)
+
+
+def test_the_engine_needs_none_of_the_extra() -> None:
+    """The engine imports none of it; without it `serve` says what to install."""
+    code = """
+import sys
+import vattn.engine.server
+assert "fastapi" not in sys.modules
+for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette"):
+    sys.modules[name] = None
+import vattn.engine
+from vattn.engine.config import EngineConfig
+from vattn.engine.server import ServerSettings, serve
+serve(EngineConfig(model="x"), ServerSettings())
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "ConfigError: the server needs" in found.stderr
+    assert "pip install 'vattn[server]'" in found.stderr

@@ -1,0 +1,181 @@
+"""The live state that the dashboard shows, and the figures for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from servers import MODEL, metric
+
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.server.app import make_service
+from vattn.engine.server.metrics import Buckets
+from vattn.engine.server.service import Service
+from vattn.engine.server.settings import ServerSettings
+
+ROOT = Path(__file__).parents[3]
+LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+PROMPT = "Question: " + " ".join(str(i) for i in range(250)) + "\nAnswer:"
+
+
+def make(kv: str, **config: Any) -> Service:
+    llm = LLM(MODEL, kv=kv, memory_budget="32MiB", **{"max_num_seqs": 4, **config})
+    return make_service(llm, ServerSettings(), "tiny")
+
+
+async def until_running(service: Service, count: int) -> None:
+    while len(service.engine.llm.scheduler.running) < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kv", ["virtual", "paged", "static", "dynamic"])
+def test_the_state_while_requests_run_and_after(kv: str) -> None:
+    async def test() -> None:
+        service = make(kv)
+        engine = service.engine
+        try:
+            first = await engine.add(PROMPT, LONG)
+            assert not (await anext(first)).finished
+            others = [await engine.add(PROMPT, LONG) for _ in range(4)]
+            await until_running(service, 4)
+            state = await service.state.read()
+            json.dumps(state)
+            assert "Question" not in str(state)
+            assert state["counts"] == {"running": 4, "waiting": 1}
+            assert len(state["requests"]) == 5
+            assert {request["state"] for request in state["requests"]} <= {"prefilling", "decoding", "waiting"}
+            assert state["requests"][0]["slot"] is not None
+            assert 0 < state["memory"]["usage"] <= 1
+            memory = state["memory"]
+            assert memory["live_bytes"] <= memory["used_bytes"] <= memory["physical_bytes"]
+            assert memory["static_bytes"] == 4 * 2048 * engine.llm.token_bytes
+            if kv == "virtual":
+                slots = [slot for slot in state["slots"] if slot["active"]]
+                assert len(slots) == 4
+                assert all(0 <= slot["shared"] <= slot["length"] <= slot["mapped"] for slot in slots)
+                assert all(slot["shared"] >= state["block_tokens"] for slot in slots), "they have one prefix"
+                pages = memory["pages"]
+                parts = ("owned", "parked", "cached", "other", "free")
+                assert pages["budget"] == sum(pages[part] for part in parts)
+                assert state["driver"]["map_calls"] > 0
+            if kv == "paged":
+                assert len(state["slots"]) == 4
+                lists = [slot["blocks"] for slot in state["slots"]]
+                assert len({blocks[0] for blocks in lists}) == 1, "they share their first block"
+            assert await service.state.read() is state, "a state is shown for a while"
+
+            for stream in (first, *others):
+                engine.abort(stream.request_id)
+            while engine.num_unfinished:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            state = await service.state.read()
+            assert state["counts"] == {"running": 0, "waiting": 0}
+            assert state["memory"]["usage"] == 0
+            assert not any(slot.get("active") for slot in state["slots"])
+            assert state["rates"]["generation_tokens"] > 0
+            assert state["ttft_seconds"]["count"] >= 4
+        finally:
+            await engine.shutdown(timeout=0)
+        assert await service.state.read() is not None, "the last state stays, when the engine is gone"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_step_that_takes_long_does_not_hold_the_state_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        service = make("virtual")
+        monkeypatch.setattr("vattn.engine.server.state._LONGEST_WAIT", 0.05)
+        try:
+            state = await service.state.read()
+            slow = asyncio.ensure_future(service.engine.call(lambda: time.sleep(1)))
+            await asyncio.sleep(0.3)
+            assert await service.state.read() is state
+            await slow
+            assert await service.state.read() is not state
+        finally:
+            await service.engine.shutdown(timeout=0)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_the_counters_count() -> None:
+    async def test() -> None:
+        service = make("virtual")
+        try:
+            for n, max_tokens in ((1, 5), (3, 7)):
+                params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True)
+                outputs = [output async for output in service.engine.generate([5, 6, 7, 8], params)]
+                assert outputs[-1].finished
+            await service.state.read()
+        finally:
+            await service.engine.shutdown(timeout=0)
+        text = service.metrics.text().decode()
+        assert metric(text, "vllm:prompt_tokens_total") == 8
+        assert metric(text, "vllm:generation_tokens_total") == 5 + 3 * 7
+        assert metric(text, "vllm:request_success_total", finished_reason="length") == 4
+        assert metric(text, "vllm:time_to_first_token_seconds_count") == 4
+        assert metric(text, "vllm:request_generation_tokens_sum") == 26
+        assert metric(text, "vllm:inter_token_latency_seconds_count") == 26 - 4
+        assert metric(text, "vllm:request_time_per_output_token_seconds_count") == 4
+        assert metric(text, "vattn:step_seconds_count") >= 12
+        assert metric(text, "vattn:map_calls_total") > 0
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_buckets() -> None:
+    buckets = Buckets((1, 2))
+    for value, count in ((0.5, 1), (1, 2), (1.5, 1), (9, 3)):
+        buckets.add(value, count)
+    assert buckets.cumulative() == ([("1.0", 3.0), ("2.0", 4.0), ("+Inf", 7.0)], 31.0)
+
+
+def documented() -> set[str]:
+    """The metrics that docs/server.md names."""
+    text = (ROOT / "docs" / "server.md").read_text()
+    return set(re.findall(r"`((?:vllm|vattn):\w+)", text))
+
+
+def offered() -> set[str]:
+    """The metrics of a server, as Prometheus names them."""
+
+    async def look() -> str:
+        service = make("virtual")
+        try:
+            await service.state.read()
+        finally:
+            await service.engine.shutdown(timeout=0)
+        return service.metrics.text().decode()
+
+    families = text_string_to_metric_families(asyncio.run(look()))
+    named = [family.name + ("_total" if family.type == "counter" else "") for family in families]
+    return {name for name in named if name.startswith(("vllm:", "vattn:"))}
+
+
+def test_metrics_are_those_that_clients_expect_and_the_page_names() -> None:
+    names = offered()
+    assert names == documented()
+    expected = """num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc
+        prefix_cache_queries_total prefix_cache_hits_total gpu_prefix_cache_queries_total gpu_prefix_cache_hits_total
+        num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
+        time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+        e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds
+        request_decode_time_seconds request_prompt_tokens request_generation_tokens"""
+    assert {f"vllm:{name}" for name in expected.split()} <= names
+
+
+def test_the_grafana_dashboard_uses_metrics_that_there_are() -> None:
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    used = {name for query in queries for name in re.findall(r"(?:vllm|vattn):\w+", query)}
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= offered()
+    assert len(queries) > 10
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)

@@ -1,0 +1,102 @@
+"""A server of the small shipped model in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+START_SECONDS = 60
+
+_SCRIPT = """
+import json, sys
+from vattn.engine.config import EngineConfig
+from vattn.engine.server import ServerSettings, serve
+config, settings = map(json.loads, sys.argv[1:3])
+sys.exit(serve(EngineConfig(**config), ServerSettings(**settings)))
+"""
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: without a slash at its end.
+        log: the lines of its log so far.
+    """
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    serving: threading.Event = field(default_factory=threading.Event)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample of `/metrics`."""
+        return metric(httpx.get(f"{self.url}/metrics", verify=False).text, name, **labels)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def read_log(self) -> None:
+        """Until the process ends; in a thread."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith("{"):
+                self.log.append(json.loads(line))
+                if self.log[-1]["message"] == "serving":
+                    self.url = self.log[-1]["url"]
+                    self.serving.set()
+        self.serving.set()
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """The value of one sample in Prometheus' format."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
+        if found and found[1] == name and all(f'{key}="{value}"' in (found[2] or "") for key, value in labels.items()):
+            return float(found[3])
+    raise KeyError(name)
+
+
+@contextlib.contextmanager
+def running(
+    config: dict[str, Any] | None = None, environment: dict[str, str] | None = None, **settings: Any
+) -> Iterator[Server]:
+    """A server on a free port, which is killed afterwards if it still runs."""
+    config = {"model": MODEL, "memory_budget": "16MiB", "max_num_seqs": 16, **(config or {})}
+    settings = {"port": 0, "served_model_name": ["tiny"], **settings}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+    server = Server(process)
+    reading = threading.Thread(target=server.read_log)
+    reading.start()
+    try:
+        assert server.serving.wait(START_SECONDS), "the server did not start"
+        assert server.url, f"the server ended with {process.wait()}"
+        httpx.get(f"{server.url}/health", verify=False, timeout=START_SECONDS)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        reading.join()
+        assert process.stderr is not None
+        process.stderr.close()
