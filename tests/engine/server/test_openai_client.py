@@ -340,9 +340,10 @@ def test_the_form_of_an_output(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
     schema["additionalProperties"] = False
     form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=200, temperature=0, response_format=form)
+    greedy: Any = {"model": "tiny", "temperature": 0}
+    answer = client.chat.completions.create(**greedy, messages=CHAT, max_tokens=200, response_format=form)
     assert isinstance(json.loads(answer.choices[0].message.content or "")["yes"], bool)
     for structured, matches in (({"choice": ["one", "two"]}, "one|two"), ({"regex": "[0-9]{3}"}, "[0-9]{3}")):
-        options: Any = {"extra_body": {"structured_outputs": structured}}
-        text = client.completions.create(model="tiny", prompt=QUESTION, max_tokens=20, temperature=0, **options).choices[0].text
-        assert re.fullmatch(matches, text), text
+        body = {"structured_outputs": structured}
+        completion = client.completions.create(**greedy, prompt=QUESTION, max_tokens=20, extra_body=body)
+        assert re.fullmatch(matches, completion.choices[0].text), completion.choices[0].text
