@@ -1,18 +1,16 @@
-"""The same model, faster on a CPU: weights laid out for oneDNN once, fewer products, and less between them.
+"""The same model, faster on a CPU: weights laid out once, fewer products, and less between them.
 
 Four changes, each to the `forward` of single modules, which keep their names and types:
 
-    linear          the weight in oneDNN's blocked layout, instead of being reordered at every call
+    linear          the weight in the layout of the product, oneDNN's or vattn's, instead of being reordered at every call
     q, k, v         one product for the three projections of an attention module
     gated MLP       one product for both branches, and one pass for activation and gate
     decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it
 
-Measured in bfloat16 on two cores (us; hidden size 896, MLP of 4864; as transformers does it, and so): the MLP's
-products for 1 row 957 and 610, 32 rows 1828 and 1350, 512 rows 18100 and 15800; q, k, v and output projection for 1
-row 106 and 55, 32 rows 240 and 184.
+docs/measurements.md says what each of them is worth.
 
 For bfloat16 only. Float32 would win little, and its tokens are to be those of transformers, bit by bit; here they
-differ by rounding, since the epilogues work on float32.
+differ by rounding, since sums of several tensors are rounded once.
 """
 
 from __future__ import annotations
