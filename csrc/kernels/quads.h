@@ -21,7 +21,7 @@ struct Quads {
   struct Product {
     using Isa = Avx512;
     static constexpr int kMaxRows = 7;
-    static constexpr int columns(int rows) { return rows <= 3 ? 4 : 2; }
+    static constexpr int columns(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
     struct Sum {
       __m512i high, low;
     };
