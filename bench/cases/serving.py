@@ -49,7 +49,7 @@ def run(quick: bool) -> Report:
 
     def add_offline(name: str, model: Path, limit: int, count: int, served: float, bound: float) -> None:
         alone = _offline(model, directory, count, limit)
-        row = {"server": "none", "model": name, "at a time": limit, "output tokens/s": alone}
+        row: Row = {"server": "none", "model": name, "at a time": limit, "output tokens/s": alone}
         figures.append({**dict.fromkeys(figures[0], "-"), **row})
         goals.append(Goal(f"output tokens/s, over offline, {name}, {limit} at a time", served / alone, ">=", bound))
 
