@@ -361,10 +361,11 @@ function drawMap() {
     "aria-label",
     `Page map: ${active.length} slots in use, ${sharing.length} of them share ${prefixes} ${prefixes === 1 ? "prefix" : "prefixes"}, ${parked} parked. The table below has the same.`,
   );
+  const blocks = block > 1 ? `, in blocks of ${whole(block)}` : "";
   const order = state.pool ? " The block table below says where each block lies." : "";
   write(
     "map-lead",
-    `Slots across, tokens down, in blocks of ${whole(block)}; a slot can hold ${whole(state.slot_tokens)} tokens.${order}`,
+    `Slots across, tokens down${blocks}; a slot can hold ${whole(state.slot_tokens)} tokens.${order}`,
   );
   $("parked-legend").hidden = state.kv !== "virtual";
   if ($("map-details").open) {
