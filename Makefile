@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test test-fast matrix campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast dashboard-test matrix campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -19,6 +19,11 @@ test: $(VENV)/.installed
 # While developing: all but the slow tests.
 test-fast: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
+
+# The dashboard in headless Chromium, which has to be on PATH or named by CHROMIUM; it is no part of `make test`.
+dashboard-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "playwright>=1.50"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/engine/browse_dashboard.py
 
 # The tests that concern versions, in throw-away environments: with the oldest torch and transformers that pyproject.toml
 # declares, with those of the GPU's machine, and with the newest. ROWS=oldest for one of them; TESTS=tests for all tests.

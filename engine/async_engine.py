@@ -173,6 +173,11 @@ class AsyncEngine:
         return self._error is not None
 
     @property
+    def stopped(self) -> bool:
+        """Whether the engine thread has ended, by `shutdown` or by an error."""
+        return self._ended
+
+    @property
     def num_unfinished(self) -> int:
         """Waiting and running requests; each of `n` completions counts."""
         with self._changed:

@@ -327,6 +327,10 @@ class PagedKV(PlainStore):
         """The numbers of each slot's blocks, in the order of its tokens; a block that is shared is in several lists."""
         return {number: [block.number for block in slot.blocks] for number, slot in self._slots.items()}
 
+    def cached_blocks(self) -> list[int]:
+        """The numbers of the blocks that only the prefix cache holds."""
+        return [block.number for block in self._index if not block.users]
+
     def check(self) -> None:
         self._index.check()
         self._slots.check()

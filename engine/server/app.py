@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
-from vattn.engine.server import admin, chat, completions, tokens
+from vattn.engine.server import admin, chat, completions, dashboard, tokens
 from vattn.engine.server.errors import add_handlers
 from vattn.engine.server.gate import Gate
 from vattn.engine.server.metrics import Metrics
@@ -66,6 +66,8 @@ def make_app(service: Service) -> FastAPI:
     )
     for room in (completions, chat, tokens, admin):
         app.include_router(room.router(service))
+    if settings.dashboard:
+        app.include_router(dashboard.router(service))
     add_handlers(app)
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:

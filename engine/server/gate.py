@@ -17,8 +17,14 @@ from vattn.engine.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-# What load balancers and scrapers ask for, and what describes the server; all else needs a key, if there are keys.
-OPEN = frozenset({"/health", "/metrics", "/version", "/load", "/openapi.json"})
+# What load balancers and scrapers ask for, what describes the server, and the files of the dashboard, which a browser
+# loads without a key and which say nothing of the server; all else needs a key, if there are keys.
+OPEN = frozenset(
+    {
+        *("/health", "/metrics", "/version", "/load", "/openapi.json"),
+        *("/dashboard", "/dashboard/dashboard.css", "/dashboard/dashboard.js"),
+    }
+)
 _QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds
 _REQUEST_ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 

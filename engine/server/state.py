@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.core import EngineCore
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.requests.request import Request
 from vattn.engine.server.metrics import Metrics
 from vattn.errors import VattnError
 
 _MOST_REQUESTS = 256  # those that run come first
+_MOST_BLOCKS = 16_384  # numbers of blocks in one state
 _SHORTEST_AGE = 0.25
 _LONGEST_WAIT = 2.0  # for a step; then the last state is shown again
 
@@ -28,6 +32,7 @@ class StateReader:
 
         time            seconds since the epoch
         model, kv       name of the model, and of the KV backend
+        sleeping        whether the engine sleeps
         counts          running, waiting
         requests        id, state, slot, prompt_tokens, output_tokens, computed_tokens, cached_tokens, priority,
                         age_seconds, preemptions; at most 256, running ones first
@@ -36,8 +41,10 @@ class StateReader:
         memory          usage (0 to 1), reserved_bytes, physical_bytes, peak_physical_bytes, used_bytes, live_bytes,
                         static_bytes and paged_bytes: what other allocators would hold for the running requests;
                         pages: budget, owned, parked, cached, shared, other, free (virtual)
-        slots           virtual: per slot with memory, in tokens: slot, active, length, mapped, shared (at its start);
-                        paged: slot, length, and blocks: the numbers of its blocks
+        slots           per slot with memory, in tokens: slot, active, length, mapped, shared (at its start);
+                        prefix: the same number in slots that share their start, null in the others;
+                        paged: blocks, too: the numbers of its blocks in the pool, at most 16,384 of all slots
+        pool            paged: blocks, how many there are; cached, the numbers of those that no request holds
         block_tokens    tokens of a block of the prefix cache
         slot_tokens     tokens that a slot can hold
         driver          map_calls, unmap_calls, waits, wait_seconds
@@ -102,6 +109,7 @@ def look(core: EngineCore) -> dict[str, Any]:
     block = core.config.block_size
     state: dict[str, Any] = {
         "kv": kv.name,
+        "sleeping": core.asleep,
         "counts": {"running": len(scheduler.running), "waiting": len(scheduler.waiting)},
         "requests": [
             {
@@ -141,11 +149,19 @@ def look(core: EngineCore) -> dict[str, Any]:
     if isinstance(kv, VirtualKV):
         _look_at_pages(kv, state)
     elif isinstance(kv, PagedKV):
-        held = {request.slot: request.num_computed_tokens for request in scheduler.running}
+        _look_at_blocks(kv, scheduler.running, state)
+    else:
+        whole = core.loaded.max_model_len if kv.name == "static" else None
         state["slots"] = [
-            {"slot": slot, "length": held.get(slot, 0), "blocks": blocks} for slot, blocks in kv.block_lists().items()
+            _slot(request.slot, request.num_computed_tokens, whole or request.num_computed_tokens)
+            for request in scheduler.running
         ]
+    _name_prefixes(scheduler.running, state)
     return state
+
+
+def _slot(number: int | None, length: int, mapped: int, shared: int = 0, *, active: bool = True) -> dict[str, Any]:
+    return {"slot": number, "active": active, "length": length, "mapped": mapped, "shared": shared, "prefix": None}
 
 
 def _look_at_pages(kv: VirtualKV, state: dict[str, Any]) -> None:
@@ -162,16 +178,35 @@ def _look_at_pages(kv: VirtualKV, state: dict[str, Any]) -> None:
     }
     state["driver"] |= {"unmap_calls": unmaps.count if unmaps else 0, "waits": stats.waits}
     state["slots"] = [
-        {
-            "slot": slot.reqid,
-            "active": slot.active,
-            "length": slot.length,
-            "mapped": slot.mapped,
-            "shared": slot.shared,
-        }
+        _slot(slot.reqid, slot.length, slot.mapped, slot.shared, active=slot.active)
         for slot in kv.cache.page_map()
         if slot.active or slot.mapped
     ]
+
+
+def _look_at_blocks(kv: PagedKV, running: Sequence[Request], state: dict[str, Any]) -> None:
+    lists = kv.block_lists()
+    users = Counter(number for blocks in lists.values() for number in blocks)
+    lengths = {request.slot: request.num_computed_tokens for request in running}
+    room = _MOST_BLOCKS
+    for slot, blocks in lists.items():
+        # Requests share whole prefixes, so a block that is shared follows no block that is not.
+        shared = sum(users[number] > 1 for number in blocks) * kv.block_size
+        found = _slot(slot, lengths.get(slot, 0), len(blocks) * kv.block_size, shared)
+        state["slots"].append({**found, "blocks": blocks[:room]})
+        room = max(0, room - len(blocks))
+    state["pool"] = {"blocks": kv.num_blocks, "cached": kv.cached_blocks()[:_MOST_BLOCKS]}
+
+
+def _name_prefixes(running: Sequence[Request], state: dict[str, Any]) -> None:
+    """Number the prefixes that several requests share; those are the same prefix that share its first block."""
+    firsts = {
+        request.slot: (request.cache_salt, *request.prompt_token_ids[: state["block_tokens"]]) for request in running
+    }
+    numbers: dict[tuple[Any, ...], int] = {}
+    for slot in state["slots"]:
+        if slot["shared"] and slot["slot"] in firsts:
+            slot["prefix"] = numbers.setdefault(firsts[slot["slot"]], len(numbers))
 
 
 def _percentiles(values: list[float]) -> dict[str, float] | None:

@@ -70,7 +70,7 @@ def test_keys() -> None:
                     ("POST", "/tokenize"),
                     ("POST", "/generate"),
                     ("POST", "/sleep"),
-                    ("GET", "/dashboard"),
+                    ("GET", "/dashboard/events"),
                 ):
                     answer = await http.request(method, path, headers=headers)
                     assert answer.status_code == 401

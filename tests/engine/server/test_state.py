@@ -64,10 +64,21 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 parts = ("owned", "parked", "cached", "other", "free")
                 assert pages["budget"] == sum(pages[part] for part in parts)
                 assert state["driver"]["map_calls"] > 0
-            if kv == "paged":
+                assert {slot["prefix"] for slot in slots} == {0}
+            elif kv == "paged":
                 assert len(state["slots"]) == 4
                 lists = [slot["blocks"] for slot in state["slots"]]
                 assert len({blocks[0] for blocks in lists}) == 1, "they share their first block"
+                for slot in state["slots"]:
+                    assert state["block_tokens"] <= slot["shared"] <= slot["length"] <= slot["mapped"]
+                    assert slot["prefix"] == 0
+                held = {number for blocks in lists for number in blocks}
+                assert held < set(range(state["pool"]["blocks"]))
+                assert held.isdisjoint(state["pool"]["cached"])
+            else:
+                assert len(state["slots"]) == 4
+                assert all(slot["shared"] == 0 and slot["prefix"] is None for slot in state["slots"])
+                assert {slot["mapped"] - slot["length"] == 0 for slot in state["slots"]} == {kv == "dynamic"}
             assert await service.state.read() is state, "a state is shown for a while"
 
             for stream in (first, *others):
@@ -78,12 +89,55 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
             state = await service.state.read()
             assert state["counts"] == {"running": 0, "waiting": 0}
             assert state["memory"]["usage"] == 0
-            assert not any(slot.get("active") for slot in state["slots"])
+            assert not any(slot["active"] for slot in state["slots"])
+            if kv == "paged":
+                assert state["pool"]["cached"]
             assert state["rates"]["generation_tokens"] > 0
             assert state["ttft_seconds"]["count"] >= 4
         finally:
             await engine.shutdown(timeout=0)
         assert await service.state.read() is not None, "the last state stays, when the engine is gone"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_prefixes_are_told_apart_and_lists_of_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        service = make("paged")
+        engine = service.engine
+        try:
+            streams = []
+            for prompt in (PROMPT, "w " + PROMPT):
+                stream = await engine.add(prompt, LONG)
+                assert not (await anext(stream)).finished
+                streams += [stream, await engine.add(prompt, LONG)]
+            await until_running(service, 4)
+            state = await service.state.read()
+            assert sorted(slot["prefix"] for slot in state["slots"]) == [0, 0, 1, 1]
+            monkeypatch.setattr("vattn.engine.server.state._MOST_BLOCKS", 30)
+            await asyncio.sleep(0.3)
+            state = await service.state.read()
+            assert sum(len(slot["blocks"]) for slot in state["slots"]) == 30
+            for stream in streams:
+                engine.abort(stream.request_id)
+        finally:
+            await engine.shutdown(timeout=0)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_sleeping_engine_is_shown() -> None:
+    async def test() -> None:
+        service = make("virtual")
+        try:
+            assert not (await service.state.read())["sleeping"]
+            await service.engine.sleep()
+            await asyncio.sleep(0.3)
+            state = await service.state.read()
+            assert state["sleeping"]
+            assert state["memory"]["physical_bytes"] == 0
+        finally:
+            await service.engine.shutdown(timeout=0)
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
