@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import MODEL, Server, running
+from servers import MODEL, Server, metric, running
 
 from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
@@ -61,6 +61,10 @@ def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> 
 
 
 def test_200_long_requests_cancelled_at_once(server: Server) -> None:
+    """Memory, pages and slots are all there again."""
+    slots = 16
+    resident = []
+
     async def test() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
@@ -76,7 +80,23 @@ def test_200_long_requests_cancelled_at_once(server: Server) -> None:
             assert answer["choices"][0]["text"] == ANSWER
             assert time.monotonic() - start < 5, "the cancelled requests still run"
 
-    asyncio.run(test())
+    async def fill() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            bodies = [{**LONG, "max_tokens": 1000}] * slots
+            tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+            while metric((await http.get("/metrics")).text, "vllm:num_requests_running") < slots:
+                assert not any(task.done() for task in tasks), "a slot is missing"
+                await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    for _ in range(2):
+        asyncio.run(test())
+        wait_until_idle(server)
+        resident.append(server.metric("process_resident_memory_bytes"))
+    assert resident[1] < resident[0] + 20e6
+    asyncio.run(fill())
     wait_until_idle(server)
 
 
