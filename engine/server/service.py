@@ -149,7 +149,7 @@ class Service:
             # Known without the seconds that tokenizing megabytes takes.
             raise bad(
                 f"the prompt has {len(text)} characters, but this model's maximum context length is "
-                f"{self.max_model_len} tokens, which are at most {self._most_characters} characters; shorten the prompt",
+                f"{self.max_model_len} tokens, at most {self._most_characters} characters; shorten the prompt",
                 "prompt",
                 "context_length_exceeded",
             )
