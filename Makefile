@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := build/clients
 # A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test test-fast dashboard-test matrix campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast dashboard-test matrix clients campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -29,6 +30,16 @@ dashboard-test: $(VENV)/.installed
 # declares, with those of the GPU's machine, and with the newest. ROWS=oldest for one of them; TESTS=tests for all tests.
 matrix:
 	$(PYTHON) -m tests.matrix $(ROWS) $(if $(TESTS),--tests $(TESTS))
+
+# The server under clients of others, in an environment of theirs, with the versions of tests/clients/requirements.txt.
+clients: $(VENV)/.installed $(CLIENTS)/.installed
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients tests/clients
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	rm -rf $(CLIENTS)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others.

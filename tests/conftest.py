@@ -7,6 +7,8 @@ import torch
 
 from vattn.engine.kv.make import BACKENDS
 
+collect_ignore = ["clients"]  # they run in an environment of their own: `make clients`
+
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)
 

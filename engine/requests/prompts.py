@@ -55,7 +55,8 @@ class PromptReader:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(token_ids) >= self.max_model_len:
             raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len is {self.max_model_len} and the output "
+                f"the prompt has {len(token_ids)} tokens, but this model's maximum context length is "
+                f"{self.max_model_len} tokens (max_model_len) and the output "
                 "needs at least one; shorten the prompt, or set max_model_len higher"
             )
         self.check_token_ids("the prompt", token_ids)

@@ -18,7 +18,7 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.llm import LLM
 from vattn.engine.server import logs
 from vattn.engine.server.app import make_app, make_service
-from vattn.engine.server.connections import LimitedProtocol
+from vattn.engine.server.connections import limited_to
 from vattn.engine.server.service import Service
 from vattn.engine.server.settings import ServerSettings
 from vattn.errors import ConfigError
@@ -70,7 +70,8 @@ def _make_server(service: Service, listener: socket.socket) -> _Server:
     return _Server(
         uvicorn.Config(
             make_app(service),
-            http=LimitedProtocol,
+            http=limited_to(settings.receive_timeout),
+            timeout_keep_alive=settings.keep_alive_timeout,
             ws="none",
             log_config=None,
             access_log=False,

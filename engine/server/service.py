@@ -148,7 +148,8 @@ class Service:
         if keep is None and text is not None and len(text) > self._most_characters:
             # Known without the seconds that tokenizing megabytes takes.
             raise bad(
-                f"the prompt has {len(text)} characters, more than max_model_len={self.max_model_len} tokens can be",
+                f"the prompt has {len(text)} characters, but this model's maximum context length is "
+                f"{self.max_model_len} tokens, at most {self._most_characters} characters; shorten the prompt",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -168,8 +169,8 @@ class Service:
         _, token_ids = self._reader.read(prompt)
         if len(token_ids) + (max_tokens or 0) > self.max_model_len:
             raise bad(
-                f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but the context holds "
-                f"{self.max_model_len} tokens; shorten the prompt, or lower max_tokens",
+                f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "
+                f"maximum context length is {self.max_model_len} tokens; shorten the prompt, or lower max_tokens",
                 "max_tokens",
                 "context_length_exceeded",
             )

@@ -32,6 +32,8 @@ class ServerSettings:
         served_model_name: names of the model for clients, the first one in answers; by default `model` as it was given.
         chat_template: the template itself, once it is read.
         shutdown_timeout: seconds that requests in progress have after SIGTERM.
+        receive_timeout: seconds from a client's first byte, or its connection, to the last byte of its request.
+        keep_alive_timeout: seconds between an answer and the next request of a connection.
 
     Raises:
         ConfigError: a value that is impossible, or values that contradict each other.
@@ -60,6 +62,12 @@ class ServerSettings:
     max_body_bytes: int | str = field(
         default="16MiB", metadata=_flag("size of the largest request body", metavar="SIZE")
     )
+    receive_timeout: float = field(
+        default=60.0, metadata=_flag("seconds that a client has to send a whole request", parse=float)
+    )
+    keep_alive_timeout: int = field(
+        default=5, metadata=_flag("seconds that a connection without a request stays open", parse=int)
+    )
     chat_template: str | None = field(
         default=None, metadata=_flag("chat template, or path of one, instead of the tokenizer's", metavar="TEMPLATE")
     )
@@ -78,10 +86,12 @@ class ServerSettings:
             raise ConfigError(f"host is {shown(self.host)}; give an address, such as 127.0.0.1")
         self._set("port", checked_whole("port", self.port, 0, 65535))
         self._set("max_num_queued_reqs", checked_whole("max_num_queued_reqs", self.max_num_queued_reqs, 0))
-        timeout = number(self.shutdown_timeout)
-        if timeout is None or timeout < 0:
-            raise ConfigError(f"shutdown_timeout is {shown(self.shutdown_timeout)}; give seconds, 0 or more")
-        self._set("shutdown_timeout", timeout)
+        self._set("keep_alive_timeout", checked_whole("keep_alive_timeout", self.keep_alive_timeout, 0))
+        for name, least in (("shutdown_timeout", 0.0), ("receive_timeout", 0.1)):
+            seconds = number(getattr(self, name))
+            if seconds is None or seconds < least:
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; give seconds, {least:g} or more")
+            self._set(name, seconds)
         self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
         checked_choice("log_level", self.log_level, LOG_LEVELS)
         self._set("chat_template", _template(self.chat_template))

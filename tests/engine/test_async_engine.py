@@ -212,7 +212,7 @@ def test_bad_input_reaches_its_own_client_only() -> None:
             good = asyncio.create_task(collect(engine, [5, 6, 7], LONG))
             for bad, params, message in (
                 ([], GREEDY, "empty"),
-                ([2] * 128, GREEDY, "max_model_len is 128"),
+                ([2] * 128, GREEDY, "maximum context length is 128"),
                 ([1000], GREEDY, "no token id"),
                 ([2], SamplingParams(stop_token_ids=[1000]), "stop_token_ids holds 1000"),
             ):

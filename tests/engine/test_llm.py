@@ -229,7 +229,7 @@ def test_two_hundred_cancelled_at_once(kv: str) -> None:
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "empty": ([], "empty"),
     "empty in a mapping": ({"prompt_token_ids": []}, "empty"),
-    "too long": ([2] * 128, "128 tokens, but max_model_len is 128"),
+    "too long": ([2] * 128, "128 tokens, but this model's maximum context length is 128"),
     "past the vocabulary": ([2, VOCAB], f"holds {VOCAB}, .* from 0 to {VOCAB - 1}"),
     "negative": ([-1], "holds -1"),
     "not whole": ([1.5], "whole numbers"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
 START_SECONDS = 60
 
 _SCRIPT = """
@@ -80,11 +80,15 @@ def running(
     """A server on a free port, which is killed afterwards if it still runs."""
     config = {"model": MODEL, "memory_budget": "16MiB", "max_num_seqs": 16, **(config or {})}
     settings = {"port": 0, "served_model_name": ["tiny"], **settings}
+    with started([sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)], environment) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """As `running`, of a command that serves."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     )
     server = Server(process)
     reading = threading.Thread(target=server.read_log)

@@ -43,7 +43,7 @@ def test_chat_line_by_line(
     first = [token for token in expected("llama", [3, 5, 6], 4) if token > 1]
     second = [token for token in expected("llama", [3, 5, 6, *first, 7, 8], 4) if token > 1]
     assert captured.out.splitlines() == [" ".join(f"w{token}" for token in answer) for answer in (first, second)]
-    assert "max_model_len is 64" in captured.err
+    assert "maximum context length is 64" in captured.err
 
 
 def test_complete_line_by_line(
@@ -54,7 +54,7 @@ def test_complete_line_by_line(
     assert main(["complete", str(model_path), *args]) == 1
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [continued([5, 6, 7]), continued([9])]
-    assert "max_model_len is 64" in captured.err
+    assert "maximum context length is 64" in captured.err
     assert main(["complete", str(model_path), *args, "-q", "w9"]) == 0
     assert capsys.readouterr().out.splitlines() == [continued([9])]
 

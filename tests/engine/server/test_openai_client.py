@@ -260,9 +260,9 @@ def test_many_at_once(server: Server) -> None:
     ("options", "error", "param", "message"),
     [
         ({"temperature": -1}, openai.BadRequestError, "temperature", "greater than or equal to 0"),
-        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens", "context holds 2048"),
-        ({"prompt": "w " * 3000}, openai.BadRequestError, None, "max_model_len is 2048"),
-        ({"prompt": "w" * 1_000_000}, openai.BadRequestError, "prompt", "1000000 characters"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens", "maximum context length is 2048 tokens"),
+        ({"prompt": "w " * 3000}, openai.BadRequestError, None, "maximum context length is 2048 tokens"),
+        ({"prompt": "w" * 1_000_000}, openai.BadRequestError, "prompt", "maximum context length is 2048 tokens"),
         ({"logit_bias": {"5": 101}}, openai.BadRequestError, "logit_bias", "from -100 to 100"),
         ({"logprobs": 21}, openai.BadRequestError, "logprobs", "less than or equal to 20"),
         ({"n": 2, "temperature": 0}, openai.BadRequestError, "n", "greedy"),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from servers import MODEL, Server, running
+from servers import MODEL, Server, metric, running
 
 from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
@@ -59,6 +61,10 @@ def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> 
 
 
 def test_200_long_requests_cancelled_at_once(server: Server) -> None:
+    """Memory, pages and slots are all there again."""
+    slots = 16
+    resident = []
+
     async def test() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
@@ -74,7 +80,23 @@ def test_200_long_requests_cancelled_at_once(server: Server) -> None:
             assert answer["choices"][0]["text"] == ANSWER
             assert time.monotonic() - start < 5, "the cancelled requests still run"
 
-    asyncio.run(test())
+    async def fill() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            bodies = [{**LONG, "max_tokens": 1000}] * slots
+            tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+            while metric((await http.get("/metrics")).text, "vllm:num_requests_running") < slots:
+                assert not any(task.done() for task in tasks), "a slot is missing"
+                await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    for _ in range(2):
+        asyncio.run(test())
+        wait_until_idle(server)
+        resident.append(server.metric("process_resident_memory_bytes"))
+    assert resident[1] < resident[0] + 20e6
+    asyncio.run(fill())
     wait_until_idle(server)
 
 
@@ -147,6 +169,91 @@ def test_a_head_without_end_closes_its_connection(server: Server, head: bytes) -
     assert httpx.get(f"{server.url}/health", headers={"X-Much": "a" * 20_000}).status_code == 200
 
 
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Server]:
+    """Half a second for a client to send a request; a key, so that some get their answer before their body is there."""
+    with running(receive_timeout=0.5, keep_alive_timeout=30, api_key=["secret"]) as started:
+        yield started
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+KEY = b"Authorization: Bearer secret\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "status"),
+    [
+        (b"", b"", b""),
+        (b"", b"\r\n", b""),
+        (b"GET /", b"", b""),
+        (b"GET /health HTTP/1.1\r\nX-Much: ", b"a", b""),
+        (POST + KEY + b"Content-Length: 1000\r\n\r\n{", b" ", b""),
+        (POST + KEY + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", b""),
+        (POST + b"Content-Length: 1000\r\n\r\n{", b" ", b"401"),
+        (b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n", b"200"),
+    ],
+    ids=[
+        "silence",
+        "empty lines",
+        "line",
+        "header",
+        "body",
+        "chunks",
+        "body of a refused request",
+        "empty lines after",
+    ],
+)
+def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, piece: bytes, status: bytes) -> None:
+    url = httpx.URL(impatient.url)
+    begun = time.monotonic()
+    received = b""
+    with socket.create_connection((url.host, url.port or 0), timeout=0.1) as connection:
+        connection.sendall(start)
+        while time.monotonic() < begun + 10:
+            try:
+                connection.sendall(piece)
+                data = connection.recv(10_000)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+            if not data:
+                break
+            received += data
+        seconds = time.monotonic() - begun
+    assert 0.4 < seconds < 5
+    assert received[len(b"HTTP/1.1 ") :].startswith(status)
+    assert bool(received) == bool(status)
+    assert impatient.log[-1]["message"] in ("a client was too slow", "request")
+    wait_until_idle(impatient)
+
+
+def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
+    """Also where the client has begun its next request, or sent an empty line."""
+    body = json.dumps({**LONG, "max_tokens": 400}).encode()
+    whole = POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    url = httpx.URL(impatient.url)
+    for more, rest in (
+        (b"", whole),
+        (b"\r\n", whole),
+        (whole[:20], whole[20:]),
+        (whole[:-20], whole[-20:]),
+    ):
+        with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+            begun = time.monotonic()
+            connection.sendall(whole + more)
+            for part in (rest, b""):
+                head, received = connection.recv(100_000).split(b"\r\n\r\n", 1)
+                assert head.startswith(b"HTTP/1.1 200")
+                length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+                while len(received) < length:
+                    received += connection.recv(100_000)
+                assert json.loads(received)["usage"]["completion_tokens"] == 400
+                assert time.monotonic() - begun > 0.6, "too fast to show anything"
+                begun = time.monotonic()
+                connection.sendall(part)
+
+
 @pytest.mark.slow
 def test_sigterm_lets_requests_finish() -> None:
     answers: list[Any] = []
@@ -209,6 +316,8 @@ def test_an_address_that_is_taken() -> None:
         ({"port": 70_000}, "port is 70000"),
         ({"host": ""}, "host is ''"),
         ({"shutdown_timeout": -1}, "shutdown_timeout is -1"),
+        ({"receive_timeout": 0}, "receive_timeout is 0; give seconds, 0.1 or more"),
+        ({"keep_alive_timeout": -1}, "keep_alive_timeout is -1"),
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs is -1"),
         ({"max_body_bytes": "much"}, "max_body_bytes"),
         ({"api_key": [""]}, "api_key"),

@@ -1,0 +1,20 @@
+"""A few seconds of the mixed day, which `python -m tests.engine.server.day` runs for longer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from servers import Server
+
+from tests.engine.server.day import live
+
+
+@pytest.mark.slow
+def test_a_mixed_day(server: Server) -> None:
+    day = asyncio.run(live(server, minutes=10 / 60, seed=5))
+    assert day.seen["requests"] == day.seen["answered"] + day.seen["left"]
+    assert day.seen["answered"] > 20
+    assert day.seen["left"] > 0
+    assert len(day.ttfts) > 10
+    assert day.idle[0]["budget"] == day.idle[-1]["budget"] > 0
