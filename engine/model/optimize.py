@@ -2,7 +2,7 @@
 
 Four changes, each to the `forward` of single modules, which keep their names and types:
 
-    linear          the weight as the product reads it, oneDNN's or vattn's own, instead of being reordered at every call
+    linear          the weight in the layout of its product, instead of being reordered at every call
     q, k, v         one product for the three projections of an attention module
     gated MLP       one product for both branches, and one pass for activation and gate
     decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it

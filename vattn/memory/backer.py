@@ -107,6 +107,8 @@ class Backer:
                 self._release_windows(crossing, handle)
             self._look_ahead(crossing, lengths, announced)
             self.maintain()
+            if crossing:
+                self._pool.stock()
         return act and not capturing
 
     def _back(
@@ -223,7 +225,7 @@ class Backer:
             slots.pending.update(dict.fromkeys(needs, ticket))
 
     def maintain(self) -> None:
-        """Keeps some pages free, memory for some of them in stock, and the start of an idle slot backed."""
+        """Keeps some pages free, and the start of an idle slot backed, for upcoming requests."""
         leaving = [slot for slot in self._slots.leaving if self._fences.passed(slot)]
         if leaving:
             self.in_background(lambda change: self._reclaimer.vacate(change, leaving))
@@ -231,7 +233,6 @@ class Backer:
         if ledger.parked and ledger.free < low:
             self.in_background(lambda change: self._reclaimer.unpark(change, low - ledger.free, wait=False))
         self.prepare_idle_slot()
-        self._pool.stock()
 
     def prepare_idle_slot(self) -> None:
         """Backs the start of the best idle slot, so that the next request's prefill finds pages mapped."""

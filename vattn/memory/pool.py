@@ -155,6 +155,7 @@ class PagePool:
         self.lock = threading.RLock()
         self.call: Call | None = None  # the call in progress
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
+        self._stock_wanted = 0
         # For transactions that may still fail, by ticket: how to revert them in the Python books.
         self._undo: dict[int, list[Undo]] = {}
         self._chores: list[Callable[[], object]] = []  # work deferred to the next call
@@ -409,7 +410,10 @@ class PagePool:
         """Has the worker create ahead of need what the caches' next steps may have to, as far as no free page has the
         memory already.
         """
-        self.mapper.stock(max(0, sum(tenant.coming_pages for tenant in self._tenants) - self.native.counts().free))
+        wanted = max(0, sum([tenant.coming_pages for tenant in self._tenants]) - self.native.counts().free)
+        if wanted or self._stock_wanted:
+            self.mapper.stock(wanted)
+            self._stock_wanted = wanted
 
     def join(self, tenant: Tenant) -> None:
         """Adds a cache to the pool."""

@@ -127,7 +127,9 @@ class Prefixes:
 
     def await_ahead(self) -> None:
         """Waits for what `look_ahead` maps: blocks that a request uses cannot be taken back from it."""
-        self._backer.await_transaction(self._ahead)
+        if self._ahead:
+            self._backer.await_transaction(self._ahead)
+            self._ahead = 0
 
     # What is published
 
