@@ -433,13 +433,14 @@ class AsyncEngine:
             # The name may belong to another request by now.
             aborting = [stream for stream in self._aborting if self._streams.get(stream.request_id) is stream]
             self._aborting = []
-            calls, self._calls = self._calls, []
             stopping = self._stopping
         for stream in arriving:
             self._core.add_group(stream.group)
         aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
-        for function, future in calls:
+        while self._calls:  # one by one, so that an error before leaves the others to `_run`, which ends them
+            with self._changed:
+                function, future = self._calls.pop(0)
             _answer(function, future)
         if stopping:
             self._core.wake_up()
