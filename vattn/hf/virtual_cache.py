@@ -36,6 +36,8 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
 
 
 # Options of KVConfig that the first update determines.
+# Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
+_ON_DEMAND = {"eager_pages": 0, "watermark": 0}
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
 
 
@@ -63,6 +65,7 @@ class VirtualCache(Cache):
             "auto" stores keys and values as computed.
         pool: physical pages shared with other caches.
         options: other keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
+            `eager_pages` and `watermark` are 0 unless given.
 
     Raises:
         UnsupportedModel: the model has layers with other state than K and V (recurrent, chunked attention).
@@ -89,7 +92,7 @@ class VirtualCache(Cache):
                 )
         if taken := sorted(_OBSERVED & options.keys()):
             raise ConfigError(f"{', '.join(taken)}: the first update decides; leave out")
-        settings = {"max_context_len": max_context_len, "memory_budget": memory_budget, "eager_pages": 0, **options}
+        settings = {"max_context_len": max_context_len, "memory_budget": memory_budget, **_ON_DEMAND, **options}
         shape: dict[str, Any] = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), 1)
         rows = 1 if max_batch_size is None else max_batch_size
         if memory_budget != "auto":

@@ -61,6 +61,7 @@ class SharingMachine(Machine):
         if fail_at is not None:
             # Which call is the n-th must not depend on how far the worker is.
             self.cache._pool.mapper.wait(self.cache._pool.mapper.last)
+            self.cache._pool.mapper.unstock()
             self.table.fail(fail_at, data.draw(st.sampled_from([2, 999])))
         try:
             return call()
