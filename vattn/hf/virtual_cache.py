@@ -61,8 +61,8 @@ class VirtualCache(Cache):
         memory_budget: physical memory that may be mapped, as in `KVConfig`. "auto" is measured at the first update,
             when the model is loaded.
         kv_cache_dtype: "int8" stores 8-bit codes with a scale per token and head (`vattn.quantised`): about half the
-            memory of bfloat16, at the price of a small error and of a copy of the tokens that a layer attends to.
-            "auto" stores keys and values as computed.
+            memory of bfloat16, at the price of a small error and, except in decode steps on a CPU, of a copy of the
+            tokens that a layer attends to. "auto" stores keys and values as computed.
         pool: physical pages shared with other caches.
         options: other keywords of `KVConfig`: page_size, layout, kv_order, guard, overlap, watermark, ...
             `eager_pages` and `watermark` are 0 unless given.
