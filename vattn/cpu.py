@@ -55,6 +55,7 @@ def _module() -> tuple[Any, str | None]:
     return _kernels, None
 
 
+@cache  # a measurement is part of it
 def kernels() -> list[Kernels]:
     """All kernels of this build, the fastest first; none if the module cannot be loaded."""
     module, _ = _module()
