@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
 from vattn.engine.server import admin, chat, completions, dashboard, tokens
+from vattn.engine.server.arrivals import Arrivals
 from vattn.engine.server.errors import add_handlers
 from vattn.engine.server.gate import Gate
 from vattn.engine.server.metrics import Metrics
@@ -69,6 +70,7 @@ def make_app(service: Service) -> FastAPI:
     if settings.dashboard:
         app.include_router(dashboard.router(service))
     add_handlers(app)
+    app.add_middleware(Arrivals, engine=service.engine)
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(

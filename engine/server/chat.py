@@ -56,15 +56,15 @@ class _Chunks:
     def __call__(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         chunks = []
         for completion in output.outputs:
-            delta: dict[str, Any] = {"content": completion.text} if completion.text else {}
+            # A token whose text is still to come has a chunk as well: clients take their times from chunks.
+            going_on = completion.finish_reason is None
+            delta: dict[str, Any] = {"content": completion.text} if completion.text or going_on else {}
             extra = {}
             if completion.index not in self._begun:
                 extra = {} if self._begun else _of_prompt(output, self._body)
                 self._begun.add(completion.index)
                 delta = {"role": "assistant", "content": completion.text}
-            wanted = self._body.logprobs or self._body.return_token_ids
-            if delta or wanted or completion.finish_reason is not None:
-                chunks.append({"choices": [_choice(completion, self._body, {"delta": delta})], **extra})
+            chunks.append({"choices": [_choice(completion, self._body, {"delta": delta})], **extra})
         return chunks
 
 

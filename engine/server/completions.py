@@ -83,12 +83,8 @@ class _Completion:
         return [self._choice(number, output, completion) for completion in output.outputs]
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
-        body = self._body
-        return [
-            {"choices": [choice]}
-            for choice in self.choices(number, output)
-            if choice["text"] or choice["finish_reason"] or choice["logprobs"] or body.return_token_ids
-        ]
+        # A token whose text is still to come has a chunk as well: clients take their times from chunks.
+        return [{"choices": [choice]} for choice in self.choices(number, output)]
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         body = self._body

@@ -20,6 +20,7 @@ from vattn.engine import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    async_engine,
 )
 from vattn.engine.requests.outputs import RequestGroup
 from vattn.errors import ConfigError, VattnError
@@ -334,6 +335,26 @@ def test_outputs_that_came_together_are_read_together() -> None:
             batch = await stream.ready()
             assert [len(output.outputs[0].token_ids) for output in batch] == [1] * 8
             assert await stream.ready() == []
+
+    run(test())
+
+
+def test_an_idle_engine_waits_for_announced_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(async_engine, "_GATHER_SECONDS", 60)
+        llm = make_llm()
+        running: list[int] = []
+        llm.on_step = lambda _: running.append(len(llm.scheduler.running))
+        async with serving(llm) as engine:
+            other = asyncio.create_task(collect(engine, [2, 3, 4], GREEDY))
+            with engine.announce():
+                await until(lambda: engine.num_unfinished == 1)
+                await collect(engine, [3, 4, 5], GREEDY)
+            await other
+            assert running[0] == 2
+            with engine.announce():
+                pass  # one that never comes
+            await collect(engine, [4, 5, 6], GREEDY)
 
     run(test())
 

@@ -254,6 +254,21 @@ def test_generate_as_the_seeds_do() -> None:
     run(test())
 
 
+def test_every_token_has_an_event() -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            # No text: every token begins a character that is never finished.
+            body = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "stream": True, "logit_bias": {"128": 100}}
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            for path, prompt in (("/v1/completions", PROMPT), ("/v1/chat/completions", chat)):
+                answer = await http.post(path, json={**prompt, **body})
+                assert answer.status_code == 200, answer.text
+                *events, _, _ = answer.text.split("\n\n")
+                assert len(events) == 5
+
+    run(test())
+
+
 def test_health_version_and_load() -> None:
     async def test() -> None:
         async with client() as (http, _):
