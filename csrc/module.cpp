@@ -8,12 +8,14 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <system_error>
 
 #include "address_space.h"
 #include "available_memory.h"
+#include "block_rows.h"
 #include "host_vmm.h"
 #include "mapper.h"
 
@@ -129,6 +131,38 @@ nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, s
           nb::dtype<std::uint8_t>(),
           device_type,
           device_id};
+}
+
+Pages joined(const std::vector<std::shared_ptr<Pages>>& blocks) {
+  Pages pages;
+  for (const auto& block : blocks)
+    pages.columns.insert(pages.columns.end(), block->columns.begin(), block->columns.end());
+  return pages;
+}
+
+using BlockArray = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu, nb::c_contig>;
+using CountArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
+
+BlockRows block_rows(const BlockArray& blocks, const CountArray& counts) {
+  const std::int32_t* begin = counts.data();
+  const std::int32_t* end = begin + counts.size();
+  if (counts.size() != blocks.shape(0) ||
+      std::any_of(begin, end, [&](std::int32_t n) { return n < 0 || static_cast<std::size_t>(n) > blocks.shape(1); }))
+    throw std::logic_error("the counts do not fit their rows");
+  return {blocks.data(), blocks.shape(1), begin};
+}
+
+std::vector<std::size_t> common(const BlockArray& table, const CountArray& counts, const BlockArray& shown,
+                                const CountArray& shown_counts, const std::vector<std::size_t>& rows,
+                                const std::vector<std::size_t>& windows) {
+  const BlockRows rows_of = block_rows(table, counts), windows_of = block_rows(shown, shown_counts);
+  if (rows.size() != windows.size()) throw std::logic_error("not a window for every row");
+  std::vector<std::size_t> found(rows.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i] >= table.shape(0) || windows[i] >= shown.shape(0)) throw std::logic_error("no such row or window");
+    found[i] = common_blocks(rows_of, rows[i], windows_of, windows[i]);
+  }
+  return found;
 }
 
 void raise_failure(const char* call, Result result, const std::string& name) {
@@ -260,6 +294,10 @@ NB_MODULE(_native, m) {
           "transaction"_a, "pages"_a, "Takes those references back.")
       .def("check", &PagePool::check);
 
+  m.def("common_blocks", &common, "table"_a, "counts"_a, "shown"_a, "shown_counts"_a, "rows"_a, "windows"_a,
+        "For each pair of a row of `table` and a row of `shown`, how many block numbers at their starts are equal; "
+        "`counts` and `shown_counts` are the numbers in use in each row.");
+
   nb::class_<Pages>(m, "Pages", "The pages of neighbouring columns: a list, which holds no reference.");
   m.def("check_references", &check_references, "pool"_a, "spaces"_a, "held"_a,
         "Whether every page of these has as many references as slots and entries of `held` have it.");
@@ -307,10 +345,7 @@ NB_MODULE(_native, m) {
           "attach",
           [](AddressSpace& self, Transaction& transaction, std::size_t slot,
              const std::vector<std::shared_ptr<Pages>>& blocks) {
-            Pages pages;
-            for (const auto& block : blocks)
-              pages.columns.insert(pages.columns.end(), block->columns.begin(), block->columns.end());
-            self.attach(transaction, slot, pages, Access::kRead);
+            self.attach(transaction, slot, joined(blocks), Access::kRead);
           },
           "transaction"_a, "slot"_a, "blocks"_a, "Appends pages that somebody holds, read-only, as one range.")
       .def(
@@ -319,6 +354,24 @@ NB_MODULE(_native, m) {
             return std::make_shared<Pages>(self.pages(slot, from, to));
           },
           "slot"_a, "begin"_a, "end"_a)
+      .def(
+          "has",
+          [](const AddressSpace& self, std::size_t slot, const std::vector<std::shared_ptr<Pages>>& blocks) {
+            const Pages pages = joined(blocks);
+            const std::size_t end = self.columns(slot);
+            return end - self.first(slot) == pages.columns.size() &&
+                   self.pages(slot, self.first(slot), end).columns == pages.columns;
+          },
+          "slot"_a, "blocks"_a, "Whether the slot's columns are exactly these.")
+      .def(
+          "occupied",
+          [](const AddressSpace& self) {
+            std::vector<std::size_t> slots;
+            for (std::size_t slot = 0; slot < self.shape().slots; ++slot)
+              if (self.columns(slot) > self.first(slot)) slots.push_back(slot);
+            return slots;
+          },
+          "The slots that have columns.")
       .def("check", &AddressSpace::check)
       .def("tensor", &tensor, "index"_a, "device_type"_a, "device_id"_a, "owner"_a.none() = nb::none(),
            "One virtual tensor as uint8 [tensor_bytes], which keeps the addresses reserved while it lives, and `owner` "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vattn import attention
 from vattn.api import alloc_reqid, free_reqid, init, step
+from vattn.block_windows import BlockWindows
 from vattn.cache import KVCache
 from vattn.config import KVConfig
 from vattn.errors import (
@@ -21,6 +22,7 @@ from vattn.errors import (
     ConfigError,
     DriverError,
     ForkedProcess,
+    InvalidBlock,
     InvalidLength,
     InvalidSlot,
     InvalidTokens,
@@ -36,7 +38,7 @@ from vattn.errors import (
 from vattn.groups import TensorGroup
 from vattn.memory.pool import PagePool
 from vattn.prefix import Admission
-from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
+from vattn.stats import BlockStats, CacheStats, CallStats, Capacity, SlotPages
 
 if TYPE_CHECKING:
     from vattn.engine import LLM, AsyncEngine, SamplingParams
@@ -46,6 +48,8 @@ __all__ = [
     "LLM",
     "Admission",
     "AsyncEngine",
+    "BlockStats",
+    "BlockWindows",
     "CacheClosed",
     "CacheStats",
     "CallStats",
@@ -53,6 +57,7 @@ __all__ = [
     "ConfigError",
     "DriverError",
     "ForkedProcess",
+    "InvalidBlock",
     "InvalidLength",
     "InvalidSlot",
     "InvalidTokens",

@@ -11,6 +11,7 @@ VattnError
 |-- InvalidTokens (TypeError)       token ids that are not integers, or a salt that is not bytes
 |-- TokenMismatch (ValueError)      token ids that contradict the tokens of a request
 |-- InvalidSlot (KeyError)           a reqid that is out of range or not allocated
+|-- InvalidBlock (KeyError)          a block number that is out of range, or not backed
 |-- CacheClosed                      a call on a cache after close()
 |-- ForkedProcess                    a call in a forked child of the process that created the cache
 |-- StreamCapturing                  memory would be mapped or unmapped during CUDA graph capture
@@ -70,6 +71,13 @@ class TokenMismatch(VattnError, ValueError):
 
 class InvalidSlot(VattnError, KeyError):
     """A reqid outside `[0, max_batch_size)`, or one that is not allocated."""
+
+    def __str__(self) -> str:  # KeyError would print the message's repr
+        return str(self.args[0])
+
+
+class InvalidBlock(VattnError, KeyError):
+    """A block number outside `[0, num_blocks)`, or of a block that is not backed."""
 
     def __str__(self) -> str:  # KeyError would print the message's repr
         return str(self.args[0])

@@ -160,3 +160,44 @@ class SlotPages:
     mapped: int
     pages: int
     shared: int
+
+
+@dataclass(frozen=True)
+class BlockStats:
+    """A snapshot of a `BlockWindows`.
+
+    Attributes:
+        page_size: bytes of a page.
+        num_blocks: blocks in all.
+        backed_blocks, peak_backed_blocks: those that have memory, now and at most so far.
+        block_bytes: bytes of a block in all layers.
+        shown_blocks: blocks that windows show, counted in each.
+        attached_blocks, detached_blocks: blocks that were mapped in windows and unmapped there, since the start.
+        shows: calls of `show`.
+        reserved_bytes: address space of the blocks and the windows.
+        kernel_mappings: entries in the kernel's table of mappings, of the whole process (host driver).
+        calls: driver calls by CUDA's names, of the whole pool.
+    """
+
+    page_size: int
+    num_blocks: int
+    backed_blocks: int
+    peak_backed_blocks: int
+    block_bytes: int
+    shown_blocks: int
+    attached_blocks: int
+    detached_blocks: int
+    shows: int
+    reserved_bytes: int
+    kernel_mappings: int
+    calls: dict[str, CallStats] = field(default_factory=dict)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Physical memory under blocks."""
+        return self.backed_blocks * self.block_bytes
+
+    @property
+    def peak_mapped_bytes(self) -> int:
+        """The most physical memory that was under blocks."""
+        return self.peak_backed_blocks * self.block_bytes

@@ -25,13 +25,14 @@ PARTS = {
         f"{INNER}/test_{name}.py" for name in ("captures", "driver", "fences", "preconditions", "reality", "vmm_stub")
     ],
     "calls": [
+        f"{LIBRARY}/test_block_windows.py",
         f"{LIBRARY}/test_cache.py",
         *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),
     ],
     "calls without read-only mappings": [f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "sharing")],
     "machines": [
         f"{INNER}/test_random_kernels.py",
-        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("sharing_machine", "state_machine")),
+        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("block_windows_machine", "sharing_machine", "state_machine")),
     ],
 }
 

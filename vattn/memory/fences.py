@@ -18,7 +18,7 @@ On the host, kernels finish before their calls return: there are no streams, hen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 
 from vattn import _native
@@ -67,6 +67,13 @@ class Fences:
         if handle is not None:
             self._set(slot, handle, self._driver.native.record(handle))
             self._open[slot] = handle
+
+    def ended(self, slots: Collection[int], handle: int | None) -> None:
+        """Fences slots whose kernels, on this stream, have all been launched."""
+        if handle is not None and slots:
+            event = self._driver.native.record(handle)
+            for slot in slots:
+                self._set(slot, handle, event)
 
     def launched(self) -> bool:
         """Notes that the kernels of all steps so far have been launched: records events for open slots and closes them.

@@ -438,3 +438,82 @@ def test_a_slot_whose_kernels_may_not_be_launched_yet_takes_no_pages(stub: Stub)
         cache.step({}, stream=stream)
         assert cache.admit(PROMPT).cached_tokens == 2 * TOKENS
         cache.check()
+
+
+# Windows over blocks: two megabytes are 4096 tokens of 512 bytes.
+
+
+@pytest.fixture
+def windows(stub: Stub) -> Iterator[vattn.BlockWindows]:
+    with vattn.BlockWindows(
+        num_layers=1,
+        num_blocks=8,
+        block_size=TOKENS,
+        row=(128,),
+        dtype=torch.float32,
+        num_windows=2,
+        max_context_len=2 * TOKENS,
+        device="cuda",
+    ) as made:
+        made.back(range(6))
+        yield made
+        made.check()
+
+
+def read(stub: Stub, stream: int, windows: vattn.BlockWindows, window: int) -> None:
+    """A kernel that reads two blocks in a window."""
+    stub.launch(stream, windows.window(0)[window].data_ptr(), 2 * TOKENS * 512)
+
+
+def test_a_window_waits_for_the_kernels_that_read_it(stub: Stub, windows: vattn.BlockWindows) -> None:
+    stream = stub.stream()
+    first, second = windows.show([[0, 1], [2, 3]], stream=stream)
+    read(stub, stream, windows, first)
+    read(stub, stream, windows, second)
+    assert windows.show([[0, 1]], stream=stream) == [first]
+    change = Background(lambda: windows.show([[0, 1], [4, 5]], stream=stream))
+    change.waits_for_an_event(stub)
+    stub.complete(stream)
+    change.finish()
+    assert windows.show([[0, 1], [4, 5]], stream=stream) == [first, second]
+
+
+def test_a_window_in_use_that_changes_waits_too(stub: Stub, windows: vattn.BlockWindows) -> None:
+    stream = stub.stream()
+    (window,) = windows.show([[0, 1]], stream=stream)
+    read(stub, stream, windows, window)
+    change = Background(lambda: windows.show([[0, 2]], windows=[window], stream=stream))
+    change.waits_for_an_event(stub)
+    stub.complete(stream)
+    change.finish()
+
+
+def test_a_row_that_grows_waits_for_nothing(stub: Stub, windows: vattn.BlockWindows) -> None:
+    stream = stub.stream()
+    (window,) = windows.show([[0]], stream=stream)
+    stub.launch(stream, windows.window(0)[window].data_ptr(), TOKENS * 512)
+    assert windows.show([[0, 1], [2]], stream=stream)[0] == window
+    stub.complete(stream)
+
+
+def test_blocks_that_are_given_back_wait_for_their_kernels(stub: Stub, windows: vattn.BlockWindows) -> None:
+    stream = stub.stream()
+    (window,) = windows.show([[0, 1]], stream=stream)
+    read(stub, stream, windows, window)
+    trim = Background(lambda: windows.trim([0]))
+    trim.waits_for_an_event(stub)
+    stub.complete(stream)
+    trim.finish()
+    assert windows.stats().backed_blocks == 1
+
+
+def test_a_window_does_not_change_while_its_stream_captures(stub: Stub, windows: vattn.BlockWindows) -> None:
+    stream = stub.stream()
+    (window,) = windows.show([[0, 1]], stream=stream)
+    stub.capture(stream, on=True)
+    assert windows.show([[0, 1]], stream=stream) == [window]
+    for call in (lambda: windows.show([[0, 2]], stream=stream), lambda: windows.show([], stream=stream)):
+        with pytest.raises(vattn.StreamCapturing):
+            call()
+    assert stub.capture(stream, on=False) == 0
+    assert windows.show([[0, 1]], stream=stream) == [window]

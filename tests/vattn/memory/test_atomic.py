@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from faults import FaultyTable
+from interruption import entries, interrupted
 from target import DEVICE, host_only
 
 import vattn
 
-HOME = str(Path(vattn.__file__).parent)
 PAGE = 4096
 BUDGET = 70 * PAGE
 
@@ -90,37 +90,6 @@ CALLS: dict[str, Callable[[Scene], object]] = {
 }
 
 
-def interrupted(call: Callable[[], object], entries: int) -> bool | None:
-    """Calls with a KeyboardInterrupt at the n-th entry of a function of vattn; whether the call ended all the same, and
-    None if it has not so many entries.
-    """
-    left = entries
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(HOME):
-            return None
-        if event == "call":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a generator that is closed swallows
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return False
-    except vattn.OutOfPages:
-        return None if left >= 0 else False
-    finally:
-        sys.settrace(None)
-        sys.unraisablehook = hook
-    return None if left >= 0 else True
-
-
 @host_only
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
@@ -137,9 +106,9 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, wind
 
     # Every function entry of the short calls, and evenly spread ones of the long ones.
     total = count_entries(name, window, overlap)
-    for entries in range(0, total, max(1, total // 60)):
+    for entry in range(0, total, max(1, total // 60)):
         scene = Scene(window, overlap)
-        ended = interrupted(lambda scene=scene: CALLS[name](scene), entries)  # type: ignore[misc]
+        ended = interrupted(lambda scene=scene: CALLS[name](scene), entry)  # type: ignore[misc]
         scene.cache.check()
         lengths, rows = scene.state()
         if name in ("alloc_reqid", "admit", "admit_nothing_cached", "fork"):
@@ -160,19 +129,7 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, wind
 def count_entries(name: str, window: int | None, overlap: bool) -> int:
     """Entries of functions of vattn in a call."""
     scene = Scene(window, overlap)
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(HOME)
-
-    sys.settrace(trace)
-    try:
-        CALLS[name](scene)
-    except vattn.OutOfPages:
-        pass
-    finally:
-        sys.settrace(None)
+    count = entries(lambda: CALLS[name](scene))
     scene.cache.close()
     return count
 

@@ -1,0 +1,618 @@
+"""BlockWindows: the blocks of a block table, shown to kernels as contiguous memory.
+
+Every block has a place of its own, where it is written, and is mapped again, read-only, in a *window*: contiguous
+address space in which the blocks of one row of a block table lie in the order of their tokens. An engine keeps its
+scheduler, its block pool and its block table; kernels get plain tensors.
+
+Decisions are left to `vattn.memory.block_table`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from vattn import _native, drivers
+from vattn.errors import (
+    CacheClosed,
+    ConfigError,
+    InvalidBlock,
+    InvalidLength,
+    InvalidSlot,
+    MappingLimit,
+    NoFreeSlot,
+    OutOfPages,
+)
+from vattn.integers import as_int, shown
+from vattn.memory.block_table import Blocks, BlockTable
+from vattn.memory.fences import refusal
+from vattn.memory.journal import Change
+from vattn.memory.pool import PagePool, Plan, atomic, reading, take_back
+from vattn.stats import BlockStats, CallStats
+from vattn.units import format_bytes
+
+Rows = Sequence[Sequence[int]] | Tensor
+BlockLayout = Literal["layered", "fused"]
+
+# Of the kernel's mappings: what the rest of the process needs.
+_OTHER_MAPPINGS = 4096
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Where blocks lie.
+
+    Attributes:
+        layout: "layered": one tensor per layer; "fused": one tensor, in which a token's layers are neighbours.
+        row: the shape of what a token stores in a layer.
+    """
+
+    layout: BlockLayout
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    row: tuple[int, ...]
+    dtype: torch.dtype
+    page_size: int
+    num_windows: int
+    window_blocks: int
+
+    @property
+    def tensors(self) -> int:
+        return 1 if self.layout == "fused" else self.num_layers
+
+    @property
+    def row_elements(self) -> int:
+        """Elements between two tokens."""
+        return math.prod(self.row) * (self.num_layers if self.layout == "fused" else 1)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in one tensor."""
+        return self.block_size * self.row_elements * self.dtype.itemsize
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block in one tensor."""
+        return self.block_bytes // self.page_size
+
+    @property
+    def mappings(self) -> int:
+        """The most that the kernel may have to keep, where no two pages are neighbours."""
+        windows = self.num_windows * self.window_blocks
+        return self.tensors * self.block_pages * (self.num_blocks + min(windows, self.num_blocks))
+
+
+class BlockWindows:
+    """Blocks that are backed by physical memory on demand, and windows that show them contiguously.
+
+    `back` maps memory under blocks before they are written, `show` makes windows for a batch, and `trim` gives back the
+    memory of blocks that are no longer needed. Every call is atomic, and serialised with those of all caches on the
+    same pool. An object is also a context manager, which closes it.
+
+    Args:
+        num_layers: layers, which all store the same.
+        num_blocks: blocks, numbered from 0.
+        block_size: tokens per block.
+        row: the shape of what a token stores in a layer, such as `(2, num_kv_heads, head_dim)` for a key and a value.
+        dtype: type of the elements.
+        num_windows: rows of a batch at most; more of them keep what rows have left for rows to come.
+        max_context_len: tokens of a row at most.
+        layout: "layered": a tensor of its own for each layer. "fused": the layers of a token are neighbours, so that a
+            block takes one mapping instead of one per layer, and few tokens fill a page. "auto": "layered" if a block
+            is whole pages in it, else "fused".
+        page_size: bytes of a page; "auto": the largest that divides a block.
+        memory_budget: the most physical memory, in bytes or as text ("4GiB"); None: of all blocks.
+        device: the device of the memory.
+        guard: what a read past the blocks of a window sees on the host: "zero" or "strict" (a fault).
+        pool: the physical pages to draw on, shared with caches and other windows; it has the budget, the page size and
+            the guard.
+
+    Raises:
+        ConfigError: a value that is not possible, a block that is not whole pages (the message says which is), or more
+            mappings than the kernel allows.
+        DriverError: the address space cannot be reserved.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        row: Sequence[int],
+        dtype: torch.dtype,
+        num_windows: int,
+        max_context_len: int,
+        layout: BlockLayout | Literal["auto"] = "auto",
+        page_size: int | Literal["auto"] = "auto",
+        memory_budget: int | str | None = None,
+        device: str | torch.device = "cpu",
+        guard: drivers.Guard = "zero",
+        pool: PagePool | None = None,
+    ) -> None:
+        take_back()
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype")
+        if pool is not None:
+            if pool.driver.device is not drivers.find(device):
+                raise ConfigError(f"the pool is on {pool.driver.device.torch_device}, not on {device}; they must agree")
+            if memory_budget is not None or page_size not in ("auto", pool.page_size) or guard != "zero":
+                raise ConfigError(
+                    "a pool has its own budget, page size and guard; leave memory_budget, page_size, guard"
+                )
+            page_size = pool.page_size
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_windows": num_windows,
+            "max_context_len": max_context_len,
+        }
+        sizes = {name: _positive(name, value) for name, value in sizes.items()}
+        most_tokens = sizes.pop("max_context_len")
+        self._shape = _resolve(
+            layout,
+            page_size,
+            drivers.find(device),
+            row=tuple(_positive("row", each) for each in row),
+            dtype=dtype,
+            window_blocks=-(-most_tokens // sizes["block_size"]),
+            **sizes,
+        )
+        shape = self._shape
+        self._owns_pool = pool is None
+        self._pool = pool = pool or PagePool(
+            memory_budget or shape.num_blocks * shape.tensors * shape.block_bytes,
+            device=device,
+            page_size=shape.page_size,
+            guard=guard,
+        )
+        with pool.lock:
+            pool.enter()
+            driver = pool.driver
+            homes, windows = (
+                _native.AddressSpace(
+                    driver.native,
+                    pool.native,
+                    tensors=shape.tensors,
+                    slots=slots,
+                    runs=1,
+                    run_pages=blocks * shape.block_pages,
+                    # CUDA's memory holds anything, and kernels multiply rows past a length by zero: not by NaN.
+                    zeroed=zeroed,
+                )
+                for slots, blocks, zeroed in (
+                    (shape.num_blocks, 1, driver.device.torch_device.type == "cuda"),
+                    (shape.num_windows, shape.window_blocks, False),
+                )
+            )
+            self._table = BlockTable(
+                driver, homes, windows, block_pages=shape.block_pages, most_blocks=shape.window_blocks
+            )
+            self._peak = self._shows = self._attached = self._detached = 0
+            self._closed = False
+            self._finalizer = weakref.finalize(self, _collected, pool, self._table.give_back(), self._owns_pool)
+            self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
+            pool.join(self._table)
+
+    # The interface
+
+    @atomic
+    def back(self, blocks: Iterable[int]) -> int:
+        """Backs blocks; those that are backed already stay as they are. To be called before they are written.
+
+        A block that was not backed before holds whatever its pages held: zeros if they are new memory.
+
+        Returns:
+            The number of blocks that were newly backed.
+
+        Raises:
+            InvalidBlock: a number that is no block. Nothing changed.
+            OutOfPages: the budget does not have the pages, or the machine not the memory. Nothing changed.
+            StreamCapturing: memory would be mapped while the current stream captures a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
+        """
+        table = self._table
+        new = [block for block in dict.fromkeys(self._checked_blocks(blocks)) if not table.backed(block)]
+        if not new:
+            return 0
+        if table.capturing(table.handle(None)):
+            raise refusal(f"back has to map memory for {len(new)} blocks")
+
+        def plan(change: Change) -> None:
+            missing = len(new) * table.pages - self._pool.free_pages
+            if missing > 0:
+                missing -= self._pool.reclaim(change, missing, wait=True)
+            if missing > 0:
+                raise OutOfPages(
+                    f"{len(new)} blocks need {len(new) * table.pages} pages of {format_bytes(self._pool.page_size)}, "
+                    f"{missing} more than the budget of {self._pool.total_pages} has left; trim what is not needed, or "
+                    "give more memory",
+                    missing_pages=missing,
+                    missing_bytes=missing * self._pool.page_size,
+                )
+            table.back(change, new)
+
+        self._pool.execute(plan)
+        self._peak = max(self._peak, len(table.homes.occupied()))
+        return len(new)
+
+    @atomic
+    def show(
+        self,
+        rows: Rows,
+        counts: Sequence[int] | Tensor | None = None,
+        *,
+        windows: Sequence[int] | None = None,
+        stream: drivers.Stream | None = None,
+    ) -> list[int]:
+        """Shows each row of a block table in a window. To be called before the kernels of a batch are launched, and
+        after those of the batch before.
+
+        Rows are compared with what windows show, and only what differs is mapped or unmapped: nothing for a row that
+        has not changed, one block for a row that grew by one.
+
+        Args:
+            rows: the blocks of each row, in the order of their tokens; or a table, `[rows, blocks]` int32 on the CPU.
+            counts: how many blocks at the start of each row of a table count.
+            windows: the window of each row, each a different one, for engines that know which request a row is. By
+                default they are chosen: a row may have another window than in the batch before.
+            stream: on CUDA, the stream on which the kernels are launched; by default torch's current one.
+
+        Returns:
+            The window of each row. Until the next call it shows the row's blocks, and perhaps others after them.
+
+        Raises:
+            NoFreeSlot: more rows than windows.
+            InvalidBlock: a number that is no block, or of a block that is not backed.
+            InvalidLength: a row of more blocks than a window has, or counts that do not fit.
+            InvalidSlot: a number that is no window, or twice the same.
+            MappingLimit: the kernel's table of mappings is full.
+            StreamCapturing: windows would change while a stream captures a CUDA graph.
+            DriverError: a driver call failed. Nothing changed, in this case and all others.
+        """
+        table = self._table
+        blocks, wanted = self._checked_rows(rows, counts)
+        found = table.match(blocks, wanted) if windows is None else self._checked_windows(windows, len(wanted))
+        common = table.common(blocks, wanted, range(len(found)), found)
+        has = wanted.tolist()
+        changed = [row for row, keep in enumerate(common) if keep < has[row]]
+        handle = table.handle(stream)
+        if (changed or found != table.rows) and table.capturing(handle):
+            raise refusal("show has to change windows")
+        if changed:
+            self._remap([(found[row], common[row], blocks[row, common[row] : has[row]].tolist()) for row in changed])
+        table.use(self._pool.change(), found, handle)
+        self._shows += 1
+        return found
+
+    def _remap(self, changes: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Shows, in each window, blocks after the first that it keeps."""
+        table = self._table
+        for _, _, blocks in changes:
+            self._check_backed(self._checked_blocks(blocks))
+        detached = sum(len(table.blocks_of(window)) - keep for window, keep, _ in changes)
+
+        def plan(change: Change) -> None:
+            cut = [window for window, keep, _ in changes if len(table.blocks_of(window)) > keep]
+            table.guard(change, cut)
+            for window, keep, blocks in changes:
+                table.show(change, window, keep, blocks)
+
+        try:
+            self._pool.execute(plan)
+        except MappingLimit:
+            # What idle windows show serves only rows to come.
+            idle = table.idle_showing()
+            if not idle:
+                raise
+            self._pool.execute(lambda change: table.clear(change, idle))
+            self._pool.execute(plan)
+        self._detached += detached
+        self._attached += sum(len(blocks) for _, _, blocks in changes)
+
+    @atomic
+    def trim(self, keep: Iterable[int]) -> int:
+        """Gives back the memory of all blocks but these, and unmaps them in windows too.
+
+        On CUDA, the kernels that use the other blocks must have been launched; their memory goes when they have ended.
+
+        Returns:
+            Bytes of physical memory given back to the machine.
+
+        Raises:
+            InvalidBlock: a number that is no block. Nothing changed.
+            StreamCapturing: a stream captures a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
+        """
+        table, kept = self._table, set(self._checked_blocks(keep))
+        handle = table.handle(None)
+        if table.capturing(handle):
+            raise refusal("trim was called")
+        gone = [block for block in table.homes.occupied() if block not in kept]
+        lost: list[int] = []
+
+        def drop(change: Change) -> None:
+            lost[:] = table.drop(change, gone, handle)
+
+        if gone:
+            self._pool.execute(drop)
+            self._detached += sum(lost)
+        free = self._pool.native.counts().free
+
+        def release(change: Change) -> None:
+            self._pool.native.release_free(change.transaction, free)
+
+        self._pool.execute(release)
+        return (free + self._pool.mapper.unstock()) * self._pool.page_size
+
+    def home(self, layer: int) -> Tensor:
+        """The blocks of a layer, `[num_blocks, block_size, *row]`, where they are written. In the fused layout other
+        layers lie between two tokens of one.
+
+        Only blocks that `back` was called for may be written; reads elsewhere see zeros, or fault (see `guard`).
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        self._check_open()
+        return self._view(self._table.homes, layer, self._shape.num_blocks, self._shape.block_size)
+
+    def window(self, layer: int) -> Tensor:
+        """The windows of a layer, `[num_windows, tokens, *row]`: as many tokens as the whole blocks have that
+        `max_context_len` needs. They are read-only: a write faults.
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        self._check_open()
+        shape = self._shape
+        return self._view(self._table.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
+
+    @reading
+    def stats(self) -> BlockStats:
+        """A snapshot of blocks, bytes and calls."""
+        native, table, shape = self._pool.driver.native, self._table, self._shape
+        backed = len(table.homes.occupied())
+        return BlockStats(
+            page_size=shape.page_size,
+            num_blocks=shape.num_blocks,
+            backed_blocks=backed,
+            peak_backed_blocks=max(self._peak, backed),
+            block_bytes=shape.tensors * shape.block_bytes,
+            shown_blocks=table.shown_blocks(),
+            attached_blocks=self._attached,
+            detached_blocks=self._detached,
+            shows=self._shows,
+            reserved_bytes=shape.tensors * (table.homes.tensor_bytes + table.windows.tensor_bytes),
+            kernel_mappings=_native.host_usage().kernel_mappings,
+            calls={name: CallStats(count, seconds) for name, (count, seconds) in native.call_stats().items()},
+        )
+
+    def check(self) -> None:
+        """Asserts that every block is mapped exactly where the books say, and in windows with the access that they
+        have. Waits for the worker.
+
+        Raises:
+            AssertionError: an invariant is violated; the message names it.
+        """
+        with self._pool.lock:
+            self._check_open()
+            self._pool.enter()
+            self._pool.drain()
+            try:
+                self._pool.native.check()
+                self._pool.mapper.check()
+                self._table.check(self._pool.native)
+            except RuntimeError as error:
+                raise AssertionError(str(error)) from error
+            if self._owns_pool:
+                taken = len(self._table.homes.occupied()) * self._table.pages
+                assert taken == self._pool.native.counts().taken, "a page was lost"
+
+    def close(self) -> None:
+        """Unmaps everything and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
+
+        The tensors must no longer be used; their address space is released with the last of them.
+
+        Raises:
+            StreamCapturing: blocks are mapped, and a stream of the device captures a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
+        """
+        with self._pool.lock:
+            if not self._finalizer.alive:
+                return
+            if not self._closed:
+                self._leave_pool()
+            if self._owns_pool:
+                self._pool.shut()
+            self._finalizer.detach()
+            del self._table  # and with it the address space that no tensor keeps
+
+    def _leave_pool(self) -> None:
+        give_back = self._table.give_back()
+
+        def plan(change: Change) -> None:
+            change.on_revert(lambda: setattr(self, "_closed", False))
+            self._closed = True
+            give_back(change)
+
+        if self._pool.mapper.broken:
+            self._pool.leave_broken(self._table, plan)
+        else:
+            self._leave_by(plan)
+
+    @atomic
+    def _leave_by(self, plan: Plan) -> None:
+        self._pool.leave(self._table, plan)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        shape = self._shape
+        state = "closed" if self._closed else f"{len(self._table.homes.occupied())} of {shape.num_blocks} blocks backed"
+        return (
+            f"BlockWindows({state}; {shape.layout}, {shape.block_size} tokens per block, {shape.block_pages} pages of "
+            f"{format_bytes(shape.page_size)} per tensor, {shape.num_windows} windows)"
+        )
+
+    def _view(self, space: _native.AddressSpace, layer: int, count: int, tokens: int) -> Tensor:
+        shape = self._shape
+        try:
+            index = as_int(layer)
+        except TypeError:
+            index = -1
+        if not 0 <= index < shape.num_layers:
+            raise IndexError(
+                f"layer {shown(layer)} is not one of the {shape.num_layers} layers, 0 to {shape.num_layers - 1}"
+            )
+        fused = shape.layout == "fused"
+        # A tensor created in inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            raw = space.tensor(0 if fused else index, *self._pool.driver.dlpack_device).view(shape.dtype)
+            rows = raw.view(count, tokens, *((shape.num_layers,) if fused else ()), *shape.row)
+            return rows[:, :, index] if fused else rows
+
+    # Arguments
+
+    def _checked_blocks(self, blocks: Iterable[int]) -> list[int]:
+        """Validates block numbers; a list of `int`."""
+        try:
+            numbers = blocks.tolist() if isinstance(blocks, Tensor) else list(blocks)
+            if not {int}.issuperset(map(type, numbers)):
+                numbers = [as_int(number) for number in numbers]
+        except Exception as error:  # iterating over a caller's object may raise anything
+            raise InvalidBlock(f"blocks are numbers from 0 to {self._shape.num_blocks - 1}: {error}") from error
+        if numbers and not (min(numbers) >= 0 and max(numbers) < self._shape.num_blocks):
+            wrong = next(number for number in numbers if not 0 <= number < self._shape.num_blocks)
+            raise InvalidBlock(f"block {shown(wrong)} is not in [0, {self._shape.num_blocks})")
+        return numbers
+
+    def _check_backed(self, blocks: Collection[int]) -> None:
+        for block in blocks:
+            if not self._table.backed(block):
+                raise InvalidBlock(
+                    f"block {block} is not backed, so it holds nothing to show; call back([{block}]) first"
+                )
+
+    def _checked_rows(self, rows: Rows, counts: Sequence[int] | Tensor | None) -> tuple[Blocks, Blocks]:
+        """Validates the shape of a block table; int32 `[rows, blocks]` and `[rows]`, contiguous, on the CPU."""
+        if not isinstance(rows, Tensor):
+            if counts is not None:
+                raise InvalidLength("counts are for a table; rows that are sequences have lengths")
+            lists = [self._checked_blocks(row) for row in rows]
+            counts = [len(row) for row in lists]
+            rows = torch.zeros((len(lists), max(counts, default=0)), dtype=torch.int32)
+            for row, numbers in enumerate(lists):
+                rows[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        elif counts is None:
+            raise InvalidLength("a table needs counts: how many blocks of each row count")
+        if rows.ndim != 2 or rows.dtype != torch.int32 or rows.device.type != "cpu":
+            raise InvalidLength(
+                f"a table is int32 [rows, blocks] on the CPU, not {rows.dtype} {list(rows.shape)} on {rows.device}"
+            )
+        try:
+            wanted = torch.as_tensor(counts).to("cpu", torch.int32)
+        except Exception as error:
+            raise InvalidLength(f"counts={shown(counts)} are not whole numbers: {error}") from error
+        if wanted.ndim != 1 or len(wanted) != len(rows):
+            raise InvalidLength(f"{list(wanted.shape)} counts for {len(rows)} rows; give one for each")
+        if len(rows) > self._shape.num_windows:
+            raise NoFreeSlot(
+                f"{len(rows)} rows, but {self._shape.num_windows} windows; make more, or show fewer rows at a time"
+            )
+        if len(wanted):
+            least, most = (int(each) for each in wanted.aminmax())
+            limit = min(rows.shape[1], self._shape.window_blocks)
+            if least < 0 or most > limit:
+                raise InvalidLength(
+                    f"a row of {most if most > limit else least} blocks is not possible: from 0 to {limit}, as the "
+                    f"table has {rows.shape[1]} and a window {self._shape.window_blocks}"
+                )
+        return rows.contiguous().numpy(), wanted.contiguous().numpy()
+
+    def _checked_windows(self, windows: Sequence[int], count: int) -> list[int]:
+        try:
+            numbers = [as_int(window) for window in windows]
+        except TypeError as error:
+            raise InvalidSlot(f"windows: {error}") from None
+        if len(numbers) != count:
+            raise InvalidSlot(f"{len(numbers)} windows for {count} rows; give one for each")
+        if len(set(numbers)) < count:
+            raise InvalidSlot("two rows have the same window; give a different one to each")
+        for window in numbers:
+            if not 0 <= window < self._shape.num_windows:
+                raise InvalidSlot(f"window {shown(window)} is not in [0, {self._shape.num_windows})")
+        return numbers
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CacheClosed("the windows are closed; make new ones, and do not touch these ones' tensors")
+
+
+def _positive(name: str, value: object) -> int:
+    try:
+        number = as_int(value)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if number < 1:
+        raise ConfigError(f"{name}={shown(value)} must be at least 1")
+    return number
+
+
+def _resolve(
+    layout: str, page_size: int | Literal["auto"], device: drivers.Device, *, row: tuple[int, ...], **sizes: Any
+) -> _Shape:
+    """Chooses layout and page size where they are "auto".
+
+    Raises:
+        ConfigError: a block is not whole pages, or there are too many mappings.
+    """
+    if layout not in ("auto", "layered", "fused"):
+        raise ConfigError(f"layout={shown(layout)} is not 'layered', 'fused' or 'auto'")
+    if not row:
+        raise ConfigError("row=() stores nothing; give the shape of what a token stores in a layer")
+    pages = device.page_sizes if page_size == "auto" else (device.check_page_size(page_size),)
+    names: tuple[BlockLayout, ...] = ("layered", "fused") if layout == "auto" else (layout,)  # type: ignore[assignment]
+    tried = [_Shape(layout=name, page_size=min(pages), row=row, **sizes) for name in names]
+    fitting = [shape for shape in tried if shape.block_bytes % shape.page_size == 0]
+    if not fitting:
+        shape = tried[-1]
+        token_bytes = shape.block_bytes // shape.block_size
+        tokens = math.lcm(token_bytes, shape.page_size) // token_bytes
+        raise ConfigError(
+            f"a block of {shape.block_size} tokens takes {format_bytes(shape.block_bytes)} in a tensor of layout "
+            f"{shape.layout!r}, which is not a whole number of pages of {format_bytes(shape.page_size)}; use a "
+            f"block_size that is a multiple of {tokens}" + (", or layout='fused'" if shape.layout == "layered" else "")
+        )
+    limit = device.mapping_limit()
+    for shape in fitting:
+        largest = max(size for size in pages if shape.block_bytes % size == 0)
+        chosen = _Shape(layout=shape.layout, page_size=largest, row=row, **sizes)
+        if limit is None or chosen.mappings <= limit - _OTHER_MAPPINGS:
+            return chosen
+    raise ConfigError(
+        f"{chosen.num_blocks} blocks in {chosen.tensors} tensors may take {chosen.mappings} mappings, but the kernel "
+        f"allows {limit} (vm.max_map_count) to the whole process; use larger or fewer blocks"
+        + (", layout='fused'" if chosen.layout == "layered" else "")
+        + f", or raise it: sysctl vm.max_map_count={2 * chosen.mappings}"
+    )
+
+
+def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
+    """Gives up the pages of windows that were dropped without `close`, and shuts their own pool."""
+    pool.leave_behind(give_back, unowned=owns_pool)
