@@ -354,6 +354,11 @@ class BlockWindows:
         self._pool.execute(release)
         return (free + self._pool.mapper.unstock()) * self._pool.page_size
 
+    @reading
+    def backed(self) -> set[int]:
+        """The blocks that have memory."""
+        return set(self._table.homes.occupied())
+
     def home(self, layer: int) -> Tensor:
         """The blocks of a layer, `[num_blocks, block_size, *row]`, where they are written. In the fused layout other
         layers lie between two tokens of one.

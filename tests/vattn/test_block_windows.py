@@ -128,7 +128,9 @@ def test_trim_gives_memory_back(windows: BlockWindows) -> None:
     write(windows, range(12))
     a, b = windows.show([[0, 1, 2], [3, 4]])
     block = windows.stats().block_bytes
+    assert windows.backed() == set(range(12))
     assert windows.trim([0, 1, 3, 4]) == 8 * block
+    assert windows.backed() == {0, 1, 3, 4}
     windows.check()
     stats = windows.stats()
     assert (stats.backed_blocks, stats.peak_backed_blocks, stats.mapped_bytes) == (4, 12, 4 * block)

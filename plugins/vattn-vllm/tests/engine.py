@@ -1,0 +1,60 @@
+"""Runs an engine of vLLM in this process, as a JSON on stdin says, and prints its outputs as JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+PROMPTS = 16
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    """Prompts of 3 to 500 tokens, of which a third begin with the same 300."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(5, 1000) for _ in range(count)]
+
+    shared = tokens(300)
+    return [(shared if not i % 3 else []) + tokens(rng.choice([3, 17, 64, 200])) for i in range(PROMPTS)]
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(**order["llm"])
+    sampling = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **order.get("sampling", {})}
+    keywords: dict[str, Any] = {}
+    if lora := order.get("lora"):
+        from vllm.lora.request import LoRARequest
+
+        keywords["lora_request"] = LoRARequest("adapter", 1, lora)
+    results = []
+    for given in (prompts(), prompts()[:5]):
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=each) for each in given],
+            SamplingParams(**sampling),
+            use_tqdm=False,
+            **keywords,
+        )
+        results.append(
+            {
+                "tokens": [[list(choice.token_ids) for choice in output.outputs] for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+            }
+        )
+    answer: dict[str, Any] = {"results": results}
+    if "worker_cls" in order["llm"]:
+        llm.collective_rpc("vattn_check")
+        answer["stats"] = llm.collective_rpc("vattn_stats")
+    if order.get("then_stock"):
+        stock = {name: value for name, value in order["llm"].items() if name not in ("worker_cls", "additional_config")}
+        answer["stock"] = run({**order, "llm": stock, "then_stock": False})["results"]
+    return answer
+
+
+if __name__ == "__main__":
+    print("ANSWER " + json.dumps(run(json.load(sys.stdin))))

@@ -1,0 +1,87 @@
+"""The same tokens as vLLM without the plugin, and the same prefix hits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+Run = Callable[..., dict[str, Any]]
+
+CASES: dict[str, dict[str, Any]] = {
+    "prefix caching": {},
+    "no prefix caching": {"llm": {"enable_prefix_caching": False}},
+    "small chunks": {"llm": {"max_num_batched_tokens": 48}},
+    "small blocks": {"llm": {"block_size": 32}},
+    "preemption": {"llm": {"num_gpu_blocks_override": 10}},
+    "drafts": {"llm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}},
+    "several samples": {"sampling": {"n": 3, "temperature": 1, "seed": 7}},
+    "compiled": {"llm": {"enforce_eager": False}},
+    "bfloat16": {"llm": {"dtype": "bfloat16"}, "sampling": {"max_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_tokens_and_prefix_hits(name: str, run: Run) -> None:
+    stock, ours = run(**CASES[name]), run(plugin={}, **CASES[name])
+    if name == "bfloat16":  # kernels round differently, so only most tokens are equal
+        pairs = list(zip(*(str(each["results"][0]["tokens"]).split() for each in (stock, ours)), strict=True))
+        assert sum(a == b for a, b in pairs) > 0.7 * len(pairs)
+    else:
+        assert ours["results"] == stock["results"]
+    (stats,) = ours["stats"]
+    if name == "prefix caching":
+        assert sum(ours["results"][1]["cached"]) > 0
+    assert stats["mapped_bytes"] < 0.2 * stats["reserved_bytes"]
+
+
+@pytest.mark.parametrize("layout", ["layered", "fused"])
+def test_every_layout_and_a_guard(layout: str, run: Run) -> None:
+    ours = run(plugin={"layout": layout, "guard": "strict", "spare_windows": 0})
+    assert ours["results"] == run()["results"]
+
+
+def test_memory_that_is_given_back_costs_hits_and_no_tokens(run: Run) -> None:
+    """Without anything to keep, whatever is left when the engine is idle goes."""
+    ours = run(plugin={"keep_cached": 0, "keep_free": 0}, multiprocessing=True)
+    stock = run(multiprocessing=True)
+    assert [each["tokens"] for each in ours["results"]] == [each["tokens"] for each in stock["results"]]
+    assert (sum(stock["results"][1]["cached"]) > 0) == (sum(ours["results"][1]["cached"]) == 0)
+    (stats,) = ours["stats"]
+    assert stats["backed_blocks"] == 1, "the null block"
+    assert stats["peak_mapped_bytes"] > 20 * stats["mapped_bytes"]
+
+
+def test_two_processes_share_the_heads(run: Run) -> None:
+    parallel = {"llm": {"tensor_parallel_size": 2}, "multiprocessing": True}
+    ours = run(plugin={}, **parallel)
+    assert ours["results"] == run(**parallel)["results"]
+    assert len(ours["stats"]) == 2
+
+
+def test_an_engine_without_the_plugin_in_the_same_process_is_as_it_was(run: Run) -> None:
+    answer = run(plugin={}, then_stock=True)
+    assert answer["stock"] == run()["results"] == answer["results"]
+
+
+def test_adapters(run: Run, model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    torch.manual_seed(1)
+    weights = {}
+    for layer in range(layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, width) * 0.2
+        weights[f"{name}.lora_B.weight"] = torch.randn(width, 8) * 0.2
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    order = {"llm": {"enable_lora": True, "max_lora_rank": 8}, "lora": str(tmp_path)}
+    stock = run(**order)
+    assert run(plugin={}, **order)["results"] == stock["results"]
+    assert stock["results"] != run()["results"], "the adapter does something"

@@ -1,0 +1,73 @@
+"""What the plugin replaces in vLLM, or relies on without a promise: pinned, so that a new version fails here first."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import vllm.version
+from vattn_vllm import hooks
+from vattn_vllm.options import selected
+from vattn_vllm.refusals import TRIED
+from vllm.config import SchedulerConfig
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import allocate_kv_cache
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_this_version_was_tried() -> None:
+    assert vllm.version.__version__.split("+")[0] in TRIED
+
+
+def test_signatures() -> None:
+    assert parameters(allocate_kv_cache) == ["kv_cache_config", "device", "layout", "kernel_block_sizes"]
+    assert parameters(Worker.initialize_from_config) == ["self", "kv_cache_config"]
+    assert parameters(Worker.execute_model) == ["self", "scheduler_output"]
+    assert parameters(Scheduler.schedule) == ["self", "throttle_prefills"]
+    assert parameters(SchedulerConfig.get_scheduler_cls) == ["self"]
+    assert parameters(BlockPool.evict_blocks) == ["self", "block_ids"]
+    build = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
+    assert parameters(AttentionMetadataBuilder.build) == build
+    forward = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
+    assert parameters(AttentionImpl.forward) == [*forward, "output_scale", "output_block_scale"]
+    update = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
+    assert parameters(CPUAttentionBackendImpl.do_kv_cache_update) == update
+
+
+def test_what_the_scheduler_says() -> None:
+    assert {"scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids", "preempted_req_ids"} <= {
+        field.name for field in fields(SchedulerOutput)
+    }
+    assert "block_ids" in {field.name for field in fields(NewRequestData)}
+    assert "new_block_ids" in {field.name for field in fields(CachedRequestData)}
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    assert [block.ref_cnt for block in pool.blocks] == [0] * 4 or pool.null_block.block_id == 0
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [1, 2, 3]
+    assert all(block.block_hash is None for block in pool.blocks)
+
+
+def test_other_engines_have_their_own_scheduler() -> None:
+    hooks.install()
+    hooks.install()
+    made = []
+
+    class Stock:
+        def __init__(self, *, vllm_config: Any) -> None:
+            made.append(vllm_config)
+
+    config = SchedulerConfig.default_factory(max_model_len=16, is_encoder_decoder=False)
+    config.scheduler_cls = Stock
+    other = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="auto"))
+    assert not selected(other)
+    assert type(config.get_scheduler_cls()(vllm_config=other)) is Stock
+    assert made == [other]

@@ -1,0 +1,105 @@
+"""vLLM's API server with the plugin: the openai client, an abort in mid-stream, two engines, and the gauges."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from conftest import environment
+from engine import prompts
+
+PLUGIN = ["--worker-cls", "vattn_vllm.CPUWorker", "--additional-config", '{"vattn": {"keep_cached": 0, "keep_free": 0}}']
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
+    command += ["--skip-tokenizer-init", "--served-model-name", "small", *options]
+    with Path(model, "server.log").open("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"), stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            end = time.monotonic() + 240
+            while True:
+                try:
+                    urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > end:
+                        log.seek(0)
+                        raise RuntimeError(log.read()[-6000:]) from None
+                    time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def ask(url: str, prompt: list[int], **options: Any) -> list[int]:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    extra = {"return_token_ids": True, "ignore_eos": True, "detokenize": False}
+    stream = client.completions.create(
+        model="small", prompt=prompt, temperature=0, stream=True, extra_body=extra, **{"max_tokens": 24, **options}
+    )
+    tokens: list[int] = []
+    for chunk in stream:
+        tokens += getattr(chunk.choices[0], "token_ids", None) or []
+    return tokens
+
+
+def gauge(url: str, name: str) -> float:
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path) -> list[list[int]]:
+    with serving(model) as url:
+        assert gauge(url, "vllm:vattn_mapped_bytes") == 0
+        return [ask(url, prompt) for prompt in prompts()[:6]]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_the_same_tokens_over_http(engines: int, model: Path, stock: list[list[int]]) -> None:
+    more = ["--data-parallel-size", "2"] if engines == 2 else []
+    with serving(model, *PLUGIN, *more) as url:
+        assert [ask(url, prompt) for prompt in prompts()[:6]] == stock
+        assert len(stock[0]) == 24
+        reserved, mapped = (gauge(url, f"vllm:vattn_{what}_bytes") for what in ("reserved", "mapped"))
+        assert reserved > 2**30
+        assert 0 < mapped < reserved / 100
+
+
+def test_a_client_that_leaves_gives_its_memory_back(model: Path, stock: list[list[int]]) -> None:
+    with serving(model, *PLUGIN) as url:
+        idle = gauge(url, "vllm:vattn_mapped_bytes")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        extra = {"ignore_eos": True, "detokenize": False}
+        stream = client.completions.create(
+            model="small", prompt=prompts()[0], max_tokens=600, temperature=0, stream=True, extra_body=extra
+        )
+        for count, _ in enumerate(stream):
+            if count == 20:
+                break
+        assert gauge(url, "vllm:vattn_mapped_bytes") > idle
+        stream.close()
+        end = time.monotonic() + 30
+        while gauge(url, "vllm:vattn_mapped_bytes") > idle:
+            assert time.monotonic() < end, "memory stays"
+            time.sleep(0.2)
+        assert ask(url, prompts()[0]) == stock[0]

@@ -1,0 +1,211 @@
+"""vLLM's attention backend over windows: vattn's kernels on contiguous keys and values.
+
+The metadata builder shows the rows of vLLM's block table in windows, once for all layers of a step. An implementation
+writes new keys and values where vLLM says, at home, and reads them in windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+import vattn.attention
+from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
+from vattn.errors import ConfigError
+from vattn_vllm.memory import KVMemory
+from vattn_vllm.options import Options
+
+
+class WindowBackend(AttentionBackend):
+    """Says to vLLM what it serves; `CPU_ATTN` or `CUSTOM` in vLLM's register."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012 (vLLM's own type)
+    supported_kv_cache_dtypes = ["auto", "bfloat16", "float16"]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN" if get_current_vllm_config().device_config.device_type == "cpu" else "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # What vLLM computes sizes by. Where blocks really lie is the windows' affair: vLLM gets strided views.
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type[WindowAttention]:
+        return WindowAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowBuilder]:
+        return WindowBuilder
+
+
+@dataclass
+class WindowMetadata:
+    """A step.
+
+    Attributes:
+        num_actual_tokens: tokens without padding.
+        batch: the rows' windows, lengths and new tokens.
+    """
+
+    num_actual_tokens: int
+    batch: PackedBatch
+
+
+class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
+    """Shows the rows of the block table, and packs the batch; single tokens come first."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._block_size = kv_cache_spec.block_size
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._name = layer_names[0]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> WindowMetadata:
+        step = common_attn_metadata
+        lengths = step.seq_lens[: step.num_reqs].cpu()
+        starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
+        counts = (lengths + (self._block_size - 1)) // self._block_size
+        table = step.block_table_tensor[: step.num_reqs].cpu()
+        memory: KVMemory = self._layers[self._name].impl.memory
+        windows = memory.windows.show(table, counts)
+        spans = tuple(
+            Span(window, end - (last - first), end)
+            for window, end, (first, last) in zip(windows, lengths.tolist(), pairwise(starts), strict=True)
+        )
+        return WindowMetadata(step.num_actual_tokens, PackedBatch(spans, self.device))
+
+
+class WindowAttention(AttentionImpl[WindowMetadata]):
+    """One layer.
+
+    Raises:
+        ConfigError: attention that no kernel computes.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ConfigError("vattn: its kernels have no ALiBi; leave out --worker-cls for this model")
+        if attn_type != AttentionType.DECODER:
+            raise ConfigError(f"vattn: it serves causal self-attention, not {attn_type}; leave out --worker-cls")
+        config = get_current_vllm_config()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self._shares = kv_sharing_target_layer_name
+        case = Case(
+            device=torch.device(config.device_config.device_type),
+            dtype=config.model_config.dtype,
+            head_dim=head_size,
+            softcap=bool(logits_soft_cap),
+            sinks=sinks is not None,
+        )
+        self._kernel = vattn.attention.get(Options.of(config).kernel, case)
+        self._params = AttentionParams(
+            scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None, sinks=sinks
+        )
+        self.memory: KVMemory | None = None
+
+    def use(self, memory: KVMemory, name: str) -> None:
+        """Gives the layer its memory, when the cache is allocated.
+
+        Args:
+            name: the layer whose keys and values are read.
+        """
+        self.memory = memory
+        self._stored = memory.stored(name)
+        self._rows = memory.rows(name)
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if self._shares is not None:
+            return
+        count = slot_mapping.shape[0]
+        key, value = key[:count], value[:count]
+        if self._rows.device.type == "cpu" and count and int(slot_mapping.min()) < 0:  # padding
+            real = slot_mapping >= 0
+            key, value, slot_mapping = key[real], value[real], slot_mapping[real]
+        slots = slot_mapping.long()
+        self._rows[..., : self.head_size].index_copy_(0, slots, key)
+        self._rows[..., self.head_size :].index_copy_(0, slots, value)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: WindowMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # a run that only warms up
+            return output
+        count = attn_metadata.num_actual_tokens
+        query = query[:count].view(count, self.num_heads, self.head_size)
+        found = self._kernel(query, self, 0, attn_metadata.batch, self._params)
+        output[:count].view(count, self.num_heads, self.head_size).copy_(found)
+        return output
+
+    # What kernels read
+
+    def stored(self, layer: int) -> Contiguous:
+        return self._stored
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        key, value = (rows[slot, start:length].transpose(0, 1)[None] for rows in (self._stored.key, self._stored.value))
+        return key, value

@@ -1,0 +1,129 @@
+"""vLLM's workers with `KVMemory` for a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import vllm.v1.worker.gpu.attn_utils as runner_v2
+import vllm.v1.worker.gpu_model_runner as runner_v1
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
+from vllm.v1.worker.gpu_worker import Worker as StockCUDAWorker
+
+from vattn.errors import ConfigError
+from vattn_vllm import hooks
+from vattn_vllm.attention import WindowAttention, WindowBackend
+from vattn_vllm.gauge import Usage
+from vattn_vllm.memory import KVMemory
+from vattn_vllm.options import Options
+from vattn_vllm.refusals import check_engine
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_BACKEND = f"{WindowBackend.__module__}.{WindowBackend.__qualname__}"
+
+
+class _WindowWorker(StockCUDAWorker):
+    """What both workers have in common. vLLM's CPU worker is a subclass of its CUDA worker."""
+
+    # The register's name that layers find the backend by.
+    backend = AttentionBackendEnum.CUSTOM
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._options = Options.of(self.vllm_config)
+        check_engine(self.vllm_config, self._options)
+        self._memory: KVMemory | None = None
+        self._usage = Usage(self.vllm_config, self.rank)
+
+    def load_model(self, *args: Any, **keywords: Any) -> None:
+        with _registered(self.backend):
+            super().load_model(*args, **keywords)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        foreign = [
+            name for name, layer in layers.items() if not isinstance(getattr(layer, "impl", None), WindowAttention)
+        ]
+        if foreign:
+            raise ConfigError(
+                f"vattn: layer {foreign[0]} has another attention backend; use --attention-backend CUSTOM on CUDA, or "
+                "leave out --worker-cls for this model"
+            )
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        def allocate(cache: KVCacheConfig, device: torch.device, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+            self._memory = KVMemory(self.vllm_config, cache, device, self._options)
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name, layer in layers.items():
+                layer.impl.use(self._memory, getattr(layer, "kv_sharing_target_layer_name", None) or name)
+            return self._memory.views()
+
+        with (
+            mock.patch.object(runner_v1, "allocate_kv_cache", allocate),
+            mock.patch.object(runner_v2, "allocate_kv_cache", allocate),
+        ):
+            super().initialize_from_config(kv_cache_config)
+        if self._memory is None:
+            raise ConfigError("vattn: vLLM allocated its KV cache by itself; this version of it is not supported")
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        memory = self._memory
+        assert memory is not None
+        gone, blocks = hooks.given_back(scheduler_output), list(hooks.allocated(scheduler_output))
+        if gone:
+            memory.give_back(gone)
+        if blocks:
+            memory.back(blocks)
+        if gone or blocks:
+            self._usage.set(memory.mapped_bytes, memory.reserved_bytes)
+        return super().execute_model(scheduler_output)
+
+    def vattn_stats(self) -> dict[str, int]:
+        """For `collective_rpc`: bytes that are mapped and reserved, and blocks."""
+        assert self._memory is not None
+        stats = self._memory.windows.stats()
+        return {
+            "mapped_bytes": stats.mapped_bytes,
+            "peak_mapped_bytes": stats.peak_mapped_bytes,
+            "reserved_bytes": stats.reserved_bytes,
+            "backed_blocks": stats.backed_blocks,
+            "shown_blocks": stats.shown_blocks,
+            "attached_blocks": stats.attached_blocks,
+            "detached_blocks": stats.detached_blocks,
+            "kernel_mappings": stats.kernel_mappings,
+        }
+
+    def vattn_check(self) -> None:
+        """For `collective_rpc`: asserts that every block is mapped where the books say."""
+        assert self._memory is not None
+        self._memory.windows.check()
+
+
+class CUDAWorker(_WindowWorker):
+    """`--worker-cls vattn_vllm.CUDAWorker --attention-backend CUSTOM`. It has not run on a GPU yet."""
+
+
+class CPUWorker(_WindowWorker, StockCPUWorker):
+    """`--worker-cls vattn_vllm.CPUWorker`."""
+
+    # vLLM's CPU platform does not ask which backend is wanted.
+    backend = AttentionBackendEnum.CPU_ATTN
+
+
+@contextmanager
+def _registered(backend: AttentionBackendEnum) -> Iterator[None]:
+    """The windows' backend under a name of vLLM's register, for layers that are made within the context."""
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    register_backend(backend, _BACKEND)
+    _cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        backend.clear_override()
+        _cached_get_attn_backend.cache_clear()
