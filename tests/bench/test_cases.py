@@ -1,6 +1,7 @@
 """Every benchmark runs and records what it promises; what one computes instead of measuring agrees with real caches."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bench.harness import plot
 from bench.harness.discovery import find
 from vattn.config import build_layout
 
+NEEDS_VLLM = pytest.mark.skipif("VATTN_VLLM_PYTHON" not in os.environ, reason="VATTN_VLLM_PYTHON names no vLLM")
 CASES = find(cases)
 
 
@@ -28,7 +30,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS_VLLM if name in ("plugin", "sharing") else ()) for name in CASES]
+)
 def test_quick_run_records_valid_json_and_can_be_drawn(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

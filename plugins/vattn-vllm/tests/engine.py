@@ -26,7 +26,13 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs import TokensPrompt
 
     llm = LLM(**order["llm"])
-    sampling = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **order.get("sampling", {})}
+    sampling = {
+        "temperature": 0,
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "detokenize": False,
+        **order.get("sampling", {}),
+    }
     keywords: dict[str, Any] = {}
     if lora := order.get("lora"):
         from vllm.lora.request import LoRARequest

@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small blocks": {"llm": {"block_size": 32}},
     "preemption": {"llm": {"num_gpu_blocks_override": 10}},
     "drafts": {"llm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}},
-    "several samples": {"sampling": {"n": 3, "temperature": 1, "seed": 7}},
+    "several samples": {"sampling": {"n": 3, "temperature": 1}},
     "compiled": {"llm": {"enforce_eager": False}},
     "bfloat16": {"llm": {"dtype": "bfloat16"}, "sampling": {"max_tokens": 2}},
 }
@@ -51,7 +51,7 @@ def test_memory_that_is_given_back_costs_hits_and_no_tokens(run: Run) -> None:
     ours = run(plugin={"keep_cached": 0, "keep_free": 0}, multiprocessing=True)
     stock = run(multiprocessing=True)
     assert [each["tokens"] for each in ours["results"]] == [each["tokens"] for each in stock["results"]]
-    assert (sum(stock["results"][1]["cached"]) > 0) == (sum(ours["results"][1]["cached"]) == 0)
+    assert stock["results"][1]["cached"][0] > ours["results"][1]["cached"][0] == 0
     (stats,) = ours["stats"]
     assert stats["backed_blocks"] == 1, "the null block"
     assert stats["peak_mapped_bytes"] > 20 * stats["mapped_bytes"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +17,15 @@ from typing import Any
 import openai
 import pytest
 from conftest import environment
+
 from engine import prompts
 
-PLUGIN = ["--worker-cls", "vattn_vllm.CPUWorker", "--additional-config", '{"vattn": {"keep_cached": 0, "keep_free": 0}}']
+PLUGIN = [
+    "--worker-cls",
+    "vattn_vllm.CPUWorker",
+    "--additional-config",
+    '{"vattn": {"keep_cached": 0, "keep_free": 0}}',
+]
 
 
 @contextmanager
@@ -30,7 +38,11 @@ def serving(model: Path, *options: str) -> Iterator[str]:
     command += ["--skip-tokenizer-init", "--served-model-name", "small", *options]
     with Path(model, "server.log").open("w+") as log:
         process = subprocess.Popen(
-            command, env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"), stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -47,7 +59,11 @@ def serving(model: Path, *options: str) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait(timeout=60)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
 
 
 def ask(url: str, prompt: list[int], **options: Any) -> list[int]:
@@ -70,7 +86,7 @@ def gauge(url: str, name: str) -> float:
 @pytest.fixture(scope="module")
 def stock(model: Path) -> list[list[int]]:
     with serving(model) as url:
-        assert gauge(url, "vllm:vattn_mapped_bytes") == 0
+        assert gauge(url, "vattn:kv_mapped_bytes") == 0
         return [ask(url, prompt) for prompt in prompts()[:6]]
 
 
@@ -80,14 +96,14 @@ def test_the_same_tokens_over_http(engines: int, model: Path, stock: list[list[i
     with serving(model, *PLUGIN, *more) as url:
         assert [ask(url, prompt) for prompt in prompts()[:6]] == stock
         assert len(stock[0]) == 24
-        reserved, mapped = (gauge(url, f"vllm:vattn_{what}_bytes") for what in ("reserved", "mapped"))
+        reserved, mapped = (gauge(url, f"vattn:kv_{what}_bytes") for what in ("reserved", "mapped"))
         assert reserved > 2**30
         assert 0 < mapped < reserved / 100
 
 
 def test_a_client_that_leaves_gives_its_memory_back(model: Path, stock: list[list[int]]) -> None:
     with serving(model, *PLUGIN) as url:
-        idle = gauge(url, "vllm:vattn_mapped_bytes")
+        idle = gauge(url, "vattn:kv_mapped_bytes")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         extra = {"ignore_eos": True, "detokenize": False}
         stream = client.completions.create(
@@ -96,10 +112,10 @@ def test_a_client_that_leaves_gives_its_memory_back(model: Path, stock: list[lis
         for count, _ in enumerate(stream):
             if count == 20:
                 break
-        assert gauge(url, "vllm:vattn_mapped_bytes") > idle
+        assert gauge(url, "vattn:kv_mapped_bytes") > idle
         stream.close()
         end = time.monotonic() + 30
-        while gauge(url, "vllm:vattn_mapped_bytes") > idle:
+        while gauge(url, "vattn:kv_mapped_bytes") > idle:
             assert time.monotonic() < end, "memory stays"
             time.sleep(0.2)
         assert ask(url, prompts()[0]) == stock[0]

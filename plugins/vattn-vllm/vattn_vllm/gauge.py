@@ -43,7 +43,9 @@ class Usage:
 
 
 class Gauges(StatLoggerBase):
-    """`vllm:vattn_mapped_bytes` and `vllm:vattn_reserved_bytes`, over all workers of an engine.
+    """`vattn:kv_mapped_bytes` and `vattn:kv_reserved_bytes`, over all workers of an engine.
+
+    They are not named vllm:..., since vLLM removes metrics of that name that others have made.
 
     The entry point `vllm.stat_logger_plugins`; without the plugin's workers it does nothing.
     """
@@ -54,8 +56,8 @@ class Gauges(StatLoggerBase):
         pattern = f"{_pattern(vllm_config)}-{engine_index}-*"
         for position, (name, what) in enumerate(
             (
-                ("vllm:vattn_mapped_bytes", "Physical memory under the blocks of the KV cache."),
-                ("vllm:vattn_reserved_bytes", "Address space of the KV cache: its blocks and their windows."),
+                ("vattn:kv_mapped_bytes", "Physical memory under the blocks of the KV cache."),
+                ("vattn:kv_reserved_bytes", "Address space of the KV cache: its blocks and their windows."),
             )
         ):
             gauge = _gauge(name, what)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from vattn.errors import ConfigError
+from vattn_vllm.budget import SharedBudget
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +28,8 @@ class Options:
         keep_cached: share of the blocks that may stay in the prefix cache when no request is left, 0 to 1; the least
             recently used go first.
         keep_free: share of the blocks whose memory is kept, without contents, for requests to come.
+        shared_budget: `"NAME:SIZE"`: the most memory that the engines of this name on this machine back together; each
+            may have blocks for the whole budget. None: an engine backs what its own blocks need.
         untested_vllm: run with a version of vLLM that the plugin was not tried with.
     """
 
@@ -37,6 +40,7 @@ class Options:
     guard: Literal["zero", "strict"] = "zero"
     keep_cached: float = 1.0
     keep_free: float = 0.05
+    shared_budget: str | None = None
     untested_vllm: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class Options:
                 raise ConfigError(f"vattn: {name}={share!r} is a share of the blocks, from 0 to 1")
         if isinstance(self.spare_windows, bool) or not isinstance(self.spare_windows, int) or self.spare_windows < 0:
             raise ConfigError(f"vattn: spare_windows={self.spare_windows!r} must be 0 or more")
+        if self.shared_budget is not None:
+            SharedBudget(self.shared_budget)
         if self.guard not in ("zero", "strict"):
             raise ConfigError(f"vattn: guard={self.guard!r} is not 'zero' or 'strict'")
 

@@ -70,6 +70,7 @@ class _WindowWorker(StockCUDAWorker):
             super().initialize_from_config(kv_cache_config)
         if self._memory is None:
             raise ConfigError("vattn: vLLM allocated its KV cache by itself; this version of it is not supported")
+        self._usage.set(self._memory.mapped_bytes, self._memory.reserved_bytes)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         memory = self._memory

