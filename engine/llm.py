@@ -444,7 +444,9 @@ class LLM:
         return self.core.loaded.sampling_params
 
     def get_metrics(self) -> list[Metric]:
-        """What this engine has counted so far and holds now, under vLLM's names; `Counter`s and `Gauge`s.
+        """What this engine has counted so far and holds now, under vLLM's names.
+
+        They are `Counter`s, `Vector`s, `Gauge`s and `Histogram`s; a server's `/metrics` has the same counts.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.

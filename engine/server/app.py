@@ -39,9 +39,8 @@ def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    metrics = Metrics(name)
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, observer=metrics)
-    metrics.watch(engine)
+    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs)
+    metrics = Metrics(engine, name)
     return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root)
 
 
