@@ -255,13 +255,22 @@ class AsyncEngine:
         return stream
 
     async def add_all(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        prefix: str = "async",
+        priority: int = 0,
     ) -> list[Stream]:
         """Queue several requests, all of them or none; one stream for each prompt, in order.
 
         Arguments and errors are as for `add`.
+
+        Args:
+            prefix: what the names of the requests begin with; a dash and a number follow.
         """
-        return await self._add({f"async-{next(self._names)}": prompt for prompt in prompts}, sampling_params, priority)
+        named = {f"{prefix}-{next(self._names)}": prompt for prompt in prompts}
+        return await self._add(named, sampling_params, priority)
 
     async def _add(
         self, prompts: Mapping[str, Prompt], sampling_params: SamplingParams | None, priority: int

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+import vattn
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
 from vattn.engine.server import admin, chat, completions, dashboard, tokens
@@ -57,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
     settings = service.settings
     app = FastAPI(
         title="vattn",
-        version=version("vattn"),
+        version=vattn.__version__,
         lifespan=lifespan,
         # The pages of FastAPI load scripts from other hosts.
         docs_url=None,

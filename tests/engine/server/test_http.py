@@ -154,6 +154,39 @@ def shared() -> Any:
     loop.close()
 
 
+def test_other_kinds_of_bodies_are_told_what_is_wanted(shared: Callable[[str, bytes], httpx.Response]) -> None:
+    assert "'Content-Type: application/json'" in error_of(shared("/v1/completions", b"[1]"))["message"]
+
+    async def test() -> None:
+        async with client() as (http, _):
+            form = await http.post("/v1/completions", content=b'{"prompt": "w"}')
+            assert form.status_code == 400
+            assert "'Content-Type: application/json'" in error_of(form)["message"]
+            query = await http.get("/health", params={"memory": "perhaps"})
+            assert (query.status_code, error_of(query)["param"]) == (400, "memory")
+
+    run(test())
+
+
+def test_the_engine_knows_requests_by_their_ids() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            body = {**PROMPT, "prompt": ["w", "x"], "max_tokens": 60, "ignore_eos": True}
+            asked = [
+                asyncio.create_task(http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"}))
+                for _ in range(2)
+            ]
+            while service.engine.num_unfinished < 4:
+                await asyncio.sleep(0.001)
+            ids = {request["id"] for request in (await service.state.read())["requests"]}
+            assert len(ids) == 4, "one id may be that of several requests"
+            assert {each.rpartition("-")[0] for each in ids} == {"mine"}
+            for answer in await asyncio.gather(*asked):
+                assert answer.json()["id"] == "cmpl-mine"
+
+    run(test())
+
+
 def test_request_ids() -> None:
     async def test() -> None:
         async with client() as (http, _):
@@ -381,7 +414,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
 
             hook = service.engine.llm.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
             body = {**PROMPT, "ignore_eos": True, "max_tokens": 15}
-            whole = await http.post("/v1/completions", json=body)
+            whole = await http.post("/v1/completions", json=body, headers={"X-Request-Id": "unlucky"})
             assert whole.status_code == 500
             assert error_of(whole)["message"] == "the request failed: RuntimeError; the server's log has more"
             await http.post("/v1/completions", json={**body, "max_tokens": 9})
@@ -398,8 +431,13 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
             kv = service.engine.llm.kv
             assert await service.engine.call(kv.available) == kv.total()
 
-    with caplog.at_level(logging.CRITICAL + 1, "vattn.engine"):
+    with caplog.at_level(logging.INFO, "vattn.engine.server"):
         run(test())
+    told = [record for record in caplog.records if getattr(record, "fields", {}).get("request_id") == "unlucky"]
+    assert [(record.message, bool(record.exc_info)) for record in told] == [
+        ("a request failed in the engine", True),
+        ("request", False),
+    ]
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

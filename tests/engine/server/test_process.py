@@ -322,6 +322,8 @@ def test_an_address_that_is_taken() -> None:
         ({"max_body_bytes": "much"}, "max_body_bytes"),
         ({"api_key": [""]}, "api_key"),
         ({"api_key": 3}, "api_key is 3"),
+        ({"allowed_origins": ['["https://a.example"]']}, "allowed_origins has .* which no page has"),
+        ({"allowed_origins": ["a.example"]}, "allowed_origins has .a.example."),
         ({"ssl_keyfile": "key.pem"}, "needs ssl_certfile"),
         ({"ssl_certfile": "/nowhere.pem"}, "where no file is"),
         ({"log_level": "loud"}, "log_level='loud'"),
