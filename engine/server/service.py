@@ -54,6 +54,7 @@ class Service:
         self.root = root
         self.names = tuple(settings.served_model_name) or (root,)
         self.created = int(time.time())
+        self.sampling_defaults = engine.llm.core.loaded.sampling_defaults
         self.text = engine.llm.core.intake.text
         self.max_model_len = engine.llm.max_model_len
         self._reader = engine.llm.core.intake.prompts

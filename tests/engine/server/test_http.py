@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -365,6 +366,30 @@ def test_sleep_and_the_prefix_cache() -> None:
             assert (await http.post("/wake_up")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": False}
             assert await waiting == 0
+
+    run(test())
+
+
+def test_the_generation_config_says_what_a_body_does_not(tmp_path: Path) -> None:
+    said = {"do_sample": True, "temperature": 0.001, "max_new_tokens": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+
+    async def ask(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["usage"])
+
+    async def test() -> None:
+        chat = {"messages": [{"role": "user", "content": "Count to 200."}], "ignore_eos": True}
+        async with client(config={"generation_config": str(tmp_path)}) as (http, _):
+            body = {"prompt": PROMPT["prompt"], "n": 4, "ignore_eos": True}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            assert len({choice["text"] for choice in answer["choices"]}) == 1, "next to greedy"
+            assert answer["usage"]["completion_tokens"] == 4 * 3
+            assert (await ask(http, "/v1/chat/completions", chat))["completion_tokens"] == 3
+            assert (await ask(http, "/v1/chat/completions", {**chat, "max_tokens": 2}))["completion_tokens"] == 2
+        async with client(config={"generation_config": "vllm"}) as (http, _):
+            assert (await ask(http, "/v1/completions", body))["completion_tokens"] == 4 * 16
 
     run(test())
 
