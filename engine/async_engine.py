@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM
+from vattn.engine.llm import LLM, refuse_lora
 from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
@@ -213,15 +213,16 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one prompt and stream its outputs; leaving the loop early, or cancelling its task, aborts the request.
 
         Arguments, outputs and errors are as for `add`.
         """
-        stream = await self.add(prompt, sampling_params, request_id=request_id, priority=priority)
+        stream = await self.add(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         try:
             async for output in stream:
                 yield output
@@ -232,8 +233,9 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> Stream:
         """Queue a request; to leave its stream early, `abort` it.
@@ -243,6 +245,7 @@ class AsyncEngine:
 
         Args:
             request_id: a name that no unfinished request has, for `abort`; None for a generated one.
+            lora_request: None: adapters are not served.
             priority: lower runs earlier, where the LLM's `scheduling_policy` is "priority".
 
         Raises:
@@ -250,6 +253,7 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
+        refuse_lora(lora_request)
         name = f"async-{next(self._names)}" if request_id is None else request_id
         (stream,) = await self._add({name: prompt}, sampling_params, priority)
         return stream

@@ -378,6 +378,18 @@ def test_calls_between_steps() -> None:
     run(test())
 
 
+def test_calls_as_of_vllm() -> None:
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            outputs = [output async for output in engine.generate([2, 3, 4], GREEDY, "mine", lora_request=None)]
+            assert {output.request_id for output in outputs} == {"mine"}
+            with pytest.raises(InvalidRequest, match="lora_request: adapters are not served"):
+                await engine.add([2, 3, 4], GREEDY, "other", lora_request="adapter")  # type: ignore[arg-type]
+            assert engine.num_unfinished == 0
+
+    run(test())
+
+
 def test_every_request_is_counted_once() -> None:
     async def test() -> None:
         llm = make_llm()
