@@ -50,6 +50,13 @@ class ServerSettings:
     )
     ssl_keyfile: str | None = field(default=None, metadata=_flag("private key, for HTTPS", metavar="PATH"))
     ssl_certfile: str | None = field(default=None, metadata=_flag("certificate, for HTTPS", metavar="PATH"))
+    ssl_ca_certs: str | None = field(
+        default=None, metadata=_flag("certificates of the authorities whose clients are let in", metavar="PATH")
+    )
+    ssl_cert_reqs: int = field(
+        default=0,
+        metadata=_flag("certificates of clients: 0 for none, 1 for those that have one, 2 for all", parse=int),
+    )
     allowed_origins: Sequence[str] = field(
         default=(),
         metadata=_flag("origin whose pages may call the server from a browser", metavar="ORIGIN"),
@@ -104,7 +111,15 @@ class ServerSettings:
         self._set("chat_template", _template(self.chat_template))
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that belongs to it")
-        for name in ("ssl_keyfile", "ssl_certfile"):
+        self._set("ssl_cert_reqs", checked_whole("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2))
+        if bool(self.ssl_cert_reqs) != (self.ssl_ca_certs is not None):
+            raise ConfigError(
+                f"ssl_cert_reqs is {self.ssl_cert_reqs} and ssl_ca_certs is {shown(self.ssl_ca_certs)}; to ask clients "
+                "for certificates, give ssl_ca_certs with ssl_cert_reqs=2, or 1 where they may have none"
+            )
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile, the certificate of the server")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not os.path.isfile(path):
                 raise ConfigError(f"{name} is {shown(path)}, where no file is; give the path of a PEM file")

@@ -301,12 +301,30 @@ def test_sigterm_lets_requests_finish() -> None:
 
 
 @pytest.mark.slow
-def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Files of a private key, and of a certificate that it signs."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     )
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return key, certificate
+
+
+def test_clients_may_need_a_certificate(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    options = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate), "ssl_ca_certs": str(certificate)}
+    stranger = ssl.create_default_context(cafile=certificate)
+    known = ssl.create_default_context(cafile=certificate)
+    known.load_cert_chain(certificate, key)
+    with running(verify=known, ssl_cert_reqs=2, **options) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=SHORT, verify=known, timeout=60).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health", verify=stranger)
+
+
+def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
     options: dict[str, Any] = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate), "shutdown_timeout": 0.3}
     with running(environment={"VATTN_API_KEY": "secret"}, **options) as server:
         assert server.url.startswith("https://")
@@ -351,6 +369,10 @@ def test_an_address_that_is_taken() -> None:
         ({"allowed_origins": ["a.example"]}, "allowed_origins has .a.example."),
         ({"ssl_keyfile": "key.pem"}, "needs ssl_certfile"),
         ({"ssl_certfile": "/nowhere.pem"}, "where no file is"),
+        ({"ssl_ca_certs": "ca.pem"}, "give ssl_ca_certs with ssl_cert_reqs=2"),
+        ({"ssl_cert_reqs": 1}, "give ssl_ca_certs with ssl_cert_reqs=2"),
+        ({"ssl_cert_reqs": 3}, "ssl_cert_reqs is 3"),
+        ({"ssl_cert_reqs": 2, "ssl_ca_certs": "ca.pem"}, "needs ssl_certfile"),
         ({"log_level": "loud"}, "log_level='loud'"),
         ({"chat_template": "/nowhere.jinja"}, "chat_template"),
     ],
