@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vattn.engine.async_engine import AsyncEngine, EngineStopped, Observer, QueueFull, Stream
+    from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed
     from vattn.engine.llm import LLM
-    from vattn.engine.metrics import Counter, Gauge, Metric
+    from vattn.engine.metrics import Counter, Gauge, Histogram, Metric, Vector
     from vattn.engine.requests.logprobs import Logprob
     from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
@@ -35,11 +35,11 @@ __all__ = [
     "EngineStopped",
     "FinishReason",
     "Gauge",
+    "Histogram",
     "IllegalTransition",
     "InvalidRequest",
     "Logprob",
     "Metric",
-    "Observer",
     "QueueFull",
     "RequestMetrics",
     "RequestOutput",
@@ -48,14 +48,15 @@ __all__ = [
     "StepRecord",
     "Stream",
     "StructuredOutputs",
+    "Vector",
 ]
 
 _HOMES = {
-    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "Observer", "QueueFull", "Stream"),
+    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "vattn.engine.exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
     "vattn.engine.llm": ("LLM",),
-    "vattn.engine.metrics": ("Counter", "Gauge", "Metric"),
+    "vattn.engine.metrics": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
     "vattn.engine.requests.logprobs": ("Logprob",),
     "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
     "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),

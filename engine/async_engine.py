@@ -17,24 +17,23 @@ import functools
 import itertools
 import logging
 import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM
+from vattn.engine.llm import LLM, refuse_lora
 from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
 from vattn.engine.requests.prompts import Prompt
-from vattn.engine.requests.request import InvalidRequest, State
+from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
@@ -57,22 +56,6 @@ class QueueFull(VattnError):
 
 class EngineStopped(VattnError, RuntimeError):
     """The engine takes no requests: it was shut down, or died of the error that is the cause of this one."""
-
-
-class Observer(Protocol):
-    """Told what an engine does, in the middle of it: calls are short and raise nothing.
-
-    Every group that was `added` is `ended` once.
-    """
-
-    def added(self, group: RequestGroup) -> None:
-        """The engine accepted these requests."""
-
-    def ended(self, group: RequestGroup) -> None:
-        """They ended, whatever the reason; or the engine did."""
-
-    def stepped(self, start: float, end: float, decoding: int) -> None:
-        """A step ran, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
 
 
 class Stream:
@@ -123,7 +106,6 @@ class AsyncEngine:
         llm: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
-        observer: told of requests and steps, for metrics.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -131,7 +113,7 @@ class AsyncEngine:
         EngineClosed: it is closed.
     """
 
-    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None, observer: Observer | None = None) -> None:
+    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
         if max_num_queued_reqs is not None:
             max_num_queued_reqs = checked_whole(
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
@@ -139,7 +121,6 @@ class AsyncEngine:
         self.llm = llm
         self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
-        self._observer = observer
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
@@ -232,15 +213,16 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one prompt and stream its outputs; leaving the loop early, or cancelling its task, aborts the request.
 
         Arguments, outputs and errors are as for `add`.
         """
-        stream = await self.add(prompt, sampling_params, request_id=request_id, priority=priority)
+        stream = await self.add(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         try:
             async for output in stream:
                 yield output
@@ -251,8 +233,9 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> Stream:
         """Queue a request; to leave its stream early, `abort` it.
@@ -262,6 +245,7 @@ class AsyncEngine:
 
         Args:
             request_id: a name that no unfinished request has, for `abort`; None for a generated one.
+            lora_request: None: adapters are not served.
             priority: lower runs earlier, where the LLM's `scheduling_policy` is "priority".
 
         Raises:
@@ -269,18 +253,28 @@ class AsyncEngine:
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
+        refuse_lora(lora_request)
         name = f"async-{next(self._names)}" if request_id is None else request_id
         (stream,) = await self._add({name: prompt}, sampling_params, priority)
         return stream
 
     async def add_all(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        prefix: str = "async",
+        priority: int = 0,
     ) -> list[Stream]:
         """Queue several requests, all of them or none; one stream for each prompt, in order.
 
         Arguments and errors are as for `add`.
+
+        Args:
+            prefix: what the names of the requests begin with; a dash and a number follow.
         """
-        return await self._add({f"async-{next(self._names)}": prompt for prompt in prompts}, sampling_params, priority)
+        named = {f"{prefix}-{next(self._names)}": prompt for prompt in prompts}
+        return await self._add(named, sampling_params, priority)
 
     async def _add(
         self, prompts: Mapping[str, Prompt], sampling_params: SamplingParams | None, priority: int
@@ -305,8 +299,6 @@ class AsyncEngine:
             self._check_room(prompts, count)
             for stream in streams:
                 self._streams[stream.request_id] = stream
-                if self._observer is not None:
-                    self._observer.added(stream.group)
             self._arriving += streams
             self._changed.notify()
         if (end_announcement := _announced.get()) is not None:
@@ -413,15 +405,15 @@ class AsyncEngine:
         try:
             while self._take_orders():
                 if self._has_work():
-                    self._deliver(self._step())
+                    self._deliver(self._core.step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
             with self._changed:
                 self._error = error
                 streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
-                for stream in self._streams.values():
-                    self._note_end(stream)
+                for request in (request for stream in self._streams.values() for request in stream.group.requests):
+                    self._core.figures.ended(request)
                 self._streams.clear()
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
@@ -433,19 +425,6 @@ class AsyncEngine:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineStopped("the engine was shut down before it came to this call"))
             self._core.take_back(self._thread)
-
-    def _step(self) -> list[RequestOutput]:
-        if self._observer is None:
-            return self._core.step()
-        decoding = sum([request.state is State.DECODING for request in self._core.scheduler.running])
-        start = time.monotonic()
-        outputs = self._core.step()
-        self._observer.stepped(start, time.monotonic(), decoding)
-        return outputs
-
-    def _note_end(self, stream: Stream) -> None:
-        if self._observer is not None:
-            self._observer.ended(stream.group)
 
     def _take_orders(self) -> bool:
         """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""
@@ -490,7 +469,7 @@ class AsyncEngine:
             self._delivering = [(self._streams[output.request_id], output) for output in outputs]
             for output in outputs:
                 if output.finished:
-                    self._note_end(self._streams.pop(output.request_id))
+                    del self._streams[output.request_id]
         self._hand_over(self._delivering)
         self._delivering = []
 

@@ -18,7 +18,7 @@ from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.make import make_backend
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.loading import LoadedModel
-from vattn.engine.metrics import Counts, Metric, collect
+from vattn.engine.metrics import Figures, Metric, collect
 from vattn.engine.model.rows import Forward, Row
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.sampler import Sampler
@@ -57,7 +57,7 @@ class EngineCore:
         kv: the cache.
         intake: makes requests of prompts.
         speculation: statistics of drafts so far.
-        counts: running totals.
+        figures: running totals.
         asleep: between `sleep` and `wake_up`.
         on_step: called with a `StepRecord` after each step.
 
@@ -70,7 +70,7 @@ class EngineCore:
         self.loaded = loaded = LoadedModel(config)
         self.on_step = config.on_step
         self.speculation = SpeculationStats()
-        self.counts = Counts()
+        self.figures = Figures()
         self.asleep = False
         self.gate = Gate()
         self.sampler = Sampler()
@@ -249,11 +249,13 @@ class EngineCore:
             with self._mending(_STEP):
                 self._phase = _STEP
                 plan, num_preempted, prepare_seconds = self._plan(self._changed)
-                self.counts.preemptions += num_preempted
+                self.figures.preemptions += num_preempted
                 planned = time.monotonic()
                 decode_tokens = plan.num_decode_tokens
+                decoding = sum([entry.request.state is State.DECODING for entry in plan.entries])
                 if plan.entries:
                     self._compute(plan, self._changed)
+                    self.figures.stepped(start, time.monotonic(), decoding)
                 if self._swap is not None and 2 * decode_tokens < plan.num_tokens:
                     self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
             if plan.entries and self.on_step is not None:
@@ -289,7 +291,7 @@ class EngineCore:
             )
         freed = self.kv.trim()  # first, since a backend may refuse
         with self._mending(_QUEUES):
-            self.scheduler.preempt_all()
+            self._preempt_all()
             self.kv.evict_prefixes()
             freed += self.kv.trim()
             self.asleep = True
@@ -307,9 +309,13 @@ class EngineCore:
         self._check_usable("reset_prefix_cache")
         with self._mending(_QUEUES):
             if reset_running_requests:
-                self.scheduler.preempt_all()
+                self._preempt_all()
             self.kv.evict_prefixes()
         return not self.scheduler.running
+
+    def _preempt_all(self) -> None:
+        self.figures.preemptions += len(self.scheduler.running)
+        self.scheduler.preempt_all()
 
     def check(self) -> None:
         """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
@@ -465,6 +471,8 @@ class EngineCore:
                 continue  # an earlier token of its draft was rejected, or ended the request
             if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
                 self.scheduler.finish(request, FinishReason.LENGTH)
+                if request.index == 0:
+                    self.figures.prompt_tokens += len(request.prompt_token_ids)
                 continue
             if token is None:
                 reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
@@ -480,9 +488,9 @@ class EngineCore:
             except Exception as error:  # the tokenizer, which is not ours, cannot decode it
                 self.scheduler.finish(request, FinishReason.ERROR, error)
                 continue
-            self.counts.generation_tokens += 1
+            self.figures.generation_tokens += 1
             if request.index == 0 and len(request.output_token_ids) == 1:
-                self.counts.prompt_tokens += len(request.prompt_token_ids)
+                self.figures.prompt_tokens += len(request.prompt_token_ids)
             if request.state is State.DONE:
                 self.scheduler.release(request)
             elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
@@ -584,7 +592,9 @@ class EngineCore:
 
     def _count(self, group: RequestGroup) -> None:
         """Note how a group's requests ended."""
-        self.counts.finished.update(request.finish_reason for request in group.requests if request.finish_reason)
+        for request in group.requests:
+            if request.finish_reason is not None:
+                self.figures.ended(request)
 
     @property
     def group_ids(self) -> list[str]:

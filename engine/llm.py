@@ -262,7 +262,7 @@ class LLM:
         priority: int | Sequence[int] | None,
     ) -> list[str]:
         """Queue all prompts, or none; returns their requests' names."""
-        _refuse_lora(lora_request)
+        refuse_lora(lora_request)
         listed = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or self.get_default_sampling_params()] * len(listed)
@@ -313,7 +313,7 @@ class LLM:
             EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
         """
         self.core.check_idle("beam_search")
-        _refuse_lora(lora_request)
+        refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
         if isinstance(self.scheduler, StaticScheduler):
@@ -444,7 +444,9 @@ class LLM:
         return self.core.loaded.sampling_params
 
     def get_metrics(self) -> list[Metric]:
-        """What this engine has counted so far and holds now, under vLLM's names; `Counter`s and `Gauge`s.
+        """What this engine has counted so far and holds now, under vLLM's names.
+
+        They are `Counter`s, `Vector`s, `Gauge`s and `Histogram`s; a server's `/metrics` has the same counts.
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
@@ -510,7 +512,8 @@ class LLM:
         self.core.close()
 
 
-def _refuse_lora(lora_request: object) -> None:
+def refuse_lora(lora_request: object) -> None:
+    """Raise an InvalidRequest for an adapter."""
     if lora_request is not None:
         raise InvalidRequest(
             "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "

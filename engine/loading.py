@@ -37,6 +37,7 @@ class LoadedModel:
         vocab_size: token ids are `0 .. vocab_size - 1`.
         eos_token_ids: the tokens that end an output.
         eos_token_id: the one that does so without being a `stop_reason`; others count as stop tokens, as in vLLM.
+        sampling_defaults: what the generation config says of sampling, in the words of `SamplingParams`.
         sampling_params: those of requests without any.
         shape: what is stored per token, layer by layer.
         latents: the layers of which latents are stored.
@@ -55,7 +56,8 @@ class LoadedModel:
         self.vocab_size: int = embedding.num_embeddings
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
         self.eos_token_id = _eos_token_id(self.tokenizer, self.eos_token_ids)
-        self.sampling_params = _default_sampling_params(config, self.model)
+        self.sampling_defaults = _sampling_defaults(config, self.model)
+        self.sampling_params = _default_sampling_params(self.sampling_defaults)
         self.latents: Mapping[int, packed.LatentAttention] = {}
         self._is_ours = isinstance(config.model, str)
         self._restore_weights: Callable[[], None] = _nothing
@@ -174,17 +176,20 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-def _default_sampling_params(config: EngineConfig, model: PreTrainedModel) -> SamplingParams:
+def _sampling_defaults(config: EngineConfig, model: PreTrainedModel) -> dict[str, Any]:
     """What the generation config says that is not transformers' own default; `do_sample` does not count, as in vLLM."""
     if config.generation_config == "vllm":
-        return SamplingParams()
+        return {}
     found: Any = getattr(model, "generation_config", None)
     if config.generation_config != "auto":
         path = str(config.generation_config)
         with _loading("generation config", path):
             found = GenerationConfig.from_pretrained(path)
     said = {} if found is None else found.to_diff_dict()
-    params = {name: said[key] for key, name in _SAMPLING_DEFAULTS.items() if said.get(key) is not None}
+    return {name: said[key] for key, name in _SAMPLING_DEFAULTS.items() if said.get(key) is not None}
+
+
+def _default_sampling_params(params: Mapping[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**params)
     except ConfigError as error:

@@ -1,16 +1,37 @@
-"""What an engine has counted, under vLLM's names, for callers without a metrics server."""
+"""What an engine has counted and holds, under vLLM's names: for `get_metrics`, and for a server's `/metrics`."""
 
 from __future__ import annotations
 
+import bisect
+import threading
 from collections import Counter as Tally
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from vattn.engine.requests.request import FinishReason
+from vattn.engine.requests.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from vattn.engine.core import EngineCore
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG_SECONDS = (*_SECONDS, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TOKENS = tuple(scale * 10**power for power in range(6) for scale in (1, 2, 5))
+_BOUNDS: dict[str, Sequence[float]] = {
+    "vllm:time_to_first_token_seconds": _LONG_SECONDS,
+    "vllm:inter_token_latency_seconds": _SECONDS,
+    "vllm:request_time_per_output_token_seconds": _SECONDS,
+    "vllm:e2e_request_latency_seconds": _LONG_SECONDS,
+    "vllm:request_queue_time_seconds": _LONG_SECONDS,
+    "vllm:request_prefill_time_seconds": _LONG_SECONDS,
+    "vllm:request_decode_time_seconds": _LONG_SECONDS,
+    "vllm:request_prompt_tokens": _TOKENS,
+    "vllm:request_generation_tokens": _TOKENS,
+    "vattn:step_seconds": (0.0005, *_SECONDS),
+}
+_TTFTS_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +49,16 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """A count since the engine was made."""
+    """A count since the engine was made; of seconds, for names that end in `seconds`."""
 
-    value: int
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """Counts since the engine was made, by position."""
+
+    values: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,55 +68,146 @@ class Gauge(Metric):
     value: float
 
 
-@dataclass
-class Counts:
-    """Running totals of one engine.
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """The distribution of values since the engine was made.
 
     Attributes:
-        prompt_tokens: of prompts that have got a first token, those from the prefix cache included.
-        generation_tokens: output tokens.
-        preemptions: how often a request lost its slot to another.
-        finished: completions by how they ended.
+        count, sum: of all values.
+        buckets: upper bound, as text, to how many values are not above it; the last one is "+Inf".
     """
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    finished: Tally[FinishReason] = field(default_factory=Tally)
+    count: int
+    sum: float
+    buckets: Mapping[str, int]
+
+
+class Buckets:
+    """A histogram that takes many equal values at once."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def histogram(self, name: str) -> Histogram:
+        """The values so far."""
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
+        return Histogram(
+            name, {}, sum(self._counts), self._sum, dict(zip(names, accumulate(self._counts), strict=True))
+        )
+
+
+class Figures:
+    """Running totals of one engine: the thread that steps it counts, and any may read.
+
+    What a request did is read from the request when it ends.
+
+    Attributes:
+        prompt_tokens: of prompts that were computed, those from the prefix cache included.
+        generation_tokens: output tokens.
+        preemptions: how often a request lost its slot.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.preemptions = 0
+        self._lock = threading.RLock()  # a signal handler may ask in the middle of a change
+        self._finished: Tally[FinishReason] = Tally()
+        self._histograms = {name: Buckets(bounds) for name, bounds in _BOUNDS.items()}
+        self._ttfts: deque[float] = deque(maxlen=_TTFTS_KEPT)
+        self._last_end = 0.0
+
+    def stepped(self, start: float, end: float, decoding: int) -> None:
+        """Count a step, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
+        with self._lock:
+            self._histograms["vattn:step_seconds"].add(end - start)
+            if decoding:
+                self._histograms["vllm:inter_token_latency_seconds"].add(end - self._last_end, decoding)
+            self._last_end = end
+
+    def ended(self, request: Request) -> None:
+        """Count a request; one without a finish reason fell with the engine."""
+        first, arrival = request.first_token_time, request.arrival_time
+        scheduled, end = request.first_scheduled_time, request.finished_time
+        generated = len(request.output_token_ids)
+        values: dict[str, float] = {
+            "vllm:request_prompt_tokens": len(request.prompt_token_ids),
+            "vllm:request_generation_tokens": generated,
+        }
+        if scheduled is not None:
+            values["vllm:request_queue_time_seconds"] = scheduled - arrival
+        if scheduled is not None and first is not None:
+            values["vllm:time_to_first_token_seconds"] = first - arrival
+            values["vllm:request_prefill_time_seconds"] = first - scheduled
+        if end is not None:
+            values["vllm:e2e_request_latency_seconds"] = end - arrival
+        if end is not None and first is not None:
+            values["vllm:request_decode_time_seconds"] = end - first
+            if generated > 1:
+                values["vllm:request_time_per_output_token_seconds"] = (end - first) / (generated - 1)
+        with self._lock:
+            self._finished[request.finish_reason or FinishReason.ERROR] += 1
+            if first is not None:
+                self._ttfts.append(first - arrival)
+            for name, value in values.items():
+                self._histograms[name].add(value)
+
+    def recent_ttfts(self) -> list[float]:
+        """Seconds to the first token of the requests that ended last."""
+        with self._lock:
+            return list(self._ttfts)
+
+    def metrics(self) -> list[Metric]:
+        """All of it."""
+        with self._lock:
+            return [
+                Counter("vllm:num_preemptions", {}, self.preemptions),
+                Counter("vllm:prompt_tokens", {}, self.prompt_tokens),
+                Counter("vllm:generation_tokens", {}, self.generation_tokens),
+                *(
+                    Counter("vllm:request_success", {"finished_reason": reason.value}, self._finished[reason])
+                    for reason in FinishReason
+                ),
+                *(buckets.histogram(name) for name, buckets in self._histograms.items()),
+            ]
+
+
+def counted(core: EngineCore) -> list[Metric]:
+    """What an engine has counted; for any thread, at any time."""
+    scheduler, drafts = core.scheduler, core.speculation
+    return [
+        *core.figures.metrics(),
+        Counter("vllm:prefix_cache_queries", {}, scheduler.query_tokens),
+        Counter("vllm:prefix_cache_hits", {}, scheduler.hit_tokens),
+        Counter("vllm:spec_decode_num_drafts", {}, drafts.num_drafts),
+        Counter("vllm:spec_decode_num_draft_tokens", {}, drafts.num_drafted_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", {}, drafts.num_accepted_tokens),
+        Vector("vllm:spec_decode_num_accepted_tokens_per_pos", {}, tuple(drafts.num_accepted_per_position)),
+    ]
 
 
 def collect(core: EngineCore) -> list[Metric]:
     """All metrics of an engine, between two steps."""
-    scheduler, counts, kv = core.scheduler, core.counts, core.kv.stats()
-    total = core.kv.total()
-
-    def gauge(name: str, value: float, **labels: str) -> Gauge:
-        return Gauge(name, labels, float(value))
-
-    def counter(name: str, value: int, **labels: str) -> Counter:
-        return Counter(name, labels, value)
-
+    scheduler, kv = core.scheduler, core.kv.stats()
+    memory = {
+        "reserved": kv.reserved_bytes,
+        "physical": kv.physical_bytes,
+        "used": kv.used_bytes,
+        "live": kv.live_bytes,
+    }
     return [
-        gauge("vllm:num_requests_running", len(scheduler.running)),
-        gauge("vllm:num_requests_waiting", len(scheduler.waiting)),
-        gauge("vllm:kv_cache_usage_perc", 1 - core.kv.available() / total),
-        gauge("vllm:engine_sleep_state", not core.asleep, sleep_state="awake"),
-        counter("vllm:prefix_cache_queries", scheduler.query_tokens),
-        counter("vllm:prefix_cache_hits", scheduler.hit_tokens),
-        counter("vllm:num_preemptions", counts.preemptions),
-        counter("vllm:prompt_tokens", counts.prompt_tokens),
-        counter("vllm:generation_tokens", counts.generation_tokens),
-        *(
-            counter("vllm:request_success", counts.finished[reason], finished_reason=reason.value)
-            for reason in FinishReason
-        ),
-        counter("vllm:spec_decode_num_drafts", core.speculation.num_drafts),
-        counter("vllm:spec_decode_num_draft_tokens", core.speculation.num_drafted_tokens),
-        counter("vllm:spec_decode_num_accepted_tokens", core.speculation.num_accepted_tokens),
-        gauge("vattn:kv_reserved_bytes", kv.reserved_bytes),
-        gauge("vattn:kv_physical_bytes", kv.physical_bytes),
-        gauge("vattn:kv_used_bytes", kv.used_bytes),
-        gauge("vattn:kv_live_bytes", kv.live_bytes),
-        counter("vattn:kv_map_calls", kv.map_calls),
-        gauge("vattn:kv_wait_seconds", kv.wait_seconds),
+        Gauge("vllm:num_requests_running", {}, float(len(scheduler.running))),
+        Gauge("vllm:num_requests_waiting", {}, float(len(scheduler.waiting))),
+        Gauge("vllm:kv_cache_usage_perc", {}, 1 - core.kv.available() / core.kv.total()),
+        Gauge("vllm:engine_sleep_state", {"sleep_state": "awake"}, float(not core.asleep)),
+        *counted(core),
+        *(Gauge("vattn:memory_bytes", {"kind": kind}, float(size)) for kind, size in memory.items()),
+        Counter("vattn:map_calls", {}, kv.map_calls),
+        Counter("vattn:wait_seconds", {}, kv.wait_seconds),
     ]

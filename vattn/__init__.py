@@ -9,7 +9,7 @@ k[reqid, :1000] = ...               # plain memory, for any kernel
 vattn.free_reqid(reqid)             # parked, not unmapped
 """
 
-import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from vattn import attention
@@ -41,6 +41,8 @@ from vattn.prefix import Admission
 from vattn.stats import BlockStats, CacheStats, CallStats, Capacity, SlotPages
 
 if TYPE_CHECKING:
+    __version__: str
+
     from vattn.engine import LLM, AsyncEngine, SamplingParams
     from vattn.hf import VirtualCache
 
@@ -96,8 +98,10 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "__version__":
+        return importlib.metadata.version("vattn")
     raise AttributeError(f"module 'vattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _LAZY.keys())
+    return sorted(globals().keys() | _LAZY.keys() | {"__version__"})

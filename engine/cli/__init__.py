@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
+import vattn
 from vattn.engine.cli import bench, chat, complete, completion, doctor, generate, serve
 from vattn.errors import VattnError
 
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vattn", description="KV-cache memory on demand, contiguous in virtual memory."
     )
-    parser.add_argument("--version", action="version", version=f"vattn {metadata.version('vattn')}")
+    parser.add_argument("--version", action="version", version=f"vattn {vattn.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)

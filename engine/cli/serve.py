@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import SHIPPED_MODEL, add_engine_flags, add_model, chosen_model, engine_options
 from vattn.engine.cli.extras import require_server_extra
 from vattn.engine.cli.flags import Help, add_fields, given
 from vattn.engine.config import EngineConfig
@@ -42,7 +42,8 @@ def _run(args: argparse.Namespace) -> int:
     from vattn.engine.server.settings import ServerSettings
 
     config = EngineConfig(model=chosen_model(args.model), **engine_options(args))
-    settings = ServerSettings(**given(args, ServerSettings))
+    named = {} if args.model is not None else {"served_model_name": (SHIPPED_MODEL.name,)}
+    settings = ServerSettings(**(named | given(args, ServerSettings)))
     require_server_extra("vattn serve")
 
     from vattn.engine.server import serve

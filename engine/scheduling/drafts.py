@@ -9,7 +9,7 @@ dropped from the cache by lowering the slot's length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,17 +80,23 @@ class SpeculationStats:
     Attributes:
         num_drafts: drafts that were computed.
         num_drafted_tokens, num_accepted_tokens: their tokens, and how many of these were accepted.
+        num_accepted_per_position: the latter by place in the draft, as far as the longest one so far reached.
     """
 
     num_drafts: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count one draft."""
         self.num_drafts += 1
         self.num_drafted_tokens += drafted
         self.num_accepted_tokens += accepted
+        places = self.num_accepted_per_position
+        places += [0] * (drafted - len(places))
+        for place in range(accepted):
+            places[place] += 1
 
     @property
     def acceptance_rate(self) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+import vattn
 from vattn.engine.async_engine import EngineStopped
 from vattn.engine.server.errors import json_response
 from vattn.engine.server.protocol import LoadResponse, ModelCard, ModelList, SleepingResponse, VersionResponse
@@ -60,7 +60,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/version", response_model=VersionResponse)
     async def get_version() -> Response:
-        return json_response({"version": version("vattn")})
+        return json_response({"version": vattn.__version__})
 
     @routes.get("/load", response_model=LoadResponse)
     async def load() -> Response:

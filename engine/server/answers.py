@@ -9,7 +9,7 @@ from typing import Any
 
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
 from vattn.engine.server.protocol import Sampling
-from vattn.engine.server.service import Run, raise_failure
+from vattn.engine.server.service import Run
 from vattn.engine.server.streams import event
 
 
@@ -71,7 +71,7 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
         async for batch in batches:
             events = []
             for number, output in batch:
-                raise_failure(output)
+                run.check(output)
                 counter.add(number, output)
                 for chunk in chunks(number, output):
                     usage = {"usage": counter.usage} if in_chunks else {}

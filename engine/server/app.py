@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+import vattn
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
 from vattn.engine.server import admin, chat, completions, dashboard, tokens
@@ -39,9 +39,8 @@ def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    metrics = Metrics(name)
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, observer=metrics)
-    metrics.watch(engine)
+    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs)
+    metrics = Metrics(engine, name)
     return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root)
 
 
@@ -58,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
     settings = service.settings
     app = FastAPI(
         title="vattn",
-        version=version("vattn"),
+        version=vattn.__version__,
         lifespan=lifespan,
         # The pages of FastAPI load scripts from other hosts.
         docs_url=None,

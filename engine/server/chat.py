@@ -28,14 +28,15 @@ def router(service: Service) -> APIRouter:
             raise bad("top_logprobs needs logprobs; set it to true", "top_logprobs")
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, echo=False)
+        params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs, echo=False)
         prompt = await service.read_chat(body, body, max_tokens)
-        run = await service.start([prompt], params, body)
+        request_id = request.scope["request_id"]
+        run = await service.start([prompt], params, body, request_id)
         model = body.model or service.names[0]
         if body.stream:
-            start = head("chat.completion.chunk", "chatcmpl", request.scope["request_id"], model)
+            start = head("chat.completion.chunk", "chatcmpl", request_id, model)
             return EventStream(stream(run, body, start, _Chunks(body)), run.abort)
-        start = head("chat.completion", "chatcmpl", request.scope["request_id"], model)
+        start = head("chat.completion", "chatcmpl", request_id, model)
         (output,) = await run.finals(request)
         choices = [
             _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})

@@ -30,14 +30,16 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         params = sampling_params(
             body,
+            service.sampling_defaults,
             max_tokens=_DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
             echo=bool(body.echo),
         )
         prompts = await service.read(_prompts(body), body, body.max_tokens)
-        run = await service.start(prompts, params, body)
+        request_id = request.scope["request_id"]
+        run = await service.start(prompts, params, body, request_id)
         answer = _Completion(service, body, prompts)
-        start = head("text_completion", "cmpl", request.scope["request_id"], body.model or service.names[0])
+        start = head("text_completion", "cmpl", request_id, body.model or service.names[0])
         if body.stream:
             return EventStream(stream(run, body, start, answer.chunks), run.abort)
         finals = await run.finals(request)
@@ -49,9 +51,11 @@ def router(service: Service) -> APIRouter:
         """Complete one prompt; the answer's texts begin with it. With `stream`, events with the texts so far."""
         service.check_model(body.model)
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        params: SamplingParams = sampling_params(body, max_tokens=max_tokens, logprobs=None, echo=False)
+        params: SamplingParams = sampling_params(
+            body, service.sampling_defaults, max_tokens=max_tokens, logprobs=None, echo=False
+        )
         prompts = await service.read([body.prompt], body, body.max_tokens)
-        run = await service.start(prompts, params, body)
+        run = await service.start(prompts, params, body, request.scope["request_id"])
         texts = [service.prompt_text(prompts[0])] * params.n
 
         def chunks(number: int, output: RequestOutput) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 # Messages may quote what a client sent.
 LONGEST_MESSAGE = 600
 RETRY_AFTER = {"Retry-After": "1"}
+_NAME = re.compile(r"\w+")
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
+_SUBJECTS = {"the prompt": "prompt", "the chat template": "messages", "tokens ": "tokens"}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -81,13 +84,40 @@ def api_error(error: BaseException) -> ApiError:
         case InvalidRequest() | ConfigError():
             message = str(error)
             too_long = "max_model_len" in message
-            name = message.split(" ", 1)[0]
-            return bad(message, name if name in _PARAMS else None, "context_length_exceeded" if too_long else None)
+            return bad(message, _param(message), "context_length_exceeded" if too_long else None)
         case ClientGone():
             return ApiError(499, "the client left")  # which nobody reads
         case VattnError():
             return ApiError(500, f"the request failed: {error}")
     return ApiError(500, f"the request failed: {type(error).__name__}; the server's log has more")
+
+
+def _param(message: str) -> str | None:
+    """The field that an error of the engine is about: its subject."""
+    for subject, param in _SUBJECTS.items():
+        if message.startswith(subject):
+            return param
+    name = message.split(" ", 1)[0]
+    return name if name in _PARAMS else None
+
+
+def _told(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Where the first wrong field is wrong, and what pydantic says of it.
+
+    A field that may have one of several forms has an error for each of them: the form that got furthest tells most.
+    """
+
+    def path(error: Mapping[str, Any]) -> list[str | int]:
+        # The first part is `body` or `query`; the name of a form is a type's: constrained-str, list[int].
+        return [part for part in error["loc"][1:] if isinstance(part, int) or _NAME.fullmatch(part)]
+
+    def progress(path: list[str | int]) -> list[int]:
+        return [part if isinstance(part, int) else -1 for part in path]
+
+    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    where = max(map(path, same), key=progress)
+    message = ", or ".join(dict.fromkeys(str(error["msg"]) for error in same if path(error) == where))
+    return [str(part) for part in where], message
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -118,10 +148,12 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_response(bad("the body is no JSON"))
-        path = [str(part) for part in first["loc"] if part != "body"]
-        param = path[0] if path else None
+        if first["loc"] == ("body",):
+            message = "the body is no JSON object; send one, with the header 'Content-Type: application/json'"
+            return error_response(bad(message))
+        path, message = _told(error.errors())
         where = ".".join(path)[:80]
-        return error_response(bad(f"{where}: {first['msg']}" if where else first["msg"], param))
+        return error_response(bad(f"{where}: {message}" if where else message, path[0] if path else None))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

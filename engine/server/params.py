@@ -57,10 +57,13 @@ def check_supported(body: Sampling) -> None:
         raise bad("prompt_logprobs is not supported in a stream; set stream to false", "prompt_logprobs")
 
 
-def sampling_params(body: Sampling, *, max_tokens: int | None, logprobs: int | None, echo: bool) -> SamplingParams:
+def sampling_params(
+    body: Sampling, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None, echo: bool
+) -> SamplingParams:
     """How a body wants to be sampled.
 
     Args:
+        defaults: for fields that the body does not have; `max_tokens` is a limit for every body.
         max_tokens: None for as many as the context holds.
         logprobs: alternatives that are reported with each output token; None for no report.
         echo: the prompt is part of the text, so it is reported as well.
@@ -70,7 +73,11 @@ def sampling_params(body: Sampling, *, max_tokens: int | None, logprobs: int | N
         ConfigError: a value out of its range.
     """
     check_supported(body)
-    options: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    options = dict(defaults)
+    limit = options.pop("max_tokens", None)
+    if limit is not None:
+        max_tokens = limit if max_tokens is None else min(max_tokens, limit)
+    options |= {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         options["logit_bias"] = _biases(body.logit_bias)
     if echo and logprobs is not None:

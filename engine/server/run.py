@@ -78,6 +78,8 @@ def _make_server(service: Service, listener: socket.socket) -> _Server:
             server_header=False,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
             timeout_graceful_shutdown=int(settings.shutdown_timeout) + _GRACE,
         ),
         {"url": url, "models": service.names, "pid": os.getpid()},

@@ -54,6 +54,7 @@ class Service:
         self.root = root
         self.names = tuple(settings.served_model_name) or (root,)
         self.created = int(time.time())
+        self.sampling_defaults = engine.llm.core.loaded.sampling_defaults
         self.text = engine.llm.core.intake.text
         self.max_model_len = engine.llm.max_model_len
         self._reader = engine.llm.core.intake.prompts
@@ -118,8 +119,8 @@ class Service:
         messages = [_plain(message) for message in body.messages]
         return dict(self._reader.apply_chat_template(messages, **options))  # type: ignore[arg-type]
 
-    async def start(self, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling) -> Run:
-        """Queue these prompts: all of them or none.
+    async def start(self, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, request_id: str) -> Run:
+        """Queue these prompts: all of them or none, under names that begin with the id of the HTTP request.
 
         Raises:
             InvalidRequest, QueueFull, EngineStopped: as `AsyncEngine.add`.
@@ -136,9 +137,15 @@ class Service:
         salt = {"cache_salt": body.cache_salt} if body.cache_salt else {}
         try:
             salted = [{**prompt, **salt} for prompt in prompts]
-            return Run(self.engine, await self.engine.add_all(salted, params, priority=body.priority or 0))
+            streams = await self.engine.add_all(salted, params, prefix=request_id, priority=body.priority or 0)
+            return Run(self.engine, streams, request_id)
         except QueueFull:
             self.metrics.refused += 1
+            raise
+        except InvalidRequest as error:
+            name, _, rest = str(error).partition(" ")
+            if name == "structured_outputs" and not body.structured_outputs:  # the engine's word for it
+                raise bad(f"response_format {rest}", "response_format") from error
             raise
 
     def _read(self, prompt: str | list[int], body: Sampling, max_tokens: int | None) -> Prompt:
@@ -209,9 +216,10 @@ class Run:
         streams: one for each prompt, in order.
     """
 
-    def __init__(self, engine: AsyncEngine, streams: list[Stream]) -> None:
+    def __init__(self, engine: AsyncEngine, streams: list[Stream], request_id: str) -> None:
         self.streams = streams
         self._engine = engine
+        self._request_id = request_id
 
     async def finals(self, request: HttpRequest) -> list[RequestOutput]:
         """The last output of each prompt.
@@ -230,7 +238,7 @@ class Run:
         finally:
             self.abort()
         for output in finals:
-            raise_failure(output)
+            self.check(output)
         return finals
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
@@ -255,17 +263,17 @@ class Run:
         finally:
             await end(*waiting)
 
+    def check(self, output: RequestOutput) -> None:
+        """Raise an ApiError, 500, for an output of a prompt that failed; its own error stays in the log."""
+        if output.error is not None:
+            fields = {"request_id": self._request_id}
+            logger.error("a request failed in the engine", exc_info=output.error, extra={"fields": fields})
+            raise api_error(output.error) from output.error
+
     def abort(self) -> None:
         """End what has not ended."""
         for stream in self.streams:
             self._engine.abort(stream.request_id)
-
-
-def raise_failure(output: RequestOutput) -> None:
-    """Raise an ApiError, 500, for an output of a request that failed; its own error stays in the log."""
-    if output.error is not None:
-        logger.error("a request failed in the engine", exc_info=output.error)
-        raise api_error(output.error) from output.error
 
 
 def _plain(message: Message) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import parse_bytes
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s\[\]\"',]+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?|null")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -41,17 +43,23 @@ class ServerSettings:
 
     host: str = field(default="127.0.0.1", metadata=_flag("address to listen on; 0.0.0.0 for every one"))
     port: int = field(default=8000, metadata=_flag("port to listen on; 0 for a free one", parse=int))
-    api_key: Sequence[str] = field(
-        default=(), metadata=_flag("key that clients have to send; may be repeated", metavar="KEY")
-    )
+    api_key: Sequence[str] = field(default=(), metadata=_flag("key that clients have to send", metavar="KEY"))
     served_model_name: Sequence[str] = field(
-        default=(), metadata=_flag("name of the model for clients; may be repeated; default: MODEL", metavar="NAME")
+        default=(),
+        metadata=_flag("name of the model for clients; default: MODEL as it was given", metavar="NAME"),
     )
     ssl_keyfile: str | None = field(default=None, metadata=_flag("private key, for HTTPS", metavar="PATH"))
     ssl_certfile: str | None = field(default=None, metadata=_flag("certificate, for HTTPS", metavar="PATH"))
+    ssl_ca_certs: str | None = field(
+        default=None, metadata=_flag("certificates of the authorities whose clients are let in", metavar="PATH")
+    )
+    ssl_cert_reqs: int = field(
+        default=0,
+        metadata=_flag("certificates of clients: 0 for none, 1 for those that have one, 2 for all", parse=int),
+    )
     allowed_origins: Sequence[str] = field(
         default=(),
-        metadata=_flag("origin whose pages may call the server from a browser; may be repeated", metavar="ORIGIN"),
+        metadata=_flag("origin whose pages may call the server from a browser", metavar="ORIGIN"),
     )
     max_num_queued_reqs: int = field(
         default=4096, metadata=_flag("maximum number of requests that wait; more get 503", parse=int)
@@ -93,11 +101,25 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; give seconds, {least:g} or more")
             self._set(name, seconds)
         self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {shown(origin)}, which no page has; give origins such as "
+                    "https://chat.example.org, or * for all"
+                )
         checked_choice("log_level", self.log_level, LOG_LEVELS)
         self._set("chat_template", _template(self.chat_template))
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that belongs to it")
-        for name in ("ssl_keyfile", "ssl_certfile"):
+        self._set("ssl_cert_reqs", checked_whole("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2))
+        if bool(self.ssl_cert_reqs) != (self.ssl_ca_certs is not None):
+            raise ConfigError(
+                f"ssl_cert_reqs is {self.ssl_cert_reqs} and ssl_ca_certs is {shown(self.ssl_ca_certs)}; to ask clients "
+                "for certificates, give ssl_ca_certs with ssl_cert_reqs=2, or 1 where they may have none"
+            )
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile, the certificate of the server")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not os.path.isfile(path):
                 raise ConfigError(f"{name} is {shown(path)}, where no file is; give the path of a PEM file")

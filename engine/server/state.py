@@ -83,8 +83,8 @@ class StateReader:
         core = self._engine.llm.core
         held = await self._engine.call(lambda: look(core))
         now = time.monotonic()
-        totals = self._metrics.totals()
-        tokens = totals.prompt_tokens, totals.generation_tokens
+        figures = core.figures
+        tokens = figures.prompt_tokens, figures.generation_tokens
         seconds = now - self._at
         rates = [(new - old) / seconds if self._at else 0.0 for new, old in zip(tokens, self._tokens, strict=True)]
         self._tokens, self._at = tokens, now
@@ -94,7 +94,7 @@ class StateReader:
             "model": self._model,
             **held,
             "rates": {"prompt_tokens": rates[0], "generation_tokens": rates[1]},
-            "ttft_seconds": _percentiles(self._metrics.recent_ttfts()),
+            "ttft_seconds": _percentiles(figures.recent_ttfts()),
         }
         return self._last
 

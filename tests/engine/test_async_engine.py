@@ -14,7 +14,9 @@ from tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import (
     LLM,
     AsyncEngine,
+    Counter,
     EngineStopped,
+    Histogram,
     InvalidRequest,
     QueueFull,
     RequestOutput,
@@ -22,7 +24,7 @@ from vattn.engine import (
     SamplingParams,
     async_engine,
 )
-from vattn.engine.requests.outputs import RequestGroup
+from vattn.engine.metrics import counted
 from vattn.errors import ConfigError, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -376,40 +378,40 @@ def test_calls_between_steps() -> None:
     run(test())
 
 
-def test_an_observer_is_told_of_every_request_once() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.live: set[str] = set()
-            self.ended_requests: list[str] = []
-            self.decoded = 0
-
-        def added(self, group: RequestGroup) -> None:
-            self.live.add(group.request_id)
-
-        def ended(self, group: RequestGroup) -> None:
-            self.live.remove(group.request_id)
-            self.ended_requests.append(group.request_id)
-
-        def stepped(self, start: float, end: float, decoding: int) -> None:
-            assert start <= end
-            self.decoded += decoding
-
+def test_calls_as_of_vllm() -> None:
     async def test() -> None:
-        counting = Counting()
+        async with serving(make_llm()) as engine:
+            outputs = [output async for output in engine.generate([2, 3, 4], GREEDY, "mine", lora_request=None)]
+            assert {output.request_id for output in outputs} == {"mine"}
+            with pytest.raises(InvalidRequest, match="lora_request: adapters are not served"):
+                await engine.add([2, 3, 4], GREEDY, "other", lora_request="adapter")  # type: ignore[arg-type]
+            assert engine.num_unfinished == 0
+
+    run(test())
+
+
+def test_every_request_is_counted_once() -> None:
+    async def test() -> None:
         llm = make_llm()
-        engine = AsyncEngine(llm, observer=counting)
+        engine = AsyncEngine(llm)
         left = await engine.add([2, 3, 4], LONG, request_id="left")
         await anext(left)
         engine.abort("left")
         assert [output async for output in left][-1].finished
-        counting.decoded = 0
         await collect(engine, [2, 3, 4], GREEDY, request_id="whole")
-        assert counting.decoded == 7
+        found = {metric.name: metric for metric in await engine.get_metrics()}
+        latency = found["vllm:e2e_request_latency_seconds"]
+        assert isinstance(latency, Histogram)
+        assert latency.count == 2
         llm.on_step = lambda _: 1 // 0
         with pytest.raises(EngineStopped, match="ZeroDivisionError"):
             await collect(engine, [2, 3, 4], GREEDY, request_id="fallen")
-        assert counting.ended_requests == ["left", "whole", "fallen"]
-        assert not counting.live
+        ends = {
+            metric.labels["finished_reason"]: metric.value
+            for metric in counted(llm.core)
+            if isinstance(metric, Counter) and metric.name == "vllm:request_success"
+        }
+        assert ends == {"abort": 1, "length": 1, "stop": 0, "error": 1}
         await engine.shutdown()
 
     run(test())

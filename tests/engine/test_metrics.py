@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from tiny_models import make_model, make_prompts
 
-from vattn.engine import LLM, Counter, EngineClosed, Gauge, SamplingParams
+from vattn.engine import LLM, Counter, EngineClosed, Gauge, Histogram, RequestOutput, SamplingParams, Vector
+from vattn.engine.metrics import Buckets
 
 
 def values(llm: LLM) -> dict[str, float]:
-    found = {}
+    """Counters, gauges, and how many values each histogram has."""
+    found: dict[str, float] = {}
     for metric in llm.get_metrics():
-        assert isinstance(metric, Counter | Gauge)
-        found[":".join([metric.name, *metric.labels.values()])] = metric.value
+        name = ":".join([metric.name, *metric.labels.values()])
+        match metric:
+            case Counter() | Gauge():
+                found[name] = metric.value
+            case Histogram():
+                found[name] = metric.count
+            case _:
+                assert isinstance(metric, Vector)
+    return found
+
+
+def histogram(llm: LLM, name: str) -> Histogram:
+    (found,) = [metric for metric in llm.get_metrics() if metric.name == name]
+    assert isinstance(found, Histogram)
     return found
 
 
@@ -29,12 +45,15 @@ def test_counts_are_those_of_the_outputs() -> None:
         now = values(llm)
         assert now["vllm:num_requests_running"] + now["vllm:num_requests_waiting"] == 2
         assert 0 < now["vllm:kv_cache_usage_perc"] <= 1
-        assert 0 < now["vattn:kv_live_bytes"] <= now["vattn:kv_used_bytes"] <= now["vattn:kv_physical_bytes"]
+        sizes = [now[f"vattn:memory_bytes:{kind}"] for kind in ("live", "used", "physical")]
+        assert 0 < sizes[0] <= sizes[1] <= sizes[2]
         running = sum(bool(request.output_token_ids) for request in llm.scheduler.running)
         llm.abort("x")
         llm.abort("y")
         now = values(llm)
-        assert now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == now["vattn:kv_live_bytes"] == 0
+        assert (
+            now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == now["vattn:memory_bytes:live"] == 0
+        )
         generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         assert now["vllm:generation_tokens"] == generated + running
         assert now["vllm:prompt_tokens"] == sum(map(len, prompts)) + sum(map(len, prompts[:running]))
@@ -45,3 +64,64 @@ def test_counts_are_those_of_the_outputs() -> None:
         assert now["vllm:prefix_cache_queries"] == llm.scheduler.query_tokens > 0
     with pytest.raises(EngineClosed):
         llm.get_metrics()
+
+
+def test_histograms_are_those_of_the_outputs() -> None:
+    prompts = make_prompts([20, 33, 7])
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB") as llm:
+        params = SamplingParams(n=2, seed=1, max_tokens=5)
+        outputs = llm.generate(prompts, [params, *[SamplingParams(temperature=0, max_tokens=12)] * 2], use_tqdm=False)
+        llm.generate(prompts[0], SamplingParams(max_tokens=0), use_tqdm=False)
+        generated = histogram(llm, "vllm:request_generation_tokens")
+        assert (generated.count, generated.sum) == (5, 5 + 5 + 12 + 12)
+        assert [generated.buckets[bound] for bound in ("2.0", "5.0", "10.0", "20.0", "+Inf")] == [1, 3, 3, 5, 5]
+        assert histogram(llm, "vllm:request_prompt_tokens").sum == 20 + 20 + 33 + 7 + 20
+        assert values(llm)["vllm:prompt_tokens"] == 20 + 33 + 7 + 20
+        assert histogram(llm, "vllm:time_to_first_token_seconds").count == 4
+        assert histogram(llm, "vllm:inter_token_latency_seconds").count == 34 - 4
+        times = [output.metrics for output in outputs[1:]]
+        longest = max(time.finished_time - time.arrival_time for time in times if time.finished_time is not None)
+        latency = histogram(llm, "vllm:e2e_request_latency_seconds")
+        assert latency.count == latency.buckets["+Inf"] == 5
+        assert longest <= latency.sum
+        steps = histogram(llm, "vattn:step_seconds")
+        assert 12 <= steps.count <= 20
+        assert steps.sum > 0
+
+
+def test_accepted_drafts_are_counted_by_place() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB", speculative_config=config) as llm:
+        llm.generate([[5, 6, 7] * 8], SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+        found = {metric.name: metric for metric in llm.get_metrics()}
+        places = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+        assert isinstance(places, Vector)
+        assert len(places.values) == 3
+        assert sorted(places.values, reverse=True) == list(places.values)
+        accepted = found["vllm:spec_decode_num_accepted_tokens"]
+        assert isinstance(accepted, Counter)
+        assert sum(places.values) == accepted.value > 0
+
+
+def test_a_sleep_counts_as_preemptions() -> None:
+    with LLM(make_model("llama"), max_model_len=128, memory_budget="4MiB") as llm:
+        for name in "ab":
+            llm.add_request(name, [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+        llm.step()
+        llm.sleep()
+        llm.wake_up()
+        outputs = list(finished(llm))
+        assert values(llm)["vllm:num_preemptions"] == sum(output.metrics.num_preemptions for output in outputs) == 2
+        assert values(llm)["vllm:prompt_tokens"] == 6
+
+
+def finished(llm: LLM) -> Iterator[RequestOutput]:
+    while llm.has_unfinished():
+        yield from (output for output in llm.step() if output.finished)
+
+
+def test_buckets() -> None:
+    buckets = Buckets((1, 2))
+    for value, count in ((0.5, 1), (1, 2), (1.5, 1), (9, 3)):
+        buckets.add(value, count)
+    assert buckets.histogram("x") == Histogram("x", {}, 7, 31.0, {"1.0": 3, "2.0": 4, "+Inf": 7})

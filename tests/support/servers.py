@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -35,17 +36,19 @@ class Server:
 
     Attributes:
         url: without a slash at its end.
+        verify: what its clients need for TLS; by default they trust any certificate, and have none.
         log: the lines of its log so far.
     """
 
     process: subprocess.Popen[str]
+    verify: ssl.SSLContext | bool = False
     url: str = ""
     log: list[dict[str, Any]] = field(default_factory=list)
     serving: threading.Event = field(default_factory=threading.Event)
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of `/metrics`."""
-        return metric(httpx.get(f"{self.url}/metrics", verify=False).text, name, **labels)
+        return metric(httpx.get(f"{self.url}/metrics", verify=self.verify).text, name, **labels)
 
     def terminate(self) -> int:
         """SIGTERM; the exit status."""
@@ -75,28 +78,34 @@ def metric(text: str, name: str, **labels: str) -> float:
 
 @contextlib.contextmanager
 def running(
-    config: dict[str, Any] | None = None, environment: dict[str, str] | None = None, **settings: Any
+    config: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    verify: ssl.SSLContext | bool = False,
+    **settings: Any,
 ) -> Iterator[Server]:
     """A server on a free port, which is killed afterwards if it still runs."""
     config = {"model": MODEL, "memory_budget": "16MiB", "max_num_seqs": 16, **(config or {})}
     settings = {"port": 0, "served_model_name": ["tiny"], **settings}
-    with started([sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)], environment) as server:
+    command = [sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)]
+    with started(command, environment, verify) as server:
         yield server
 
 
 @contextlib.contextmanager
-def started(command: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+def started(
+    command: list[str], environment: dict[str, str] | None = None, verify: ssl.SSLContext | bool = False
+) -> Iterator[Server]:
     """As `running`, of a command that serves."""
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     )
-    server = Server(process)
+    server = Server(process, verify)
     reading = threading.Thread(target=server.read_log)
     reading.start()
     try:
         assert server.serving.wait(START_SECONDS), "the server did not start"
         assert server.url, f"the server ended with {process.wait()}"
-        httpx.get(f"{server.url}/health", verify=False, timeout=START_SECONDS)
+        httpx.get(f"{server.url}/health", verify=verify, timeout=START_SECONDS)
         yield server
     finally:
         process.kill()

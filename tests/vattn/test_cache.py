@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -448,6 +449,8 @@ def test_init_takes_what_a_config_has() -> None:
 def test_public_names() -> None:
     """All of them are there, those that are imported on first use too."""
     assert set(vattn.__all__) <= set(dir(vattn))
+    assert "__version__" in dir(vattn)
+    assert vattn.__version__ == importlib.metadata.version("vattn")
     for name in vattn.__all__:
         assert getattr(vattn, name).__name__.rpartition(".")[2] == name
     assert vattn.LLM is vattn.engine.LLM

@@ -25,6 +25,7 @@ class ServerSettings:
     host: str = field(default="127.0.0.1", metadata={"flag": Flag(help="address")})
     port: int = field(default=8000, metadata={"flag": Flag(help="port", parse=int)})
     api_key: tuple[str, ...] = field(default=(), metadata={"flag": Flag(help="keys")})
+    served_model_name: tuple[str, ...] = field(default=(), metadata={"flag": Flag(help="names")})
     dashboard: bool = field(default=True, metadata={"flag": Flag(help="a page")})
 
     def __post_init__(self) -> None:
@@ -64,9 +65,11 @@ def test_without_a_model_the_one_that_ships(
     assert main(["serve"]) == 3
     ((config, settings),) = served
     assert config.model == str(SHIPPED_MODEL)
-    assert settings == ServerSettings()
+    assert settings == ServerSettings(served_model_name=("demo_model",))
     assert config.max_num_seqs == EngineConfig.max_num_seqs
     assert str(SHIPPED_MODEL) in capsys.readouterr().err
+    assert main(["serve", "--served-model-name", "small"]) == 3
+    assert served[-1][1].served_model_name == ("small",)
 
 
 @pytest.mark.parametrize(

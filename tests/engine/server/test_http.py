@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -152,6 +153,39 @@ def shared() -> Any:
     loop.run_until_complete(context.__aexit__(None, None, None))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+
+
+def test_other_kinds_of_bodies_are_told_what_is_wanted(shared: Callable[[str, bytes], httpx.Response]) -> None:
+    assert "'Content-Type: application/json'" in error_of(shared("/v1/completions", b"[1]"))["message"]
+
+    async def test() -> None:
+        async with client() as (http, _):
+            form = await http.post("/v1/completions", content=b'{"prompt": "w"}')
+            assert form.status_code == 400
+            assert "'Content-Type: application/json'" in error_of(form)["message"]
+            query = await http.get("/health", params={"memory": "perhaps"})
+            assert (query.status_code, error_of(query)["param"]) == (400, "memory")
+
+    run(test())
+
+
+def test_the_engine_knows_requests_by_their_ids() -> None:
+    async def test() -> None:
+        async with client() as (http, service):
+            body = {**PROMPT, "prompt": ["w", "x"], "max_tokens": 60, "ignore_eos": True}
+            asked = [
+                asyncio.create_task(http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"}))
+                for _ in range(2)
+            ]
+            while service.engine.num_unfinished < 4:
+                await asyncio.sleep(0.001)
+            ids = {request["id"] for request in (await service.state.read())["requests"]}
+            assert len(ids) == 4, "one id may be that of several requests"
+            assert {each.rpartition("-")[0] for each in ids} == {"mine"}
+            for answer in await asyncio.gather(*asked):
+                assert answer.json()["id"] == "cmpl-mine"
+
+    run(test())
 
 
 def test_request_ids() -> None:
@@ -336,6 +370,30 @@ def test_sleep_and_the_prefix_cache() -> None:
     run(test())
 
 
+def test_the_generation_config_says_what_a_body_does_not(tmp_path: Path) -> None:
+    said = {"do_sample": True, "temperature": 0.001, "max_new_tokens": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+
+    async def ask(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["usage"])
+
+    async def test() -> None:
+        chat = {"messages": [{"role": "user", "content": "Count to 200."}], "ignore_eos": True}
+        async with client(config={"generation_config": str(tmp_path)}) as (http, _):
+            body = {"prompt": PROMPT["prompt"], "n": 4, "ignore_eos": True}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            assert len({choice["text"] for choice in answer["choices"]}) == 1, "next to greedy"
+            assert answer["usage"]["completion_tokens"] == 4 * 3
+            assert (await ask(http, "/v1/chat/completions", chat))["completion_tokens"] == 3
+            assert (await ask(http, "/v1/chat/completions", {**chat, "max_tokens": 2}))["completion_tokens"] == 2
+        async with client(config={"generation_config": "vllm"}) as (http, _):
+            assert (await ask(http, "/v1/completions", body))["completion_tokens"] == 4 * 16
+
+    run(test())
+
+
 def test_priority_where_the_engine_has_it() -> None:
     async def test() -> None:
         async with client(config={"scheduling_policy": "priority"}) as (http, _):
@@ -381,7 +439,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
 
             hook = service.engine.llm.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
             body = {**PROMPT, "ignore_eos": True, "max_tokens": 15}
-            whole = await http.post("/v1/completions", json=body)
+            whole = await http.post("/v1/completions", json=body, headers={"X-Request-Id": "unlucky"})
             assert whole.status_code == 500
             assert error_of(whole)["message"] == "the request failed: RuntimeError; the server's log has more"
             await http.post("/v1/completions", json={**body, "max_tokens": 9})
@@ -398,8 +456,13 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
             kv = service.engine.llm.kv
             assert await service.engine.call(kv.available) == kv.total()
 
-    with caplog.at_level(logging.CRITICAL + 1, "vattn.engine"):
+    with caplog.at_level(logging.INFO, "vattn.engine.server"):
         run(test())
+    told = [record for record in caplog.records if getattr(record, "fields", {}).get("request_id") == "unlucky"]
+    assert [(record.message, bool(record.exc_info)) for record in told] == [
+        ("a request failed in the engine", True),
+        ("request", False),
+    ]
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.server.errors import ApiError
 from vattn.engine.server.params import sampling_params, structured_outputs
 from vattn.engine.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -40,7 +41,7 @@ def test_many_wrong_values_are_few_errors(kind: type[BaseModel], body: dict[str,
 def test_many_wrong_biases_are_one_error() -> None:
     body = CompletionRequest(prompt="w", logit_bias={str(token): "a" for token in range(MANY)})
     with pytest.raises(ApiError, match="logit_bias has a value") as caught:
-        sampling_params(body, max_tokens=1, logprobs=None, echo=False)
+        sampling_params(body, {}, max_tokens=1, logprobs=None, echo=False)
     assert len(str(caught.value)) < 100
 
 
@@ -76,3 +77,17 @@ def test_the_form_of_the_output(fields: dict[str, Any], wanted: dict[str, Any] |
 def test_a_form_that_is_not_whole(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError):
         structured_outputs(CompletionRequest.model_validate({"prompt": "w", **fields}))
+
+
+def test_fields_that_are_missing_are_those_of_the_generation_config() -> None:
+    defaults = {"temperature": 0.25, "top_k": 7, "max_tokens": 50}
+
+    def sampled(max_tokens: int | None, **fields: Any) -> SamplingParams:
+        body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "w"}], **fields})
+        return sampling_params(body, defaults, max_tokens=max_tokens, logprobs=None, echo=False)
+
+    kind = RequestOutputKind.FINAL_ONLY
+    assert sampled(None) == SamplingParams(temperature=0.25, top_k=7, max_tokens=50, output_kind=kind)
+    assert sampled(20, top_k=3) == SamplingParams(temperature=0.25, top_k=3, max_tokens=20, output_kind=kind)
+    assert sampled(60, temperature=0).max_tokens == 50, "a limit for all"
+    assert sampled(60, temperature=0).temperature == 0
