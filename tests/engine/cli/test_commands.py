@@ -70,7 +70,10 @@ def test_generate_with_sampling_options(model_path: Path, capsys: pytest.Capture
             ["w5", "--kv", "paged", "--num-blocks", "64", "--kv-cache-memory-bytes", "64KiB"],
             "more memory or fewer blocks",
         ),
-        (["w5", "--kv", "paged", "--kv-options", '{"page_size": 4096}'], "only takes num_blocks as kv_options"),
+        (
+            ["w5", "--kv", "paged", "--kv-options", '{"page_size": 4096}'],
+            "only takes num_blocks, windows as kv_options",
+        ),
         (["w5", "--page-size", "5000"], "page_size"),
     ],
 )
