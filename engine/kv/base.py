@@ -252,7 +252,10 @@ class PlainStore:
     name: ClassVar[str]
 
     def trim(self) -> int:
-        raise ConfigError(f"kv={self.name!r} has all its memory from its start to its end; use kv='virtual'")
+        raise ConfigError(
+            f"kv={self.name!r} has all its memory from its start to its end; use kv='virtual', or kv='paged' with "
+            "kv_options={'windows': True}"
+        )
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

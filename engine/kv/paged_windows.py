@@ -28,6 +28,8 @@ class PagedWindowsKV(BlockKV):
     A token's keys and values are neighbours. Windows follow the block table in `prepare` and before `read`; until then
     a slot that `admit` or `fork` has given blocks is *behind*.
 
+    Where the machine or the driver refuses memory, the call changes no request, but prefixes may have been evicted.
+
     Raises:
         ConfigError: as for `BlockKV`; a block that is not whole pages; a kernel that reads past lengths.
     """
@@ -64,7 +66,8 @@ class PagedWindowsKV(BlockKV):
             self._homes = [split(self.windows.home(layer).flatten(0, 1)) for layer in layers]
             self._views = ContiguousKV([split(self.windows.window(layer)) for layer in layers])
         # The block table on the host, where windows are compared with it.
-        self._table = self.block_table if self.block_table.device.type == "cpu" else self.block_table.cpu()
+        self._streams = self.block_table.device.type != "cpu"
+        self._table = self.block_table.cpu() if self._streams else self.block_table
         # Slots whose windows are behind, and how many of their blocks have memory for certain.
         self._behind: dict[int, int] = {}
 
@@ -138,7 +141,9 @@ class PagedWindowsKV(BlockKV):
         before = {number: (len(slot.blocks), slot.length) for number, slot in slots.items()}
         super()._grow(lengths)
         try:
-            self._show()
+            # On a device with streams also where nothing changed: windows know the stream of the batch that reads them.
+            if self._behind or self._streams:
+                self._show()
         except BaseException:
             for number, (count, length) in before.items():
                 slot = slots[number]
