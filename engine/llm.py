@@ -481,7 +481,7 @@ class LLM:
             Bytes that were given back.
 
         Raises:
-            ConfigError: another level, or a backend that cannot, such as `kv="paged"`; nothing changed.
+            ConfigError: another level, or a backend that cannot, such as `kv="static"`; nothing changed.
             EngineBusy, EngineClosed: as for `generate`.
         """
         return self.core.sleep(level)

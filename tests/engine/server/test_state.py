@@ -76,6 +76,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 held = {number for blocks in lists for number in blocks}
                 assert held < set(range(state["pool"]["blocks"]))
                 assert held.isdisjoint(state["pool"]["cached"])
+                assert (state["driver"]["map_calls"] > 0) == (kv == PAGED_WINDOWS)
             else:
                 assert len(state["slots"]) == 4
                 assert all(slot["shared"] == 0 and slot["prefix"] is None for slot in state["slots"])
