@@ -82,7 +82,8 @@ class PagedWindowsKV(BlockKV):
 
     def free(self, slot: int) -> None:
         super().free(slot)
-        self._behind.pop(slot, None)
+        for number in self._behind.keys() - self._slots.keys():
+            del self._behind[number]
 
     def retain(self, slots: Collection[int]) -> None:
         self._behind.clear()
