@@ -178,7 +178,7 @@ class EngineConfig:
         self._set("max_logprobs", checked_whole("max_logprobs", self.max_logprobs, -1, what=what))
         self._check_types()
         self._check_model()
-        find_backend(self.kv, self.kv_cache_dtype)
+        find_backend(self.kv, self.kv_cache_dtype, self.kv_options)
         self._check_memory()
         self._check_scheduling()
 

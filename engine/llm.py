@@ -68,7 +68,8 @@ class LLM:
         block_size: tokens per block, for `paged`.
         kv_cache_dtype: element type of the cache: "auto", the model's, or "int8", with a scale per token and head:
             for `virtual`, and kernels that read request by request.
-        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`, `num_blocks` for `paged`.
+        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`; for `paged`, `num_blocks`, and
+            `windows`: show blocks to kernels as contiguous memory, backed on demand (`vattn.BlockWindows`).
         enable_prefix_caching: reuse the keys and values that earlier requests computed for the same prefix (under the
             same `cache_salt`); with `virtual` and `paged`. Cached blocks are evicted when memory is needed.
         long_prefill_token_threshold: maximum number of a prompt's tokens in a step with other requests, so that a long
@@ -482,7 +483,7 @@ class LLM:
             Bytes that were given back.
 
         Raises:
-            ConfigError: another level, or a backend that cannot, such as `kv="paged"`; nothing changed.
+            ConfigError: another level, or a backend that cannot, such as `kv="static"`; nothing changed.
             EngineBusy, EngineClosed: as for `generate`.
         """
         return self.core.sleep(level)

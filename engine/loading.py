@@ -96,7 +96,7 @@ def _nothing() -> None:
 
 def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape) -> Attention:
     """The kernel for every pair of head sizes that the model has."""
-    backend = find_backend(config.kv, config.kv_cache_dtype)
+    backend = find_backend(config.kv, config.kv_cache_dtype, config.kv_options)
     cases = [
         Case(
             model.device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends import PAGED_WINDOWS
 
 from vattn.engine.kv.make import BACKENDS
 
@@ -18,28 +19,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-@pytest.fixture(params=BACKENDS)
+KVS = (*BACKENDS, PAGED_WINDOWS)
+
+
+@pytest.fixture(params=KVS)
 def kv(request: pytest.FixtureRequest) -> str:
     """Every test that takes this runs over every backend."""
     backend: str = request.param
     return backend
 
 
-@pytest.fixture(params=[kv for kv in BACKENDS if kv != "static"])
+@pytest.fixture(params=[kv for kv in KVS if kv != "static"])
 def growing_kv(request: pytest.FixtureRequest) -> str:
     """The backends in which a request that has a slot can still lack memory."""
     backend: str = request.param
     return backend
 
 
-@pytest.fixture(params=[kv for kv in BACKENDS if kv != "dynamic"])
+@pytest.fixture(params=[kv for kv in KVS if kv != "dynamic"])
 def whole_kv(request: pytest.FixtureRequest) -> str:
     """The backends that can show a kernel the whole of a layer."""
     backend: str = request.param
     return backend
 
 
-@pytest.fixture(params=["virtual", "paged"])
+@pytest.fixture(params=[kv for kv in KVS if kv not in ("static", "dynamic")])
 def caching_kv(request: pytest.FixtureRequest) -> str:
     """The backends that keep prefixes for later requests."""
     backend: str = request.param

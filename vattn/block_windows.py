@@ -289,13 +289,15 @@ class BlockWindows:
         if (changed or found != table.rows) and table.capturing(handle):
             raise refusal("show has to change windows")
         if changed:
-            self._remap([(found[row], common[row], blocks[row, common[row] : has[row]].tolist()) for row in changed])
+            self._remap(
+                [(found[row], common[row], blocks[row, common[row] : has[row]].tolist()) for row in changed], found
+            )
         table.use(self._pool.change(), found, handle)
         self._shows += 1
         return found
 
-    def _remap(self, changes: Sequence[tuple[int, int, list[int]]]) -> None:
-        """Shows, in each window, blocks after the first that it keeps."""
+    def _remap(self, changes: Sequence[tuple[int, int, list[int]]], rows: Collection[int]) -> None:
+        """Shows, in each window, blocks after the first that it keeps; `rows` are all windows of the batch."""
         table = self._table
         for _, _, blocks in changes:
             self._check_backed(self._checked_blocks(blocks))
@@ -311,7 +313,7 @@ class BlockWindows:
             self._pool.execute(plan)
         except MappingLimit:
             # What idle windows show serves only rows to come.
-            idle = table.idle_showing()
+            idle = [window for window in table.idle_showing() if window not in rows]
             if not idle:
                 raise
             self._pool.execute(lambda change: table.clear(change, idle))
@@ -381,6 +383,21 @@ class BlockWindows:
         self._check_open()
         shape = self._shape
         return self._view(self._table.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
+
+    @reading
+    def backed(self) -> list[int]:
+        """The blocks that have memory, in ascending order."""
+        return sorted(self._table.homes.occupied())
+
+    @reading
+    def shown(self, window: int) -> list[int]:
+        """The blocks that a window shows, in their order: those of its row, and perhaps others after them.
+
+        Raises:
+            InvalidSlot: there is no such window.
+        """
+        (number,) = self._checked_windows([window], 1)
+        return self._table.blocks_of(number)
 
     @reading
     def stats(self) -> BlockStats:

@@ -65,6 +65,14 @@ _BACKEND_FLAGS = {
         "num_blocks",
         Flag(help="blocks in the pool of --kv paged; default: what the cache's size holds", parse=int),
     ),
+    "paged_windows": _BackendFlag(
+        "paged",
+        "windows",
+        Flag(
+            help="show the blocks of --kv paged to kernels as contiguous memory, backed on demand (experimental)",
+            parse=bool,
+        ),
+    ),
     "page_size": _BackendFlag(
         "virtual",
         "page_size",
@@ -98,14 +106,11 @@ def add_engine_flags(
     for dest, option in _BACKEND_FLAGS.items():
         if option.flag is not None:
             flag = option.flag
+            how: dict[str, Any] = {"type": flag.parse, "choices": flag.choices, "metavar": flag.metavar}
+            if flag.parse is bool:
+                how = {"action": "store_true"}
             group.add_argument(
-                "--" + dest.replace("_", "-"),
-                dest=dest,
-                default=argparse.SUPPRESS,
-                type=flag.parse,
-                choices=flag.choices,
-                metavar=flag.metavar,
-                help=flag.help,
+                "--" + dest.replace("_", "-"), dest=dest, default=argparse.SUPPRESS, help=flag.help, **how
             )
 
 

@@ -58,6 +58,8 @@ class KVBackend(KVSource, Protocol):
 
     Attributes:
         name: `LLM(kv=name)`.
+        switch: the key of `kv_options` that chooses this backend, if true, among those of its name; None for the one
+            without it.
         kv_cache_dtype: what it stores: "auto" for the model's type.
         stored_as: what `stored` returns; None if a layer is not in one tensor, so that kernels have to `read` request
             by request.
@@ -65,6 +67,7 @@ class KVBackend(KVSource, Protocol):
     """
 
     name: ClassVar[str]
+    switch: ClassVar[str | None]
     kv_cache_dtype: ClassVar[KVCacheDtype]
     stored_as: ClassVar[StoredAs]
     forgets_windows: ClassVar[bool]
@@ -230,25 +233,29 @@ class KVBackend(KVSource, Protocol):
 
 
 Registered = TypeVar("Registered", bound=KVBackend)
-REGISTERED: dict[tuple[str, KVCacheDtype], type[KVBackend]] = {}
+REGISTERED: dict[tuple[str, KVCacheDtype, str | None], type[KVBackend]] = {}
 
 
 def register(backend: type[Registered]) -> type[Registered]:
-    """A class decorator: `LLM(kv=name, kv_cache_dtype=...)` finds the backend under what it declares."""
-    REGISTERED[backend.name, backend.kv_cache_dtype] = backend
+    """A class decorator: `LLM(kv=..., kv_cache_dtype=..., kv_options=...)` finds the backend under what it declares."""
+    REGISTERED[backend.name, backend.kv_cache_dtype, backend.switch] = backend
     return backend
 
 
 class PlainStore:
     """What a backend has in common with others that store keys and values as they are."""
 
+    switch: ClassVar[str | None] = None
     kv_cache_dtype: ClassVar[KVCacheDtype] = "auto"
     forgets_windows: ClassVar[bool] = False
 
     name: ClassVar[str]
 
     def trim(self) -> int:
-        raise ConfigError(f"kv={self.name!r} has all its memory from its start to its end; use kv='virtual'")
+        raise ConfigError(
+            f"kv={self.name!r} has all its memory from its start to its end; use kv='virtual', or kv='paged' with "
+            "kv_options={'windows': True}"
+        )
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         raise NotImplementedError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from vattn.engine import kv as package
 from vattn.engine.checks import checked_choice
@@ -22,21 +23,32 @@ for _module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
     importlib.import_module(_module.name)
 
 # The names of the backends, the library's own first.
-BACKENDS = tuple(sorted({name for name, _ in REGISTERED}, key=lambda name: (name != "virtual", name)))
+BACKENDS = tuple(sorted({name for name, _, _ in REGISTERED}, key=lambda name: (name != "virtual", name)))
 
 
-def find_backend(kv: str, kv_cache_dtype: KVCacheDtype = "auto") -> type[KVBackend]:
+def find_backend(
+    kv: str, kv_cache_dtype: KVCacheDtype = "auto", kv_options: Mapping[str, Any] | None = None
+) -> type[KVBackend]:
     """The backend `kv` that stores `kv_cache_dtype`: "auto", the model's type, or "int8", quantised.
 
+    Args:
+        kv_options: options of the backend; one that is a backend's switch chooses it.
+
     Raises:
-        ConfigError: an unknown name, or a type that this backend does not store.
+        ConfigError: an unknown name, a type that this backend does not store, or a switch that is no bool.
     """
     if not isinstance(kv, str) or kv not in BACKENDS:
         raise ConfigError(f"kv={shown(kv)} is not a backend; choose one of {', '.join(BACKENDS)}")
     checked_choice("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype))
-    found = REGISTERED.get((kv, kv_cache_dtype))
+    switches = [switch for name, dtype, switch in REGISTERED if switch and (name, dtype) == (kv, kv_cache_dtype)]
+    given = {switch: kv_options[switch] for switch in switches if kv_options and switch in kv_options}
+    for switch, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"the option {switch} of kv={kv!r} is {shown(value)}; give True or False")
+    chosen = next((switch for switch, value in given.items() if value), None)
+    found = REGISTERED.get((kv, kv_cache_dtype, chosen))
     if found is None:
-        others = " or ".join(f"kv={name!r}" for name, dtype in REGISTERED if dtype == kv_cache_dtype)
+        others = " or ".join(f"kv={name!r}" for name, dtype, _ in REGISTERED if dtype == kv_cache_dtype)
         raise ConfigError(f"kv={kv!r} stores keys and values in the model's type only; use {others} for int8")
     return found
 
@@ -47,4 +59,4 @@ def make_backend(kv: str, spec: KVSpec, *, kv_cache_dtype: KVCacheDtype = "auto"
     Raises:
         ConfigError: an unknown name, options that it does not have, or a budget below one unit.
     """
-    return find_backend(kv, kv_cache_dtype).from_spec(spec)
+    return find_backend(kv, kv_cache_dtype, spec.kv_options).from_spec(spec)

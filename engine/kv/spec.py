@@ -30,7 +30,8 @@ class KVSpec:
         block_size: tokens per block, for backends that store blocks.
         guard_rows: rows past a length that the kernel may read.
         chunk_tokens: most tokens of a request in one step.
-        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`, `num_blocks` for `paged`.
+        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`; `num_blocks` and `windows`, over
+            `vattn.BlockWindows`, for `paged`.
 
     Raises:
         ConfigError: a size below 1; only `v_head_dim` may be 0, for opaque rows that are stored as keys.

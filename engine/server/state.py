@@ -13,7 +13,8 @@ from typing import Any
 
 from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.core import EngineCore
-from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.blocks import BlockKV
+from vattn.engine.kv.paged_windows import PagedWindowsKV
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.engine.requests.request import Request
 from vattn.engine.server.metrics import Metrics
@@ -148,7 +149,7 @@ def look(core: EngineCore) -> dict[str, Any]:
     }
     if isinstance(kv, VirtualKV):
         _look_at_pages(kv, state)
-    elif isinstance(kv, PagedKV):
+    elif isinstance(kv, BlockKV):
         _look_at_blocks(kv, scheduler.running, state)
     else:
         whole = core.loaded.max_model_len if kv.name == "static" else None
@@ -184,7 +185,7 @@ def _look_at_pages(kv: VirtualKV, state: dict[str, Any]) -> None:
     ]
 
 
-def _look_at_blocks(kv: PagedKV, running: Sequence[Request], state: dict[str, Any]) -> None:
+def _look_at_blocks(kv: BlockKV, running: Sequence[Request], state: dict[str, Any]) -> None:
     lists = kv.block_lists()
     users = Counter(number for blocks in lists.values() for number in blocks)
     lengths = {request.slot: request.num_computed_tokens for request in running}
@@ -195,6 +196,9 @@ def _look_at_blocks(kv: PagedKV, running: Sequence[Request], state: dict[str, An
         found = _slot(slot, lengths.get(slot, 0), len(blocks) * kv.block_size, shared)
         state["slots"].append({**found, "blocks": blocks[:room]})
         room = max(0, room - len(blocks))
+    if isinstance(kv, PagedWindowsKV):
+        unmaps = kv.windows.stats().calls.get("cuMemUnmap")
+        state["driver"]["unmap_calls"] = unmaps.count if unmaps else 0
     state["pool"] = {"blocks": kv.num_blocks, "cached": kv.cached_blocks()[:_MOST_BLOCKS]}
 
 

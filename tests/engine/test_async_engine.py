@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
+from backends import chosen
 from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
 from vattn.engine import (
@@ -33,7 +34,7 @@ LONG = SamplingParams(temperature=0, max_tokens=100)
 
 def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
     defaults = {"max_model_len": 128, "memory_budget": "4MiB", "tokenizer": make_tokenizer()}
-    return LLM(make_model("llama"), kv=kv, **{**defaults, **keywords})
+    return LLM(make_model("llama"), **chosen(kv, **{**defaults, **keywords}))
 
 
 @contextlib.asynccontextmanager

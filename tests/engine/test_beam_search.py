@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import chosen
 from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
@@ -21,8 +22,8 @@ EOS = frozenset(range(2, 12))  # likely enough to end sequences at many lengths
 
 def make_llm(kv: str, family: str = "llama", **options: Any) -> LLM:
     pages = {"kv_options": {"page_size": 4096, "layout": "fused"}} if kv == "virtual" else {}
-    defaults = {"kv": kv, "max_num_seqs": 8, "max_model_len": 200, "skip_tokenizer_init": True}
-    return LLM(make_model(family), **{**defaults, **pages, **options})
+    defaults = {"max_num_seqs": 8, "max_model_len": 200, "skip_tokenizer_init": True}
+    return LLM(make_model(family), **chosen(kv, **{**defaults, **pages, **options}))
 
 
 def idle(llm: LLM) -> None:

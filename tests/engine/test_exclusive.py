@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import scripts
+from backends import PAGED_WINDOWS, chosen
 from target import EXAMPLES
 from tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 
@@ -38,7 +39,7 @@ ENGINE_FILES = str(Path(engine_package.__file__).parent)
 
 def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
     defaults = {"max_model_len": 128, "memory_budget": "4MiB", "tokenizer": make_tokenizer()}
-    return LLM(make_model("llama"), kv=kv, **{**defaults, **keywords})
+    return LLM(make_model("llama"), **chosen(kv, **{**defaults, **keywords}))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -361,9 +362,10 @@ def small_llm(kv: str, **keywords: Any) -> LLM:
     """Short of memory, so that requests are preempted in both ways."""
     sizes = {"page_size": 8192, "layout": "fused"} if kv == "virtual" else {}
     budget = 6 * 8192 if kv != "static" else 4 * 128 * 256
-    defaults = {"max_model_len": 128, "max_num_seqs": 4, "memory_budget": budget, "block_size": 8, "kv_options": sizes}
+    defaults = {"max_model_len": 128, "max_num_seqs": 4, "memory_budget": budget, "kv_options": sizes}
+    block_size = 16 if kv == PAGED_WINDOWS else 8
     common = {"tokenizer": make_tokenizer(), "max_num_batched_tokens": 32, "preemption_mode": "swap"}
-    return LLM(make_smallest_model(), kv=kv, **{**defaults, **common, **keywords})
+    return LLM(make_smallest_model(), **chosen(kv, **{"block_size": block_size, **defaults, **common, **keywords}))
 
 
 PROMPTS = [[*range(2, 40)], [*range(2, 40), 50], [7] * 20, [*range(60, 90)], [5, 6]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends import PAGED_WINDOWS, chosen
 from tiny_models import FAMILIES, expected, make_model, make_prompts
 
 from vattn.engine import LLM, SamplingParams
@@ -15,11 +16,16 @@ MAX_TOKENS = 14
 WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss")
 
 
+def sizes(family: str, kv: str) -> dict[str, int]:
+    """Latents of 48 elements fill whole pages in blocks of 128 tokens only."""
+    return {"block_size": 128} if kv == PAGED_WINDOWS and family.startswith("deepseek") else {}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_generate_alone(family: str, kv: str) -> None:
     """Prompts from one token to longer than every window, chunked prefill, mixed steps, more requests than slots."""
     prompts = make_prompts([1, 23, 5, 40, 12])
-    with LLM(make_model(family), kv=kv, max_num_seqs=3, max_num_batched_tokens=11) as llm:
+    with LLM(make_model(family), **chosen(kv, **sizes(family, kv), max_num_seqs=3, max_num_batched_tokens=11)) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
         llm.check()
     want = [expected(family, prompt, MAX_TOKENS) for prompt in prompts]
@@ -30,7 +36,7 @@ def test_late_arrivals(kv: str) -> None:
     prompts = make_prompts([30, 3, 17, 8, 25, 1])
     got: dict[str, list[int]] = {}
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    with LLM(make_model("llama"), kv=kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+    with LLM(make_model("llama"), **chosen(kv, max_num_seqs=4, max_num_batched_tokens=16)) as llm:
         step = 0
         while step < 2 * len(prompts) or llm.has_unfinished():
             if step % 2 == 0 and step // 2 < len(prompts):
@@ -48,23 +54,27 @@ def test_late_arrivals(kv: str) -> None:
 def test_preemption(family: str, kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
     prompts = make_prompts([20, 21, 22, 23])
-    longest = 128 if kv == "virtual" else 88  # two pages of a layer, or several blocks
+    # Two pages of a layer, or several blocks.
+    longest = 256 if sizes(family, kv) else 128 if kv == "virtual" else 88
     max_tokens = longest - 28
     # Admission cannot foresee how long they become.
-    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", max_tokens - 36)
+    monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", min(64, max_tokens - 36))
     model = make_model(family)
     options = {"page_size": 4096, "eager_pages": 0} if kv == "virtual" else {}
     with LLM(model, max_num_seqs=1) as llm:
         budget = 12 * longest * llm.token_bytes // 5  # 2.4 of the longest requests
     with LLM(
         model,
-        kv=kv,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        max_model_len=longest,
-        memory_budget=budget,
-        kv_options=options,
-        preemption_mode=mode,
+        **chosen(
+            kv,
+            **sizes(family, kv),
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            max_model_len=longest,
+            memory_budget=budget,
+            kv_options=options,
+            preemption_mode=mode,
+        ),
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
         llm.check()

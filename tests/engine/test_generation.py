@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import chosen
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from torch import Tensor
 
@@ -17,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_gene
 
 def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
     defaults = {"max_model_len": 128, "memory_budget": "4MiB", "tokenizer": make_tokenizer()}
-    return LLM(make_model("llama"), kv=kv, **{**defaults, **keywords})
+    return LLM(make_model("llama"), **chosen(kv, **{**defaults, **keywords}))
 
 
 def generate(llm: LLM, prompt: Any, **params: Any) -> RequestOutput:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import chosen
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -20,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def make_llm(kv: str = "paged", **keywords: Any) -> LLM:
-    return LLM(make_model("llama"), kv=kv, **{"max_model_len": 128, "memory_budget": "4MiB", **keywords})
+    return LLM(make_model("llama"), **chosen(kv, **{"max_model_len": 128, "memory_budget": "4MiB", **keywords}))
 
 
 def drain(llm: LLM) -> dict[str, RequestOutput]:
@@ -100,7 +101,7 @@ def test_stop_and_eos(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens[3] not in tokens[:3]
     model = make_model("llama")
     monkeypatch.setattr(model.generation_config, "eos_token_id", [tokens[3], VOCAB + 5])
-    with LLM(model, kv=kv) as llm:
+    with LLM(model, **chosen(kv)) as llm:
         cases: list[tuple[dict[str, Any], int, str]] = [
             ({}, 4, "stop"),
             ({"ignore_eos": True}, 8, "length"),
@@ -274,7 +275,7 @@ def test_the_budget_may_be_automatic(kv: str) -> None:
 
 
 def test_a_share_of_the_memory(kv: str) -> None:
-    with LLM(make_model("llama"), kv=kv, max_num_seqs=4, max_model_len=64, gpu_memory_utilization=0.001) as llm:
+    with LLM(make_model("llama"), **chosen(kv, max_num_seqs=4, max_model_len=64, gpu_memory_utilization=0.001)) as llm:
         assert llm.kv.total() > 0
         llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 
@@ -425,7 +426,7 @@ def test_close(kv: str) -> None:
         ({"memory_budget": 100}, "one block of 16 tokens"),
         ({"memory_budget": 0}, "more than 0 bytes"),
         ({"block_size": 0}, "block_size is 0"),
-        ({"kv_options": {"page_size": 4096}}, "only takes num_blocks as kv_options"),
+        ({"kv_options": {"page_size": 4096}}, "only takes num_blocks, windows as kv_options"),
         ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
         ({"gpu_memory_utilization": 1.5, "memory_budget": None}, "a share over 0 and up to 1"),
         ({"gpu_memory_utilization": 0.5, "memory_budget": "1MiB"}, "give one"),
@@ -443,7 +444,7 @@ def test_bfloat16_runs_to_the_end(kv: str) -> None:
     import copy
 
     model = copy.deepcopy(make_model("llama")).to(torch.bfloat16)
-    with LLM(model, kv=kv, max_num_batched_tokens=64) as llm:
+    with LLM(model, **chosen(kv, max_num_batched_tokens=64, block_size=64)) as llm:
         outputs = llm.generate(make_prompts([20, 3]), GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from backends import PAGED_WINDOWS, chosen
 from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
 from vattn.engine import LLM, AsyncEngine, BeamSearchParams, EngineAsleep, SamplingParams
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 def make_llm(kv: str = "virtual", **keywords: Any) -> LLM:
     options = {"page_size": 4096} if kv == "virtual" else None
     defaults = {"max_model_len": 128, "memory_budget": "4MiB", "max_num_seqs": 4, "kv_options": options}
-    return LLM(make_model("llama"), kv=kv, **{**defaults, **keywords})
+    return LLM(make_model("llama"), **chosen(kv, **{**defaults, **keywords}))
 
 
 def finish(llm: LLM) -> dict[str, list[int]]:
@@ -29,7 +30,9 @@ def finish(llm: LLM) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("kv", "options"), [("virtual", {}), ("virtual", {"kv_cache_dtype": "int8"}), ("dynamic", {})])
+@pytest.mark.parametrize(
+    ("kv", "options"), [("virtual", {}), ("virtual", {"kv_cache_dtype": "int8"}), (PAGED_WINDOWS, {}), ("dynamic", {})]
+)
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_all_memory_is_given_back_and_requests_go_on(kv: str, options: dict[str, Any], preemption_mode: Any) -> None:
     prompts = make_prompts([30, 41, 5, 17, 22])
@@ -45,7 +48,7 @@ def test_all_memory_is_given_back_and_requests_go_on(kv: str, options: dict[str,
         before = llm.kv.stats().physical_bytes
         assert before > 0
         freed = llm.sleep()
-        assert freed == (before if kv == "virtual" else 0)
+        assert freed == (0 if kv == "dynamic" else before)
         assert llm.kv.stats().physical_bytes == 0
         assert llm.is_sleeping()
         llm.check()

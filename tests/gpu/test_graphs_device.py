@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from backends import PAGED_WINDOWS, chosen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,7 +73,7 @@ def test_the_same_logits_as_the_cache_grows(kind: str) -> None:
         torch.testing.assert_close(eager, replayed, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("kv", ["virtual", "paged"])
+@pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS])
 def test_a_queue_of_requests(kv: str) -> None:
     """Requests come and go, prefill and decode mix; enforce_eager turns the graphs off."""
     prompts: list[object] = [list(range(2, 2 + n)) for n in (3, 500, 77, 30, 9)]
@@ -81,13 +82,15 @@ def test_a_queue_of_requests(kv: str) -> None:
     for enforce_eager in (True, False):
         with LLM(
             make_model(),
-            kv=kv,
-            block_size=256,
-            max_model_len=4096,
-            max_num_seqs=3,
-            memory_budget="2GiB",
-            enforce_eager=enforce_eager,
-            skip_tokenizer_init=True,
+            **chosen(
+                kv,
+                block_size=512 if kv == PAGED_WINDOWS else 256,
+                max_model_len=4096,
+                max_num_seqs=3,
+                memory_budget="2GiB",
+                enforce_eager=enforce_eager,
+                skip_tokenizer_init=True,
+            ),
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
             llm.check()

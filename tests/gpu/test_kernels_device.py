@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import tails
 import torch
+from backends import PAGED_WINDOWS
 
 from bench.gpu import flash_attn_2
 from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.kv.paged import PagedKV
+from vattn.engine.kv.paged_windows import PagedWindowsKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.packed import KVShape
@@ -43,8 +45,8 @@ def usable(name: str, **wanted: object) -> Attention:
 
 
 def make_backend(kv: str, head_dim: int, block_size: int = 256, **options: object) -> KVBackend:
-    if kv == "paged":
-        return PagedKV(
+    if kv != "virtual":
+        return (PagedKV if kv == "paged" else PagedWindowsKV)(
             KVSpec(
                 KVShape.uniform(LAYERS, HEADS, head_dim, head_dim),
                 max_num_seqs=SLOTS,
@@ -101,11 +103,13 @@ def compare(kernel: Attention, backend: KVBackend, head_dim: int, params: Attent
 
 @pytest.mark.parametrize("window", [None, 100, 5000])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kv", ["virtual", "paged"])
+@pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_float64(name: str, kv: str, head_dim: int, window: int | None) -> None:
     kernel = usable(name, head_dim=head_dim, block_size=256 if kv == "paged" else None)
-    compare(kernel, make_backend(kv, head_dim), head_dim, AttentionParams(window=window))
+    # Over windows a block is whole pages of 2 MiB.
+    backend = make_backend(kv, head_dim, 512 if kv == PAGED_WINDOWS else 256)
+    compare(kernel, backend, head_dim, AttentionParams(window=window))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -388,3 +388,29 @@ def test_idle_windows_give_way_when_the_table_of_mappings_is_full() -> None:
     table.heal()
     consistent(scene)
     scene.close()
+
+
+@host_only
+def test_idle_windows_that_come_into_use_do_not_give_way() -> None:
+    """Neither one that already shows its whole row, nor one that shows the start of it."""
+    table = FaultyTable()
+    scene = Scene("layered", table.addresses)
+    scene.windows.show([[9, 8], [7]], windows=[0, 1])
+    for window in (2, 3):
+        scene.windows.show([[6]], windows=[window])
+    table.fail(1, code=2, name="cuMemMap")
+    scene.windows.show([[9, 8], [7, 6]], windows=[0, 1])
+    assert table.failed == "cuMemMap"
+    assert [scene.windows.shown(window) for window in range(4)] == [[9, 8], [7, 6], [], [6]]
+    consistent(scene)
+    scene.close()
+
+
+def test_what_is_backed_and_shown_can_be_asked(windows: BlockWindows) -> None:
+    write(windows, [7, 2])
+    windows.show([[7, 2], [2]], windows=[3, 1])
+    assert windows.backed() == [2, 7]
+    assert [windows.shown(window) for window in range(4)] == [[], [2], [], [7, 2]]
+    for window in (-1, 4, "0"):
+        with pytest.raises(vattn.InvalidSlot):
+            windows.shown(window)  # type: ignore[arg-type]

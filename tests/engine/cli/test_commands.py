@@ -37,6 +37,14 @@ def test_generate_with_options_of_both_backends(model_path: Path, capsys: pytest
     assert "vattn: " in capsys.readouterr().err
 
 
+def test_generate_over_windows(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--kv", "both", "--paged-windows", "--max-tokens", "4", "--max-model-len", "64", "--no-progress"]
+    assert main(["generate", str(model_path), "w5 w6 w7", *args, "--block-size", "32"]) == 0
+    assert "the two backends gave the same text" in capsys.readouterr().out
+    assert main(["generate", str(model_path), "w5 w6 w7", *args]) == 2
+    assert "use a block_size that is a multiple of 32" in capsys.readouterr().err
+
+
 def test_generate_with_sampling_options(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampling = "-n 2 --temperature 0.8 --top-p 0.9 --top-k 20 --min-p 0.01 --presence-penalty 0.5 --seed 3"
     args = [*sampling.split(), "--max-tokens", "5", "--max-model-len", "64", "--no-progress"]
@@ -70,7 +78,10 @@ def test_generate_with_sampling_options(model_path: Path, capsys: pytest.Capture
             ["w5", "--kv", "paged", "--num-blocks", "64", "--kv-cache-memory-bytes", "64KiB"],
             "more memory or fewer blocks",
         ),
-        (["w5", "--kv", "paged", "--kv-options", '{"page_size": 4096}'], "only takes num_blocks as kv_options"),
+        (
+            ["w5", "--kv", "paged", "--kv-options", '{"page_size": 4096}'],
+            "only takes num_blocks, windows as kv_options",
+        ),
         (["w5", "--page-size", "5000"], "page_size"),
     ],
 )

@@ -21,7 +21,7 @@ FIELDS = {each.name: each for each in fields(EngineConfig)}
 # What a shell cannot say, and what would leave the commands without text.
 # `--kv-cache-memory-bytes` is `memory_budget`, which also takes such a number.
 WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init", "kv_cache_memory_bytes"}
-OF_BACKENDS = {"num_blocks", "page_size", "kv_layout"}
+OF_BACKENDS = {"num_blocks", "paged_windows", "page_size", "kv_layout"}
 # Defaults of commands that differ from the engine's.
 CHANGED = {"chat": {"max_num_seqs": 1}, "complete": {"max_num_seqs": 1}, "latency": {"enable_prefix_caching": False}}
 WITH_ENGINE = [("generate",), ("chat",), ("complete",), ("bench", "latency"), ("bench", "throughput")]
@@ -64,7 +64,7 @@ def test_the_sampling_flags_are_fields_of_sampling_params(names: tuple[str, ...]
 def test_names_that_fingers_know() -> None:
     known = {"--max-model-len", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--max-num-seqs", "--dtype"}
     known |= {"--max-num-batched-tokens", "--enable-prefix-caching", "--no-enable-prefix-caching", "--seed", "--kv"}
-    known |= {"--block-size", "--num-blocks", "--page-size", "--kv-layout"}
+    known |= {"--block-size", "--num-blocks", "--paged-windows", "--page-size", "--kv-layout"}
     assert known <= command("generate")._option_string_actions.keys()
 
 
@@ -138,6 +138,14 @@ def test_flags_of_a_backend_become_its_options() -> None:
         "block_size": 8,
         "kv_options": {"num_blocks": 9},
     }
+
+
+def test_a_switch_of_a_backend() -> None:
+    assert options("--kv", "paged", "--paged-windows")["kv_options"] == {"windows": True}
+    with pytest.raises(ConfigError, match="--paged-windows is an option of --kv paged, not of --kv virtual"):
+        options("--paged-windows")
+    with pytest.raises(ConfigError, match="both give windows"):
+        options("--kv", "paged", "--paged-windows", "--kv-options", '{"windows": false}')
 
 
 def test_of_two_backends_each_gets_its_own() -> None:

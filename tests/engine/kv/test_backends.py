@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import PAGED_WINDOWS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -48,16 +49,20 @@ SHAPE = KVShape.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_h
 
 
 def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
+    options: dict[str, Any] = {"virtual": {"page_size": 4096, "eager_pages": 0, "guard": "strict"}}.get(kv, {})
+    if kv == PAGED_WINDOWS:
+        kv, options = "paged", {"windows": True}
     return make.make_backend(
         kv,
         KVSpec(
             SHAPE,
+            block_size=64 if options.get("windows") else 16,
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_num_seqs=SLOTS,
             max_model_len=LENGTH,
             memory_budget=budget,
-            kv_options={"page_size": 4096, "eager_pages": 0, "guard": "strict"} if kv == "virtual" else None,
+            kv_options=options,
         ),
     )
 
@@ -75,7 +80,10 @@ def test_paged_takes_the_number_of_its_blocks() -> None:
     for options, message in (
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_blocks": (1 << 20) // block_bytes + 1}, "memory_budget is 1.0 MiB; give more memory or fewer blocks"),
-        ({"num_blocks": 4, "page_size": 4096}, r"only takes num_blocks as kv_options, but was given \['page_size'\]"),
+        (
+            {"num_blocks": 4, "page_size": 4096},
+            r"only takes num_blocks, windows as kv_options, but was given \['page_size'\]",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             paged(**options)
@@ -275,10 +283,10 @@ def test_stats(kv: str) -> None:
     backend.close()
 
 
-# Sharing. A token block has 16 tokens in the paged backend, 256 in the virtual one.
+# Sharing. A token block has 16 tokens in the paged backend, 64 over windows, 256 in the virtual one.
 
 PROMPT = list(range(280))
-WHOLE = {"paged": 272, "virtual": 256}
+WHOLE = {"paged": 272, PAGED_WINDOWS: 256, "virtual": 256}
 
 
 def serve(model: Model, ids: list[int], salt: bytes = b"") -> tuple[int, int]:
@@ -477,7 +485,7 @@ def test_retain_frees_all_others(kv: str) -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("kv", ["paged", "static", "dynamic"])
+@pytest.mark.parametrize("kv", ["paged", PAGED_WINDOWS, "static", "dynamic"])
 def test_numbers_that_are_none(kv: str) -> None:
     """Refused before anything changes; numpy's are numbers like any other."""
     backend = make_backend(kv)

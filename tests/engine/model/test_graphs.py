@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import kernel_fakes
 import pytest
 import torch
+from backends import chosen
 from tiny_models import make_model, make_prompts
 from torch import Tensor
 
@@ -53,15 +54,8 @@ def generate(kv: str, kernel: str, *, enforce_eager: bool) -> list[list[int]]:
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (30, 5, 17, 12, 9)]
     options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 256}
     model = make_model("qwen2-window")
-    with LLM(
-        model,
-        kv=kv,
-        attention=kernel,
-        enforce_eager=enforce_eager,
-        skip_tokenizer_init=True,
-        memory_budget="64MiB",
-        **options,
-    ) as llm:
+    options |= {"attention": kernel, "enforce_eager": enforce_eager}
+    with LLM(model, **chosen(kv, skip_tokenizer_init=True, memory_budget="64MiB", **options)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.check()
     return [output.outputs[0].token_ids for output in outputs]

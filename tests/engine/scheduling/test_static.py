@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from backends import chosen
 from tiny_models import expected, make_model, make_prompts
 
 from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, StepRecord
@@ -147,12 +148,14 @@ def test_tokens_are_those_of_generate_alone(kv: str) -> None:
     got: dict[str, list[int]] = {}
     with LLM(
         make_model("llama"),
-        kv=kv,
-        scheduling="static",
-        max_num_seqs=3,
-        max_num_batched_tokens=11,
-        kv_options={"page_size": 4096, "eager_pages": 0} if kv == "virtual" else None,
-        on_step=records.append,
+        **chosen(
+            kv,
+            scheduling="static",
+            max_num_seqs=3,
+            max_num_batched_tokens=11,
+            kv_options={"page_size": 4096, "eager_pages": 0} if kv == "virtual" else None,
+            on_step=records.append,
+        ),
     ) as llm:
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             llm.add_request(str(i), prompt, param)

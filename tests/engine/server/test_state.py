@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import PAGED_WINDOWS, chosen
 from prometheus_client.parser import text_string_to_metric_families
 from servers import MODEL, metric
 
@@ -24,7 +25,7 @@ PROMPT = "Question: " + " ".join(str(i) for i in range(250)) + "\nAnswer:"
 
 
 def make(kv: str, **config: Any) -> Service:
-    llm = LLM(MODEL, kv=kv, memory_budget="32MiB", **{"max_num_seqs": 4, **config})
+    llm = LLM(MODEL, **chosen(kv, memory_budget="32MiB", **{"max_num_seqs": 4, **config}))
     return make_service(llm, ServerSettings(), "tiny")
 
 
@@ -33,7 +34,7 @@ async def until_running(service: Service, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("kv", ["virtual", "paged", "static", "dynamic"])
+@pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS, "static", "dynamic"])
 def test_the_state_while_requests_run_and_after(kv: str) -> None:
     async def test() -> None:
         service = make(kv)
@@ -64,7 +65,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 assert pages["budget"] == sum(pages[part] for part in parts)
                 assert state["driver"]["map_calls"] > 0
                 assert {slot["prefix"] for slot in slots} == {0}
-            elif kv == "paged":
+            elif kv in ("paged", PAGED_WINDOWS):
                 assert len(state["slots"]) == 4
                 lists = [slot["blocks"] for slot in state["slots"]]
                 assert len({blocks[0] for blocks in lists}) == 1, "they share their first block"
@@ -74,6 +75,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 held = {number for blocks in lists for number in blocks}
                 assert held < set(range(state["pool"]["blocks"]))
                 assert held.isdisjoint(state["pool"]["cached"])
+                assert (state["driver"]["map_calls"] > 0) == (kv == PAGED_WINDOWS)
             else:
                 assert len(state["slots"]) == 4
                 assert all(slot["shared"] == 0 and slot["prefix"] is None for slot in state["slots"])
@@ -93,7 +95,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
             assert state["counts"] == {"running": 0, "waiting": 0}
             assert state["memory"]["usage"] == 0
             assert not any(slot["active"] for slot in state["slots"])
-            if kv == "paged":
+            if kv in ("paged", PAGED_WINDOWS):
                 assert state["pool"]["cached"]
             assert state["rates"]["generation_tokens"] > 0
             assert state["ttft_seconds"]["count"] >= 4

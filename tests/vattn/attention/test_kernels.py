@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import kernel_fakes
 import pytest
 import torch
+from backends import chosen
 from tiny_models import make_model
 
 from vattn import KVConfig, attention
@@ -201,7 +202,7 @@ def test_serves_a_model(name: str, family: str, whole_kv: str, monkeypatch: pyte
             "block_size": 256,
             "memory_budget": "64MiB",
         }
-        with LLM(make_model(family), kv=whole_kv, attention=kernel, skip_tokenizer_init=True, **options) as llm:
+        with LLM(make_model(family), **chosen(whole_kv, attention=kernel, skip_tokenizer_init=True, **options)) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
         return [output.outputs[0].token_ids for output in outputs]
 

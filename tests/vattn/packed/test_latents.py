@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import chosen
 from tiny_models import expected, make_model, make_prompts
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -41,7 +42,7 @@ def test_bytes_per_token(family: str, kv: str) -> None:
     """One row of latent and rotary part for all heads; every head's key and value with enforce_eager."""
     tokens = {}
     for eager in (False, True):
-        with LLM(make_model(family), kv=kv, enforce_eager=eager, max_num_seqs=2) as llm:
+        with LLM(make_model(family), **chosen(kv, block_size=128, enforce_eager=eager, max_num_seqs=2)) as llm:
             per_head = HEADS * (NOPE + ROPE + V_HEAD_DIM)
             assert llm.token_bytes == 4 * LAYERS * (per_head if eager else RANK + ROPE)
             prompts = make_prompts([30, 3])
