@@ -385,11 +385,6 @@ class BlockWindows:
         return self._view(self._table.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
 
     @reading
-    def backed(self) -> list[int]:
-        """The blocks that have memory, in ascending order."""
-        return sorted(self._table.homes.occupied())
-
-    @reading
     def shown(self, window: int) -> list[int]:
         """The blocks that a window shows, in their order: those of its row, and perhaps others after them.
 

@@ -409,7 +409,7 @@ def test_idle_windows_that_come_into_use_do_not_give_way() -> None:
 def test_what_is_backed_and_shown_can_be_asked(windows: BlockWindows) -> None:
     write(windows, [7, 2])
     windows.show([[7, 2], [2]], windows=[3, 1])
-    assert windows.backed() == [2, 7]
+    assert windows.backed() == {2, 7}
     assert [windows.shown(window) for window in range(4)] == [[], [2], [], [7, 2]]
     for window in (-1, 4, "0"):
         with pytest.raises(vattn.InvalidSlot):
