@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from bench.cases.plugin import ENGINES, environment, interpreter
@@ -39,7 +40,8 @@ def run(quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as place:
         qwen2(**config).save_pretrained(place)
         llm = {"model": place, "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True}
-        options = {"keep_cached": 0, "keep_free": 0, "shared_budget": f"bench-{os.getpid()}:{budget}B"}
+        name = f"bench-{os.getpid()}"
+        options = {"keep_cached": 0, "keep_free": 0, "shared_budget": f"{name}:{budget}B"}
         sides: dict[str, dict[str, Any]] = {
             "static split, vLLM": {"num_gpu_blocks_override": blocks // 2 + _NULL},
             "one budget, with the plugin": {
@@ -52,6 +54,7 @@ def run(quick: bool) -> Report:
             seconds = _alternate(python, {**burst, "llm": {**llm, **more}}, bursts)
             rate = len(seconds) * requests / sum(seconds)
             figures.append({"memory": side, "requests/s": rate, "seconds of a burst": sum(seconds) / len(seconds)})
+        Path(f"/dev/shm/vattn-budget-{os.getuid()}-{name}").unlink(missing_ok=True)
     static, shared = (float(row["requests/s"]) for row in figures)
     return Report(
         parameters={"model": config, **burst, "bursts of each": bursts, "blocks in all": blocks, "block": _BLOCK},

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -74,10 +75,12 @@ class WindowMetadata:
 
     Attributes:
         num_actual_tokens: tokens without padding.
+        slots: where each of them is written, by vLLM's number, int64.
         batch: the rows' windows, lengths and new tokens.
     """
 
     num_actual_tokens: int
+    slots: Tensor
     batch: PackedBatch
 
 
@@ -108,7 +111,8 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
             Span(window, end - (last - first), end)
             for window, end, (first, last) in zip(windows, lengths.tolist(), pairwise(starts), strict=True)
         )
-        return WindowMetadata(step.num_actual_tokens, PackedBatch(spans, self.device))
+        slots = step.slot_mapping[: step.num_actual_tokens].long()
+        return WindowMetadata(step.num_actual_tokens, slots, PackedBatch(spans, self.device))
 
 
 class WindowAttention(AttentionImpl[WindowMetadata]):
@@ -165,21 +169,21 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         """
         self.memory = memory
         self._stored = memory.stored(name)
-        self._rows = memory.rows(name)
+        rows = memory.rows(name)
+        self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        if self._shares is not None:
+        step = get_forward_context().attn_metadata
+        if self._shares is not None or step is None:  # a run that only warms up
             return
-        count = slot_mapping.shape[0]
-        key, value = key[:count], value[:count]
-        if self._rows.device.type == "cpu" and count and int(slot_mapping.min()) < 0:  # padding
-            real = slot_mapping >= 0
-            key, value, slot_mapping = key[real], value[real], slot_mapping[real]
-        slots = slot_mapping.long()
-        self._rows[..., : self.head_size].index_copy_(0, slots, key)
-        self._rows[..., self.head_size :].index_copy_(0, slots, value)
+        if not isinstance(step, dict):
+            raise ConfigError("vattn: it does not serve micro-batches; leave out --enable-dbo")
+        # Not `slot_mapping`, which has numbers below 0 for padding.
+        slots = step[layer.layer_name].slots
+        self._keys.index_copy_(0, slots, key[: len(slots)])
+        self._values.index_copy_(0, slots, value[: len(slots)])
 
     def forward(
         self,
