@@ -114,6 +114,6 @@ def _measure(python: str, order: dict[str, Any]) -> list[dict[str, Any]]:
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
     labels = [f"{row['requests']} x {row['context']}" for row in rows]
-    axes.bar(labels, [row["ratio"] for row in rows])
-    axes.axhline(1, color="grey", linewidth=1)
+    axes.bar(labels, [row["ratio"] for row in rows], label="with the plugin")
+    axes.axhline(1, color="grey", linewidth=1, label="vLLM")
     axes.set(xlabel="requests x context", ylabel="tokens/s with the plugin over vLLM's")

@@ -105,5 +105,6 @@ def _hear(engine: subprocess.Popen[str], word: str) -> str:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    axes.barh([row["memory"] for row in rows], [row["requests/s"] for row in rows])
+    for row in rows:
+        axes.barh(row["memory"], row["requests/s"], label=row["memory"])
     axes.set(xlabel="requests per second")
