@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vattn_vllm.options import Options
+from vattn_vllm.refusals import check_cache, check_engine
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vattn.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,57 @@ def test_refused_when_it_starts(
 ) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)ConfigError: .*{match}"):
         run(plugin=plugin, llm=llm)
+
+
+def engine(**changes: Any) -> Any:
+    """As much of an engine's configuration as the checks look at."""
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            use_mla=False, is_encoder_decoder=False, runner_type="generate", enable_sleep_mode=False
+        ),
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        if name:
+            setattr(getattr(config, part), name, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_config__use_mla": True}, "multi-head latent attention"),
+        ({"model_config__is_encoder_decoder": True}, "encoder"),
+        ({"model_config__runner_type": "pooling"}, "does not generate"),
+        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"kv_transfer_config": object()}, "leave out --kv-transfer-config"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+    ],
+)
+def test_engines_that_it_cannot_serve(changes: dict[str, Any], match: str) -> None:
+    check_engine(engine(), Options())
+    with pytest.raises(ConfigError, match=match):
+        check_engine(engine(**changes), Options())
+
+
+def test_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", "0.99.0+cpu")
+    with pytest.raises(ConfigError, match=r"tried with vLLM 0.32.0, and this is 0.99.0; .*untested_vllm"):
+        check_engine(engine(), Options())
+    check_engine(engine(), Options(untested_vllm=True))
+
+
+def test_layers_that_differ() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
+    assert check_cache(SimpleNamespace(kv_cache_groups=[group])) is spec  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
+        check_cache(SimpleNamespace(kv_cache_groups=[group, group]))  # type: ignore[arg-type]
+    other = SimpleNamespace(layer_names=["a"], kv_cache_spec=object())
+    with pytest.raises(ConfigError, match="keys and values of full attention only"):
+        check_cache(SimpleNamespace(kv_cache_groups=[other]))  # type: ignore[arg-type]
