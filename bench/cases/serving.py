@@ -51,7 +51,6 @@ def run(quick: bool) -> Report:
     notes: dict[str, Any] = {}
     loads = {2: 4} if quick else _LOADS
     most = max(loads)
-    _adopt_orphans()
 
     def add_offline(name: str, model: Path, limit: int, count: int, served: float, bound: float) -> None:
         alone = _offline(model, directory, count, limit)
@@ -140,7 +139,9 @@ def _servers(model: Path, quick: bool) -> dict[str, tuple[list[str], dict[str, s
 
 @contextmanager
 def _running(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[str]:
-    """The address of a server that is up."""
+    """The address of a server that is up. In the end all of its processes have ended, and their time is this one's."""
+    others = _children()
+    _adopt_orphans(True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -159,18 +160,20 @@ def _running(command: Sequence[str], environment: Mapping[str, str], log: Path) 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        _reap()
+        for child in _children() - others:
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+        _adopt_orphans(False)
 
 
-def _adopt_orphans() -> None:
-    """Makes the processes that a server leaves behind this one's children: their time is its own, and no others'."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _adopt_orphans(on: bool) -> None:
+    """Whether the processes that a server leaves behind become children of this one, which can wait for them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+def _children() -> set[int]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(child) for each in lists for child in each.read_text().split()}
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
