@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <system_error>
@@ -144,12 +143,15 @@ using BlockArray = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu,
 using CountArray = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::device::cpu, nb::c_contig>;
 
 BlockRows block_rows(const BlockArray& blocks, const CountArray& counts) {
-  const std::int32_t* begin = counts.data();
-  const std::int32_t* end = begin + counts.size();
-  if (counts.size() != blocks.shape(0) ||
-      std::any_of(begin, end, [&](std::int32_t n) { return n < 0 || static_cast<std::size_t>(n) > blocks.shape(1); }))
-    throw std::logic_error("the counts do not fit their rows");
-  return {blocks.data(), blocks.shape(1), begin};
+  if (counts.size() != blocks.shape(0)) throw std::logic_error("not a count for every row");
+  return {blocks.data(), blocks.shape(1), counts.data()};
+}
+
+// Throws std::logic_error where there is no such row, or its count is over its length.
+void check_row(const BlockRows& rows, std::size_t count, std::size_t row) {
+  if (row >= count) throw std::logic_error("no such row or window");
+  if (rows.counts[row] < 0 || static_cast<std::size_t>(rows.counts[row]) > rows.stride)
+    throw std::logic_error("a count does not fit its row");
 }
 
 std::vector<std::size_t> common(const BlockArray& table, const CountArray& counts, const BlockArray& shown,
@@ -159,7 +161,8 @@ std::vector<std::size_t> common(const BlockArray& table, const CountArray& count
   if (rows.size() != windows.size()) throw std::logic_error("not a window for every row");
   std::vector<std::size_t> found(rows.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] >= table.shape(0) || windows[i] >= shown.shape(0)) throw std::logic_error("no such row or window");
+    check_row(rows_of, table.shape(0), rows[i]);
+    check_row(windows_of, shown.shape(0), windows[i]);
     found[i] = common_blocks(rows_of, rows[i], windows_of, windows[i]);
   }
   return found;

@@ -10,11 +10,9 @@ Decisions are left to `vattn.memory.block_table`.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +32,8 @@ from vattn.integers import as_int, shown
 from vattn.memory.block_table import Blocks, BlockTable
 from vattn.memory.fences import refusal
 from vattn.memory.journal import Change
-from vattn.memory.pool import PagePool, Plan, atomic, reading, take_back
+from vattn.memory.member import PoolMember
+from vattn.memory.pool import PagePool, Plan, Tenant, atomic, reading, take_back
 from vattn.stats import BlockStats, CallStats
 from vattn.units import format_bytes
 
@@ -90,7 +89,7 @@ class _Shape:
         return self.tensors * self.block_pages * (self.num_blocks + min(windows, self.num_blocks))
 
 
-class BlockWindows:
+class BlockWindows(PoolMember):
     """Blocks that are backed by physical memory on demand, and windows that show them contiguously.
 
     `back` maps memory under blocks before they are written, `show` makes windows for a batch, and `trim` gives back the
@@ -198,10 +197,7 @@ class BlockWindows:
                 driver, homes, windows, block_pages=shape.block_pages, most_blocks=shape.window_blocks
             )
             self._peak = self._shows = self._attached = self._detached = 0
-            self._closed = False
-            self._finalizer = weakref.finalize(self, _collected, pool, self._table.give_back(), self._owns_pool)
-            self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
-            pool.join(self._table)
+            self._join()
 
     # The interface
 
@@ -242,7 +238,7 @@ class BlockWindows:
             table.back(change, new)
 
         self._pool.execute(plan)
-        self._peak = max(self._peak, len(table.homes.occupied()))
+        self._peak = max(self._peak, table.backed_blocks)
         return len(new)
 
     @atomic
@@ -301,10 +297,9 @@ class BlockWindows:
         table = self._table
         for _, _, blocks in changes:
             self._check_backed(self._checked_blocks(blocks))
-        detached = sum(len(table.blocks_of(window)) - keep for window, keep, _ in changes)
+        cut = {window: lost for window, keep, _ in changes if (lost := table.shown_in(window) - keep)}
 
         def plan(change: Change) -> None:
-            cut = [window for window, keep, _ in changes if len(table.blocks_of(window)) > keep]
             table.guard(change, cut)
             for window, keep, blocks in changes:
                 table.show(change, window, keep, blocks)
@@ -318,7 +313,7 @@ class BlockWindows:
                 raise
             self._pool.execute(lambda change: table.clear(change, idle))
             self._pool.execute(plan)
-        self._detached += detached
+        self._detached += sum(cut.values())
         self._attached += sum(len(blocks) for _, _, blocks in changes)
 
     @atomic
@@ -398,12 +393,11 @@ class BlockWindows:
     def stats(self) -> BlockStats:
         """A snapshot of blocks, bytes and calls."""
         native, table, shape = self._pool.driver.native, self._table, self._shape
-        backed = len(table.homes.occupied())
         return BlockStats(
             page_size=shape.page_size,
             num_blocks=shape.num_blocks,
-            backed_blocks=backed,
-            peak_backed_blocks=max(self._peak, backed),
+            backed_blocks=table.backed_blocks,
+            peak_backed_blocks=max(self._peak, table.backed_blocks),
             block_bytes=shape.tensors * shape.block_bytes,
             shown_blocks=table.shown_blocks(),
             attached_blocks=self._attached,
@@ -421,67 +415,25 @@ class BlockWindows:
         Raises:
             AssertionError: an invariant is violated; the message names it.
         """
-        with self._pool.lock:
-            self._check_open()
-            self._pool.enter()
-            self._pool.drain()
-            try:
-                self._pool.native.check()
-                self._pool.mapper.check()
-                self._table.check(self._pool.native)
-            except RuntimeError as error:
-                raise AssertionError(str(error)) from error
+        with self._checking():
+            self._table.check(self._pool.native)
             if self._owns_pool:
-                taken = len(self._table.homes.occupied()) * self._table.pages
+                taken = self._table.backed_blocks * self._table.pages
                 assert taken == self._pool.native.counts().taken, "a page was lost"
 
-    def close(self) -> None:
-        """Unmaps everything and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
+    @property
+    def _tenant(self) -> Tenant:
+        return self._table
 
-        The tensors must no longer be used; their address space is released with the last of them.
+    def _give_back(self) -> Plan:
+        return self._table.give_back()
 
-        Raises:
-            StreamCapturing: blocks are mapped, and a stream of the device captures a CUDA graph. Nothing changed.
-            DriverError: a driver call failed. Nothing changed.
-        """
-        with self._pool.lock:
-            if not self._finalizer.alive:
-                return
-            if not self._closed:
-                self._leave_pool()
-            if self._owns_pool:
-                self._pool.shut()
-            self._finalizer.detach()
-            del self._table  # and with it the address space that no tensor keeps
-
-    def _leave_pool(self) -> None:
-        give_back = self._table.give_back()
-
-        def plan(change: Change) -> None:
-            change.on_revert(lambda: setattr(self, "_closed", False))
-            self._closed = True
-            give_back(change)
-
-        if self._pool.mapper.broken:
-            self._pool.leave_broken(self._table, plan)
-        else:
-            self._leave_by(plan)
-
-    @atomic
-    def _leave_by(self, plan: Plan) -> None:
-        self._pool.leave(self._table, plan)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _forget(self) -> None:
+        del self._table
 
     def __repr__(self) -> str:
         shape = self._shape
-        state = "closed" if self._closed else f"{len(self._table.homes.occupied())} of {shape.num_blocks} blocks backed"
+        state = "closed" if self._closed else f"{self._table.backed_blocks} of {shape.num_blocks} blocks backed"
         return (
             f"BlockWindows({state}; {shape.layout}, {shape.block_size} tokens per block, {shape.block_pages} pages of "
             f"{format_bytes(shape.page_size)} per tensor, {shape.num_windows} windows)"
@@ -628,8 +580,3 @@ def _resolve(
         + (", layout='fused'" if chosen.layout == "layered" else "")
         + f", or raise it: sysctl vm.max_map_count={2 * chosen.mappings}"
     )
-
-
-def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
-    """Gives up the pages of windows that were dropped without `close`, and shuts their own pool."""
-    pool.leave_behind(give_back, unowned=owns_pool)

@@ -15,10 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -37,7 +34,8 @@ from vattn.memory.bands import Bands
 from vattn.memory.fences import Fences
 from vattn.memory.journal import Change
 from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool, Plan, atomic, reading, take_back
+from vattn.memory.member import PoolMember
+from vattn.memory.pool import PagePool, Plan, Tenant, atomic, reading, take_back
 from vattn.memory.prefixes import Prefixes
 from vattn.memory.reclaimer import Reclaimer
 from vattn.memory.slots import SlotTable
@@ -49,7 +47,7 @@ Lengths = Mapping[int, int] | Sequence[int]
 _log = logging.getLogger("vattn")
 
 
-class KVCache:
+class KVCache(PoolMember):
     """K and V of up to `max_batch_size` requests, contiguous in virtual memory and backed by physical memory on demand.
 
     A cache may be used from several threads; calls are serialised per pool. A step implies that the kernels of all
@@ -113,11 +111,8 @@ class KVCache:
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
-            self._closed = False
             self._freed: set[int] = set()  # slots to be freed by the next call
-            self._finalizer = weakref.finalize(self, _collected, pool, self._bands.give_back(), self._owns_pool)
-            self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
-            pool.join(self._reclaimer)
+            self._join()
         if _log.isEnabledFor(logging.INFO):
             _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
 
@@ -587,63 +582,22 @@ class KVCache:
         Raises:
             AssertionError: an invariant is violated; the message names it.
         """
-        with self._pool.lock:
-            self._enter()
-            self._pool.drain()
-            try:
-                self._pool.native.check()
-                self._pool.mapper.check()
-                self._bands.check(self._pool.native)
-            except RuntimeError as error:
-                raise AssertionError(str(error)) from error
+        with self._checking():
+            self._bands.check(self._pool.native)
             self._slots.check()
             self._ledger.check(alone=self._owns_pool)
 
-    def close(self) -> None:
-        """Unmaps all pages and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.
+    @property
+    def _tenant(self) -> Tenant:
+        return self._reclaimer
 
-        The tensors must no longer be used; their address space is released with the last of them.
+    def _give_back(self) -> Plan:
+        return self._bands.give_back()
 
-        Raises:
-            StreamCapturing: pages are mapped, and a stream of the device is capturing a CUDA graph. Nothing changed.
-            DriverError: a driver call failed. Nothing changed.
-        """
-        with self._pool.lock:
-            if not self._finalizer.alive:
-                return
-            if not self._closed:
-                self._leave_pool()
-            self._views = {}
-            self._slots.clear()
-            self._bands.clear()
-            if self._owns_pool:
-                self._pool.shut()
-            self._finalizer.detach()
-
-    def _leave_pool(self) -> None:
-        give_back = self._bands.give_back()
-
-        def plan(change: Change) -> None:
-            change.on_revert(lambda: setattr(self, "_closed", False))
-            self._closed = True
-            give_back(change)
-
-        if self._pool.mapper.broken:
-            self._pool.leave_broken(self._reclaimer, plan)
-        else:
-            self._leave_by(plan)
-
-    @atomic
-    def _leave_by(self, plan: Plan) -> None:
-        self._pool.leave(self._reclaimer, plan)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _forget(self) -> None:
+        self._views = {}
+        self._slots.clear()
+        self._bands.clear()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._slots.length)} of {self.layout.slots} slots active"
@@ -732,12 +686,3 @@ class KVCache:
     def _check_open(self) -> None:
         if self._closed:
             raise CacheClosed("the cache is closed; make a new one, and do not touch this one's tensors")
-
-    def _enter(self) -> None:
-        self._check_open()
-        self._pool.enter()
-
-
-def _collected(pool: PagePool, give_back: Plan, owns_pool: bool) -> None:
-    """Gives up the pages of a cache that was dropped without `close`, and shuts its own pool."""
-    pool.leave_behind(give_back, unowned=owns_pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -48,7 +49,7 @@ class _Slot:
     published: list[PoolBlock] = field(default_factory=list)
 
 
-class BlockKV(PlainStore):
+class BlockKV(PlainStore, ABC):
     """Block allocator, block tables, and a prefix cache with the policy of `vattn.prefix`.
 
     Conservation law: every block is in exactly one of: the free list, the blocks that slots use, the cached blocks that
@@ -278,9 +279,9 @@ class BlockKV(PlainStore):
         self._index = PrefixIndex()
         self._free = list(range(self.num_blocks - 1, -1, -1))
 
+    @abstractmethod
     def _copy_block(self, origin: int, target: int) -> None:
         """Copy all layers of a block to one that was just taken."""
-        raise NotImplementedError
 
     def _rows(self, batch: PackedBatch) -> Tensor:
         """Where the tokens of a batch are written: the number of a block, times its size, and the token's in it."""

@@ -81,9 +81,9 @@ class PagedWindowsKV(BlockKV):
             raise
 
     def free(self, slot: int) -> None:
+        slot = self._slots.checked(slot)
         super().free(slot)
-        for number in self._behind.keys() - self._slots.keys():
-            del self._behind[number]
+        self._behind.pop(slot, None)
 
     def retain(self, slots: Collection[int]) -> None:
         self._behind.clear()

@@ -11,7 +11,7 @@ the window of the same row of the last batch, then those that end, or begin, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class BlockTable:
 
     Attributes:
         rows: the window of each row of the last batch.
+        backed_blocks: blocks that have memory.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BlockTable:
         self.windows = windows
         self.most_blocks = most_blocks
         self.rows: list[int] = []
+        self.backed_blocks = 0
         self._driver = driver
         self._block_pages = block_pages
         self._fences = Fences(driver)
@@ -77,7 +79,11 @@ class BlockTable:
         return 0
 
     def refresh(self) -> None:
-        """Recomputes the indices by first and last block."""
+        """Recomputes which windows are idle, how many blocks have memory, and the indices by first and last block."""
+        used = set(self.rows)
+        known = dict.fromkeys((*self._idle, *range(self.windows.slots)))
+        self._idle = {window: None for window in known if window not in used}
+        self.backed_blocks = len(self.homes.occupied())
         self._first, self._last, self._filed = {}, {}, {}
         for window in np.flatnonzero(self._counts).tolist():
             self._file(window)
@@ -96,9 +102,13 @@ class BlockTable:
         """Mappings of blocks in windows; a block that several windows show counts in each."""
         return int(self._counts.sum())
 
+    def shown_in(self, window: int) -> int:
+        """How many blocks the window shows."""
+        return int(self._counts[window])
+
     def blocks_of(self, window: int) -> list[int]:
         """The blocks that the window shows, in order."""
-        shown: list[int] = self._shown[window, : int(self._counts[window])].tolist()
+        shown: list[int] = self._shown[window, : self.shown_in(window)].tolist()
         return shown
 
     def idle_showing(self) -> list[int]:
@@ -115,10 +125,10 @@ class BlockTable:
         wanted: list[int] = counts.tolist()
         if common == wanted:
             return guesses
-        has: list[int] = self._counts.tolist()
+        has: list[int] = self._counts[guesses].tolist()
         found: list[int | None] = [None] * len(rows)
-        for row, (guess, alike) in enumerate(zip(guesses, common, strict=True)):
-            if alike == wanted[row] or 0 < alike == has[guess]:
+        for row, (guess, alike, shown) in enumerate(zip(guesses, common, has, strict=True)):
+            if alike == wanted[row] or 0 < alike == shown:
                 found[row] = guess
         taken = set(found) - {None}
         for row in rows:
@@ -126,8 +136,7 @@ class BlockTable:
             if window is None:
                 window = self._closest(table, counts, row, taken)
                 if window is None:
-                    free = (each for each in (*self._idle, *self.rows) if each not in taken)
-                    window = next(free)
+                    window = next(each for each in chain(self._idle, self.rows) if each not in taken)
                 found[row] = window
                 taken.add(window)
         return [window for window in found if window is not None]
@@ -146,6 +155,7 @@ class BlockTable:
         """Plans to back blocks."""
         for block in blocks:
             self.homes.grow(change.transaction, block, self._block_pages)
+            self.backed_blocks += 1
 
     def show(self, change: Change, window: int, keep: int, blocks: Sequence[int]) -> None:
         """Plans that a window shows `blocks` after the first `keep` that it shows, and nothing else."""
@@ -174,12 +184,13 @@ class BlockTable:
         lost = []
         for window in cut:
             keep = int(hit[window].argmax())
-            lost.append(int(self._counts[window]) - keep)
+            lost.append(self.shown_in(window) - keep)
             self._fences.guard(change, window)
             self._cut(change, window, keep)
             self._file(window)
         for block in blocks:
             self.homes.shrink(change.transaction, block, self._block_pages)
+            self.backed_blocks -= 1
         return lost
 
     def clear(self, change: Change, windows: Collection[int]) -> None:
@@ -202,17 +213,18 @@ class BlockTable:
         """
         if windows == self.rows and handle == self._handle:
             return
-        before = self.rows, self._idle, self._handle
+        before = self.rows, self._handle
 
         def restore() -> None:
-            self.rows, self._idle, self._handle = before
+            self.rows, self._handle = before
 
         change.on_revert(restore)
         now = set(windows)
         left = [window for window in self.rows if window not in now]
         self._fences.ended(left, self._handle)
-        idle = {window: None for window in self._idle if window not in now}
-        self._idle = idle | dict.fromkeys(left)
+        for window in windows:
+            self._idle.pop(window, None)
+        self._idle.update(dict.fromkeys(left))
         self.rows, self._handle = list(windows), handle
 
     # Streams
@@ -237,13 +249,13 @@ class BlockTable:
             assert backed.issuperset(blocks), f"window {window} shows a block that is not backed"
             pages = [self.homes.pages(block, 0, self._block_pages) for block in blocks]
             assert self.windows.has(window, pages), f"window {window} shows other pages than those of its blocks"
+        assert len(set(self.rows)) == len(self.rows), "two rows have the same window"
         kept = self._first, self._last, self._filed
+        idle, count = self._idle, self.backed_blocks
         self.refresh()
         assert kept == (self._first, self._last, self._filed), "a window is filed under another block"
-        used = set(self.rows)
-        assert len(used) == len(self.rows), "two rows have the same window"
-        assert used.isdisjoint(self._idle), "a row has an idle window"
-        assert len(used) + len(self._idle) == self.windows.slots, "a window was lost"
+        assert idle == self._idle, "a window is lost, or a row has an idle one"
+        assert count == self.backed_blocks, "backed blocks are miscounted"
 
     def give_back(self) -> Callable[[Change], None]:
         """Returns a plan that gives up every page, as soon as no kernel uses it. It does not keep the owner alive, and
@@ -275,8 +287,7 @@ class BlockTable:
 
     def _cut(self, change: Change, window: int, keep: int) -> None:
         """Plans to unmap what a window shows after the first `keep` blocks. Restores the window's books on failure."""
-        count = int(self._counts[window])
-        shown = self._shown[window].copy()
+        count, shown = self.shown_in(window), self._shown[window].copy()
 
         def restore() -> None:
             self._shown[window] = shown
@@ -293,7 +304,7 @@ class BlockTable:
                 del index[block][window]
                 if not index[block]:
                     del index[block]
-        if count := int(self._counts[window]):
+        if count := self.shown_in(window):
             first, last = self._shown[window, [0, count - 1]].tolist()
             self._filed[window] = first, last
             self._first.setdefault(first, {})[window] = None

@@ -17,6 +17,7 @@ from prometheus_client import Gauge
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from vattn import BlockStats
 from vattn_vllm.options import selected
 
 _NUMBERS = struct.Struct("qq")
@@ -38,8 +39,8 @@ class Usage:
             self._map = mmap.mmap(file.fileno(), _NUMBERS.size)
         atexit.register(self._path.unlink, missing_ok=True)
 
-    def set(self, mapped: int, reserved: int) -> None:
-        _NUMBERS.pack_into(self._map, 0, mapped, reserved)
+    def set(self, stats: BlockStats) -> None:
+        _NUMBERS.pack_into(self._map, 0, stats.mapped_bytes, stats.reserved_bytes)
 
 
 class Gauges(StatLoggerBase):

@@ -21,20 +21,16 @@ NULL_BLOCK = 0
 class KVMemory:
     """Blocks at home, `[num_blocks, num_kv_heads, block_size, 2 * head_size]` for vLLM, and windows for kernels.
 
-    Args:
-        names: the layers, in the order of their models.
-
     Raises:
         ConfigError: layers that differ, blocks that are not whole pages, or too many mappings.
     """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, device: torch.device, options: Options) -> None:
         spec = check_cache(cache)
-        self.names = [name for group in cache.kv_cache_groups for name in group.layer_names]
-        self.block_size = spec.block_size
+        names = [name for group in cache.kv_cache_groups for name in group.layer_names]
         self._head_size = spec.head_size
         self.windows = BlockWindows(
-            num_layers=len(self.names),
+            num_layers=len(names),
             num_blocks=cache.num_blocks,
             block_size=spec.block_size,
             row=(spec.num_kv_heads, 2 * spec.head_size),
@@ -46,11 +42,8 @@ class KVMemory:
             device=device,
             guard=options.guard,
         )
-        stats = self.windows.stats()
-        self._block_bytes, self.reserved_bytes = stats.block_bytes, stats.reserved_bytes
-        self._backed = 0
         self.back([NULL_BLOCK])
-        self._indices = {name: index for index, name in enumerate(self.names)}
+        self._indices = {name: index for index, name in enumerate(names)}
 
     def views(self) -> dict[str, Tensor]:
         """The cache of each layer as vLLM sees it: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`."""
@@ -65,17 +58,11 @@ class KVMemory:
         rows = self.windows.window(self._indices[name])
         return Contiguous(rows[..., : self._head_size], rows[..., self._head_size :])
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Physical memory under blocks."""
-        return self._backed * self._block_bytes
-
     def back(self, blocks: Iterable[int]) -> None:
         """Backs blocks that will be written."""
-        self._backed += self.windows.back(blocks)
+        self.windows.back(blocks)
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Gives back the memory of blocks that hold nothing any more."""
         keep = self.windows.backed().difference(blocks) | {NULL_BLOCK}
         self.windows.trim(keep)
-        self._backed = len(keep)

@@ -12,8 +12,6 @@ from vattn_vllm.budget import SharedBudget
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-WORKERS = ("vattn_vllm.CPUWorker", "vattn_vllm.CUDAWorker")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -75,8 +73,5 @@ class Options:
 def selected(config: VllmConfig) -> bool:
     """Whether this engine's workers are the plugin's."""
     worker = config.parallel_config.worker_cls
-    return (worker if isinstance(worker, str) else f"{worker.__module__}.{worker.__qualname__}") in (
-        *WORKERS,
-        "vattn_vllm.worker.CPUWorker",
-        "vattn_vllm.worker.CUDAWorker",
-    )
+    module = worker if isinstance(worker, str) else worker.__module__
+    return module.split(".")[0] == "vattn_vllm"

@@ -25,7 +25,8 @@ def check_engine(config: VllmConfig, options: Options) -> None:
     Raises:
         ConfigError: what cannot be served, and what can.
     """
-    for refusal in _engine(config, options):
+    refusal = next(_refusals(config, options), None)
+    if refusal is not None:
         raise ConfigError(f"vattn: {refusal}")
 
 
@@ -50,7 +51,7 @@ def check_cache(config: KVCacheConfig) -> FullAttentionSpec:
     return spec
 
 
-def _engine(config: VllmConfig, options: Options) -> Iterator[str]:
+def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
     version = vllm.version.__version__.split("+")[0]
     if version not in TRIED and not options.untested_vllm:
         yield (

@@ -70,7 +70,7 @@ class _WindowWorker(StockCUDAWorker):
             super().initialize_from_config(kv_cache_config)
         if self._memory is None:
             raise ConfigError("vattn: vLLM allocated its KV cache by itself; this version of it is not supported")
-        self._usage.set(self._memory.mapped_bytes, self._memory.reserved_bytes)
+        self._usage.set(self._memory.windows.stats())
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         memory = self._memory
@@ -81,7 +81,7 @@ class _WindowWorker(StockCUDAWorker):
         if blocks:
             memory.back(blocks)
         if gone or blocks:
-            self._usage.set(memory.mapped_bytes, memory.reserved_bytes)
+            self._usage.set(memory.windows.stats())
         return super().execute_model(scheduler_output)
 
     def vattn_stats(self) -> dict[str, int]:
