@@ -1,58 +1,15 @@
-"""Does the campaign find what it is there for? Each mutation takes one mend or one rule out of the library; the
-campaign runs until it finds something, and a table says what, and after how many calls.
-
-    python -m tests.campaign.mutations [NAME ...] --calls 200000 --seed 0 1
-
-A mutation is a function that patches the library; it is called in the child processes that play. To add one, write it
-here with the decorator, small: what was mended, as it was before.
-"""
+"""Mutations of `KVCache` and its parts."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from tests.campaign.campaign import MODES, run
+from tests.campaign.mutations import mutation
 from vattn import cache, layout, prefix
 from vattn.memory import backer, band, bands, journal, pool, prefixes, rows, sharing, slots
-
-Patch = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One thing taken out.
-
-    Attributes:
-        defect: of the campaign before this one, whose mend it takes out; None for a rule that always was.
-        what: in words, for the table.
-        modes: those that should find it.
-    """
-
-    defect: int | None
-    what: str
-    modes: tuple[str, ...]
-    patch: Patch
-
-
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(defect: int | None, what: str, *modes: str) -> Callable[[Patch], Patch]:
-    """Registers a mutation under its function's name."""
-
-    def register(patch: Patch) -> Patch:
-        assert all(mode in MODES for mode in modes)
-        MUTATIONS[patch.__name__] = Mutation(defect, what, modes or tuple(MODES), patch)
-        return patch
-
-    return register
 
 
 @mutation(1, "parked pages pass for blocks that have left a window", "random")
@@ -202,52 +159,3 @@ def a_whole_prompt() -> None:
     prefixes.Prefixes.find = (  # type: ignore[method-assign]
         lambda self, token_ids, salt: true(self, [*token_ids[:-1], 0, 0], salt)
     )
-
-
-def main() -> int:
-    """Runs the campaign under every mutation named, or all; the exit status says whether each was found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign.mutations", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTATIONS)}")
-    parser.add_argument("--calls", type=int, default=200_000, help="give up after so many")
-    parser.add_argument("--seconds", type=float, default=300, help="give up after so many")
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one or more, each a run of its own")
-    options = parser.parse_args()
-    print("| defect | taken out | mode | found as | after calls | seconds |\n" + "| --- " * 6 + "|", flush=True)
-    found = [_found(MUTATIONS[name], options) for name in _chosen(options.names)]
-    return 0 if all(found) else 1
-
-
-def _chosen(names: Sequence[str]) -> list[str]:
-    if unknown := set(names) - set(MUTATIONS):
-        raise SystemExit(f"no such mutation: {', '.join(sorted(unknown))}; there are {', '.join(MUTATIONS)}")
-    return list(names or MUTATIONS)
-
-
-def _found(mutation: Mutation, options: argparse.Namespace) -> bool:
-    """Prints a line of the table; whether every seed found it."""
-    runs = [
-        run(
-            seed,
-            calls=options.calls,
-            seconds=options.seconds,
-            modes=mutation.modes,
-            shrink_seconds=0,
-            setup=mutation.patch,
-        )
-        for seed in options.seed
-    ]
-    kinds = [summary.findings[0].played.kind if summary.findings else "**not found**" for summary in runs]
-    cells = (
-        mutation.defect or "",
-        mutation.what,
-        ", ".join(mutation.modes),
-        "; ".join(str(kind).replace("AssertionError: ", "") for kind in dict.fromkeys(kinds)),
-        " / ".join(f"{summary.calls:,}" for summary in runs),
-        " / ".join(f"{summary.seconds:.1f}" for summary in runs),
-    )
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    return all(summary.findings for summary in runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
