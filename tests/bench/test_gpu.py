@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import SECONDS
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import device
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "home"), "strides", "attention"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "home" / "strides-attention.txt").read_text()
     assert done.stdout.endswith("\n\n" + table)
@@ -74,7 +74,7 @@ def test_every_part_runs_over_the_stub() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     command = [sys.executable, "-c", REHEARSAL]
     environment = device.stub_environment()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {*done.stdout.split()} | {"tests", "sanitizer"} == gpu.find_parts().keys()
 
@@ -89,30 +89,29 @@ control = stub.Stub()
 control.latencies({"cuMemSetAccess": 2000})
 control.locking(sys.argv[1] == "locked")
 report = stalls.run(True)
-slow = {row["beside"]: [row["median us"], row["99th percentile us"]] for row in report.figures}
-print(json.dumps([slow, {goal.what: goal.met for goal in report.goals}]))
+slowest = {row["beside"]: row["slowest us"] for row in report.figures}
+print(json.dumps([control.stalls("cuEventRecord"), slowest, {goal.what: goal.met for goal in report.goals}]))
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 def test_stalls_shows_a_driver_whose_map_calls_stall_launches() -> None:
+    """With a lock in the driver, launches stall, and the report shows it; without one, none stalls."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     found = {}
     for driver in ("locked", "not locked"):
         command = [sys.executable, "-c", STALLS, driver]
         environment = device.stub_environment()
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, done.stderr
-        found[driver], met = json.loads(done.stdout)
-        if driver == "locked":
-            assert not met["cuEventRecord: median beside map, set access, unmap over beside a thread that sleeps"]
-            assert not met["cuEventRecord: 99th percentile beside the cache's worker, us"]
-    locked, free = found["locked"], found["not locked"]
-    beside = "map, set access, unmap"
-    assert locked[beside][0] > 1000 > free[beside][0]
-    assert locked["the cache's worker"][1] > 1000  # few of its calls, so few of the launches
-    assert locked["a thread that sleeps"][0] < 1000
+        found[driver] = json.loads(done.stdout)
+    stalls, slowest, met = found["locked"]
+    assert stalls > 0
+    for beside in ("map, set access, unmap", "the cache's worker"):
+        assert slowest[beside] > 1000
+    assert not met["cuEventRecord: 99th percentile beside the cache's worker, us"]
+    assert found["not locked"][0] == 0
 
 
 def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) ->
     script += "gpu._run_apart = lambda part, quick, file, limit, _: (\n"
     script += "    run(part, quick, file, limit, {'PATH': ''}) if part.name == 'attention' else ended())\n"
     script += f"gpu.main(['--out', {str(tmp_path)!r}, 'attention', 'strides', 'overlap'])"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     with tarfile.open(tmp_path / "attention-strides-overlap.tar.gz") as tar:
         assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
@@ -194,10 +193,8 @@ def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("children", "bench.gpu.parts.children", {"ABOUT": "a part with children"}, None)
-    start = time.monotonic()
     record = gpu._run_apart(part, True, tmp_path / "children.json", 5, {"PATH": os.environ["PATH"], "HANGS": hangs})
     assert record["failed"] == ("stopped after 5 s" if hangs == "yes" else "the process ended with 0")
-    assert time.monotonic() - start < 10
     pids = [int(pid) for pid in (tmp_path / "python.pids").read_text().split()]
     assert len(pids) == 2
     assert [pid for pid in pids if runs(pid)] == []

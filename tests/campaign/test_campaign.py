@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from paths import ROOT
+from waiting import SECONDS
 
 # Calls on the public interface, per mode: about a minute in all.
 BUDGETS = {"random": 15_000, "fuzz": 6_000, "interrupts": 6_000, "faults": 2_500, "processes": 60_000}
@@ -14,7 +15,7 @@ BUDGETS = {"random": 15_000, "fuzz": 6_000, "interrupts": 6_000, "faults": 2_500
 
 def run(module: str, *options: str) -> str:
     command = [sys.executable, "-m", module, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

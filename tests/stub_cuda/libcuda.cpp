@@ -129,6 +129,10 @@ struct State {
   bool gone = false;  // the driver has ended, as it does when the process exits
   bool locking = false;
   std::mutex driver;  // if locking: what a call takes its time under, and what a launch needs
+  std::string held;   // calls of this name wait until it is another
+  std::size_t holding = 0;
+  std::condition_variable released;
+  std::map<std::string, std::size_t> stalls;  // calls, and launches, that found the driver locked
 
   State() {
     for (std::size_t i = 0; i < contexts.size(); ++i) {
@@ -157,6 +161,16 @@ State& state() {
 thread_local Context* current = nullptr;
 thread_local unsigned capture_mode = kCaptureGlobal;
 
+// Takes the driver's lock, if there is one to take, and counts where another call has it.
+void enter_driver(std::unique_lock<std::mutex>& driver, const char* name) {
+  if (!driver.mutex() || driver.try_lock()) return;
+  {
+    const std::lock_guard lock(state().mutex);
+    state().stalls[name] += 1;
+  }
+  driver.lock();
+}
+
 // The frame of a call: counts, logs, delays and fails it as the test asked; holds the lock from then on.
 class Frame {
  public:
@@ -183,9 +197,12 @@ class Frame {
           break;
         }
     }
-    if (driver.mutex()) driver.lock();
+    enter_driver(driver, name);
     if (latency) std::this_thread::sleep_for(std::chrono::microseconds(latency));
     lock = std::unique_lock(s.mutex);
+    s.holding += 1;
+    s.released.wait(lock, [&] { return s.held != name; });
+    s.holding -= 1;
     if (s.gone) result = kDeinitialized;
     if (result == kSuccess && s.pid != getpid()) refuse(kNotInitialized, "CUDA is not initialised in this process");
   }
@@ -806,6 +823,24 @@ void stub_latency(const char* name, std::size_t microseconds) {
   const std::lock_guard lock(state().mutex);
   state().latencies[name] = microseconds;
 }
+// From now on calls of this name wait, having been counted, and under the driver's lock if there is one; those of the
+// name before go on. Null: none waits.
+void stub_hold(const char* name) {
+  {
+    const std::lock_guard lock(state().mutex);
+    state().held = name ? name : "";
+  }
+  state().released.notify_all();
+}
+std::size_t stub_held() {
+  const std::lock_guard lock(state().mutex);
+  return state().holding;
+}
+// How many calls of a name, or "launch", had to wait for the driver's lock.
+std::size_t stub_stalls(const char* name) {
+  const std::lock_guard lock(state().mutex);
+  return state().stalls[name];
+}
 void stub_logging(int on) {
   const std::lock_guard lock(state().mutex);
   state().logging = on;
@@ -870,7 +905,7 @@ void stub_launch(StreamHandle handle, Address address, std::size_t size, int wri
     const std::lock_guard lock(s.mutex);
     if (s.locking) driver = std::unique_lock(s.driver, std::defer_lock);
   }
-  if (driver.mutex()) driver.lock();
+  enter_driver(driver, "launch");
   const std::lock_guard lock(s.mutex);
   Stream* stream = any_stream(handle);
   if (stream->context->poison != kSuccess) return;
@@ -917,12 +952,15 @@ void stub_reset() {
     for (Context& context : s.contexts) context.poison = kSuccess;
     s.pooled = 0;
     s.locking = false;
+    s.held.clear();
+    s.stalls.clear();
     s.faults.clear();
     s.latencies.clear();
     s.violations.clear();
     s.memory = kMemory;
   }
   state().completed.notify_all();
+  state().released.notify_all();
 }
 // How many threads wait for an event.
 std::size_t stub_waiters() {

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import stub
 from paths import ROOT
+from waiting import SECONDS
 
 INNER = "tests/stub_cuda/inner"
 LIBRARY = "tests/vattn"
@@ -42,9 +43,9 @@ def run(arguments: list[str], **options: int) -> subprocess.CompletedProcess[str
     environment = stub.environment(**options, **({"granularity_log2": 12} if small else {"devices": 2}))
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
-    options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]  # which test hangs, if one does
+    options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300"]  # which test hangs, if one does
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SECONDS = 120  # that a script may take
+SECONDS = 600  # that a script may take
 
 
 def run(

@@ -88,6 +88,9 @@ class Stub:
             ("fail", None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int),
             ("heal", None),
             ("latency", None, ctypes.c_char_p, ctypes.c_size_t),
+            ("hold", None, ctypes.c_char_p),
+            ("held", ctypes.c_size_t),
+            ("stalls", ctypes.c_size_t, ctypes.c_char_p),
             ("logging", None, ctypes.c_int),
             ("log", ctypes.c_char_p),
             ("violations", ctypes.c_char_p),
@@ -119,6 +122,18 @@ class Stub:
     def latencies(self, microseconds: dict[str, int]) -> None:
         for name, value in microseconds.items():
             self._library.stub_latency(name.encode(), value)
+
+    def hold(self, name: str | None) -> None:
+        """From now on calls of this name wait, under the driver's lock if it is on; None lets all go on."""
+        self._library.stub_hold(name.encode() if name else None)
+
+    def held(self) -> int:
+        """How many calls wait because of `hold`."""
+        return int(self._library.stub_held())
+
+    def stalls(self, name: str = "launch") -> int:
+        """How many launches, or calls of a name, had to wait for the driver's lock."""
+        return int(self._library.stub_stalls(name.encode()))
 
     def logging(self, on: bool) -> None:
         self._library.stub_logging(on)

@@ -6,7 +6,6 @@ Kernels are launched and completed by the test; to unmap what a running one read
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from one_layer import BASE, PAGE, TOKENS, make
 from stub import Stub
+from waiting import Background, wait_until
 
 import vattn
 from vattn.drivers import cuda
@@ -34,33 +34,16 @@ def launch(stub: Stub, stream: int, cache: vattn.KVCache, reqid: int, tokens: in
         stub.launch(stream, tensor[reqid].data_ptr(), tokens * 512)
 
 
-class Background:
-    """A call on a thread of its own, which is expected to wait."""
+def wait_for_a_waiter(stub: Stub, call: Background) -> None:
+    """Until the call waits for an event."""
 
-    def __init__(self, body: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
+    def waits() -> bool:
+        if not call.runs():
+            call.finish()
+            pytest.fail("it does not wait")
+        return stub.waiters() > 0
 
-        def run() -> None:
-            try:
-                body()
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-
-    def waits_for_an_event(self, stub: Stub) -> None:
-        deadline = time.monotonic() + 10
-        while not stub.waiters():
-            assert time.monotonic() < deadline, "nobody waits"
-            assert self.thread.is_alive(), self.error
-            time.sleep(0.001)
-
-    def finish(self) -> None:
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        if self.error:
-            raise self.error
+    wait_until(waits)
 
 
 def test_pages_of_a_finished_request_wait_for_its_kernels(stub: Stub, cache: vattn.KVCache) -> None:
@@ -74,7 +57,7 @@ def test_pages_of_a_finished_request_wait_for_its_kernels(stub: Stub, cache: vat
     cache.free_reqid(second, stream)
     before = stub.calls("cuMemUnmap")
     step = Background(lambda: cache.step({third: TOKENS}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     assert stub.calls("cuMemUnmap") == before
     stub.complete(stream)
     step.finish()
@@ -90,7 +73,7 @@ def test_a_step_that_is_prepared_but_not_launched_counts(stub: Stub, cache: vatt
     cache.alloc_reqid()
     second = cache.alloc_reqid()
     step = Background(lambda: cache.step({second: TOKENS}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     stub.complete(stream)
     step.finish()
 
@@ -165,7 +148,7 @@ def test_what_a_running_request_has_beyond_its_length_waits_for_launched_kernels
     launch(stub, stream, cache, first, 8 * TOKENS)
     second = cache.alloc_reqid()
     step = Background(lambda: cache.step({first: TOKENS, second: TOKENS}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     stub.complete(stream)
     step.finish()
     assert cache.page_map()[first].pages >= 2
@@ -182,7 +165,7 @@ def test_a_slot_waits_for_every_stream_that_used_it(stub: Stub, cache: vattn.KVC
     other = cache.alloc_reqid()
     step = Background(lambda: cache.step({other: TOKENS}))
     for stream in reversed(streams):
-        step.waits_for_an_event(stub)
+        wait_for_a_waiter(stub, step)
         stub.complete(stream)
     step.finish()
 
@@ -210,7 +193,7 @@ def test_trim_waits_for_the_kernels(stub: Stub, cache: vattn.KVCache) -> None:
     launch(stub, stream, cache, reqid, TOKENS)
     cache.free_reqid(reqid, stream)
     trim = Background(cache.trim)
-    trim.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, trim)
     stub.complete(stream)
     trim.finish()
     assert cache.stats().mapped_pages == 0
@@ -226,7 +209,7 @@ def test_a_cache_that_goes_waits_for_every_kernel(stub: Stub, dropped: bool) -> 
     mapped = stub.usage().mappings
     close = Background(caches.pop if dropped else caches[0].close)
     time.sleep(0.05)
-    assert close.thread.is_alive()
+    assert close.runs()
     assert stub.usage().mappings == mapped
     stub.complete(stream)
     close.finish()
@@ -373,7 +356,7 @@ def test_copy_on_write_waits_for_the_kernels_that_read_the_shared_pages(stub: St
     cache.step({reqid: TOKENS}, stream=stream)
     before = stub.calls("cuMemUnmap")
     step = Background(lambda: cache.step({reqid: TOKENS + 1}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     assert stub.calls("cuMemUnmap") == before
     stub.complete(stream)
     step.finish()
@@ -402,7 +385,7 @@ def test_copy_on_write_copies_on_the_stream_of_the_step(
     monkeypatch.setattr(Bands, "save", copied(Bands.save))
     monkeypatch.setattr(Bands, "write", copied(Bands.write))
     step = Background(lambda: cache.step({reqid: TOKENS + 11}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     stub.complete(stream)
     step.finish()
     assert copies == [stream, stream]
@@ -417,7 +400,7 @@ def test_eviction_waits_for_the_kernels_that_read_the_blocks(stub: Stub, cache: 
     other = cache.alloc_reqid()
     assert other != first
     step = Background(lambda: cache.step({other: 8 * TOKENS}, stream=stream))
-    step.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, step)
     stub.complete(stream)
     step.finish()
     assert cache.stats().cached_pages == 0
@@ -472,7 +455,7 @@ def test_a_window_waits_for_the_kernels_that_read_it(stub: Stub, windows: vattn.
     read(stub, stream, windows, second)
     assert windows.show([[0, 1]], stream=stream) == [first]
     change = Background(lambda: windows.show([[0, 1], [4, 5]], stream=stream))
-    change.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, change)
     stub.complete(stream)
     change.finish()
     assert windows.show([[0, 1], [4, 5]], stream=stream) == [first, second]
@@ -483,7 +466,7 @@ def test_a_window_in_use_that_changes_waits_too(stub: Stub, windows: vattn.Block
     (window,) = windows.show([[0, 1]], stream=stream)
     read(stub, stream, windows, window)
     change = Background(lambda: windows.show([[0, 2]], windows=[window], stream=stream))
-    change.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, change)
     stub.complete(stream)
     change.finish()
 
@@ -501,7 +484,7 @@ def test_blocks_that_are_given_back_wait_for_their_kernels(stub: Stub, windows: 
     (window,) = windows.show([[0, 1]], stream=stream)
     read(stub, stream, windows, window)
     trim = Background(lambda: windows.trim([0]))
-    trim.waits_for_an_event(stub)
+    wait_for_a_waiter(stub, trim)
     stub.complete(stream)
     trim.finish()
     assert windows.stats().backed_blocks == 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 
 import pytest
 from stub import Stub
 from vmm_contract import PER_THREAD, READ_WRITE, Provider
+from waiting import Background, wait_until
 
 HANDLE, INVALID, NO_CONTEXT = 400, 1, 201
 
@@ -187,7 +187,6 @@ def test_fresh_memory(stub: Stub, vmm: Provider) -> None:
 @pytest.mark.parametrize("locking", [False, True])
 def test_calls_that_stall_launches(stub: Stub, vmm: Provider, locking: bool) -> None:
     """With a lock in the driver, a launch waits while another thread's call takes its time."""
-    stub.latencies({"cuMemMap": 300_000})
     stub.locking(locking)
     with vmm.reservation(2) as base, vmm.memory() as handle, vmm.mapping(base, handle):
 
@@ -196,17 +195,20 @@ def test_calls_that_stall_launches(stub: Stub, vmm: Provider, locking: bool) -> 
             with vmm.memory() as other, vmm.mapping(base + vmm.page, other):
                 pass
 
-        before, worker = stub.calls("cuMemMap"), threading.Thread(target=map_another)
-        worker.start()
-        while stub.calls("cuMemMap") == before:
-            time.sleep(0.001)
-        time.sleep(0.01)
-        began = time.perf_counter()
-        stub.launch(0, base, 8)
-        stalled = time.perf_counter() - began
+        stub.hold("cuMemMap")
+        mapping = Background(map_another)
+        wait_until(stub.held)
+        launch = Background(lambda: stub.launch(0, base, 8))
+        if locking:
+            wait_until(stub.stalls)
+            assert launch.runs()
+        else:
+            launch.finish()
+        stub.hold(None)
+        launch.finish()
+        mapping.finish()
         stub.complete(0)
-        worker.join()
-    assert (stalled > 0.15) == locking
+    assert stub.stalls() == locking
 
 
 def test_set_access(stub: Stub, vmm: Provider) -> None:

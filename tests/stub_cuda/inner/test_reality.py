@@ -4,11 +4,8 @@ streams that wait for each other, memory for every call, a driver that outlives 
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ import stub as stub_module
 import torch
 from one_layer import PAGE, TOKENS, make
 from stub import Stub
+from waiting import Background, wait_until
 
 import vattn
 
@@ -170,10 +168,11 @@ def test_zeroing_waits_for_kernels_on_a_stream_that_does_not_block(stub: Stub) -
         cache.free_reqid(first, stream)
         second = cache.alloc_reqid()
         before = stub.calls("cuMemsetD8Async")
-        with background(lambda: cache.step({second: TOKENS}, stream=stream)):
-            wait_until(stub.waiters)
-            assert stub.calls("cuMemsetD8Async") == before
-            stub.complete(stream)
+        step = Background(lambda: cache.step({second: TOKENS}, stream=stream))
+        wait_until(stub.waiters)
+        assert stub.calls("cuMemsetD8Async") == before
+        stub.complete(stream)
+        step.finish()
         assert stub.calls("cuMemsetD8Async") > before
 
 
@@ -195,32 +194,6 @@ def test_a_capture_elsewhere_stays_valid(stub: Stub, options: dict[str, Any]) ->
         assert stub.capture(captured, False) == 0
 
 
-@contextlib.contextmanager
-def background(body: Callable[[], object]) -> Iterator[None]:
-    """Runs a call on a thread of its own, which has to end with the block."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield
-    thread.join(10)
-    assert not thread.is_alive()
-    assert errors == []
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 # A lock in the driver
 
 
@@ -230,20 +203,17 @@ def test_mapping_ahead_may_stall_launches_and_nothing_else(stub: Stub) -> None:
         reqid = cache.alloc_reqid()
         cache.step({reqid: TOKENS - 1})
         cache.check()
-        stub.latencies({"cuMemSetAccess": 200_000})
         stub.locking(True)
-        before = stub.calls("cuMemSetAccess")
         k, _ = cache.layer(0)
-        began = time.perf_counter()
-        cache.step({reqid: TOKENS})
-        stepped = time.perf_counter() - began
-        wait_until(lambda: stub.calls("cuMemSetAccess") > before)
-        time.sleep(0.01)
-        began = time.perf_counter()
-        stub.launch(0, k[reqid].data_ptr(), 8)
-        stalled = time.perf_counter() - began
+        stub.hold("cuMemSetAccess")
+        cache.step({reqid: TOKENS})  # returns while the call is held
+        wait_until(stub.held)
+        launch = Background(lambda: stub.launch(0, k[reqid].data_ptr(), 8))
+        wait_until(stub.stalls)
+        assert launch.runs()
+        stub.hold(None)
+        launch.finish()
         stub.complete(0)
-        assert stepped < 0.1 < stalled
         cache.step({reqid: TOKENS + 1})
         cache.check()
 

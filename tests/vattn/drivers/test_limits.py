@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import scripts
 import target
+from waiting import SECONDS
 
 import vattn
 from vattn import _native
@@ -43,7 +44,7 @@ def address_space():
 def run(script: str, *prefix: str) -> str:
     if prefix:
         command = [*prefix, sys.executable, "-c", SETUP + script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     else:
         done = scripts.run(SETUP + script)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import SECONDS
 
 SCRIPT = Path(__file__).with_name("transformers_suite.py")
 TESTS = """
@@ -48,7 +49,7 @@ def test_not_selected():
 
 def run(tests: Path, *families: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--tests", str(tests), "--json", str(tests / "found.json"), *families]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
 
 
 def checkout(folder: Path, text: str) -> Path:

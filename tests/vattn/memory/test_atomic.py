@@ -6,7 +6,6 @@ import gc
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from faults import FaultyTable
 from interruption import entries, interrupted
 from target import DEVICE, host_only
+from waiting import wait_until
 
 import vattn
 
@@ -212,9 +212,7 @@ def test_a_cache_that_is_dropped_is_collected_whatever_it_did_last() -> None:
         dropped = [drop(last) for _ in range(5)]
         gc.collect()
         assert [ref() for ref in dropped] == [None] * 5, last
-    deadline = time.monotonic() + 5
-    while threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # one that has ended is listed a moment longer
+    wait_until(lambda: threads() <= before)  # one that has ended is listed a moment longer
     assert threads() == before
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from faults import FaultyTable
 from target import DEVICE
+from waiting import wait_until
 
 import vattn
 from vattn.memory.prefixes import Prefixes
@@ -37,17 +37,10 @@ def start(cache: vattn.KVCache, requests: int, length: int = 64) -> None:
     cache.step({cache.alloc_reqid(): length for _ in range(requests)})
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return holds()
-
-
 def test_the_stock_is_a_column_for_every_request() -> None:
     cache, pool = make(64)
     start(cache, 3)
-    assert eventually(lambda: cache.stats().stocked_pages == 3 * COLUMN)
+    wait_until(lambda: cache.stats().stocked_pages == 3 * COLUMN)
     stats = cache.stats()
     assert stats.free_pages == stats.budget_pages - stats.owned_pages  # the stock counts as free
     assert stats.created_pages == stats.owned_pages + 3 * COLUMN
@@ -63,7 +56,7 @@ def test_the_stock_is_a_column_for_every_request() -> None:
 def test_the_watermark_bounds_the_stock(watermark: float, most: int) -> None:
     cache, pool = make(16, watermark=watermark)
     start(cache, 3)
-    assert eventually(lambda: cache.stats().stocked_pages == most)
+    wait_until(lambda: cache.stats().stocked_pages == most)
     time.sleep(0.02)
     assert cache.stats().stocked_pages == most
     cache.check()
@@ -83,7 +76,7 @@ def test_without_overlap_nothing_is_in_stock() -> None:
 def test_the_whole_budget_can_be_used_whatever_is_in_stock() -> None:
     cache, pool = make(20)
     start(cache, 1)
-    assert eventually(lambda: cache.stats().stocked_pages == COLUMN)
+    wait_until(lambda: cache.stats().stocked_pages == COLUMN)
     cache.step({0: 640})
     stats = cache.stats()
     assert (stats.owned_pages, stats.stocked_pages, stats.created_pages) == (20, 0, 20)
@@ -96,7 +89,7 @@ def test_a_fill_that_fails_loses_nothing() -> None:
     table = FaultyTable()
     cache, pool = make(64, table)
     start(cache, 1)
-    assert eventually(lambda: cache.stats().stocked_pages == COLUMN)
+    wait_until(lambda: cache.stats().stocked_pages == COLUMN)
     table.fail_always("cuMemCreate", code=2)
     start(cache, 1, length=1)  # from the stock; nothing can be added to it
     assert cache.stats().stocked_pages == 0
@@ -104,7 +97,7 @@ def test_a_fill_that_fails_loses_nothing() -> None:
         cache.check()
     table.heal()
     cache.step({0: 300, 1: 300})
-    assert eventually(lambda: cache.stats().stocked_pages == 2 * COLUMN)
+    wait_until(lambda: cache.stats().stocked_pages == 2 * COLUMN)
     cache.check()
     cache.close()
     pool.close()
@@ -113,7 +106,7 @@ def test_a_fill_that_fails_loses_nothing() -> None:
 def test_what_is_in_stock_elsewhere_is_given_to_a_step_that_finds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     other, other_pool = make(64)
     start(other, 3)
-    assert eventually(lambda: other.stats().stocked_pages == 3 * COLUMN)
+    wait_until(lambda: other.stats().stocked_pages == 3 * COLUMN)
     table = FaultyTable()
     cache, pool = make(64, table, watermark=0)
     table.fail_always("cuMemCreate", code=2)
