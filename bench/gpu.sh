@@ -3,13 +3,17 @@
 # pip, scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. A group of
 # parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
 #
-# A machine that is bare the next time: `--group N --out DIR` leaves one tar and one table in DIR; VATTN_COMMIT is for
-# the records of a checkout without .git. `python -m bench.gpu --help` lists the groups.
+# Before the first call: build the paged baseline, build/fa2/vattn_fa2.so, by bench/gpu/build_fa2.sh (nvcc, no GPU, about
+# fifteen minutes of one core), and carry it to the machine. Without it every paged row of flash-attn 2 is MISSING.
 #
-# The paged baseline is build/fa2/vattn_fa2.so, built beforehand by bench/gpu/build_fa2.sh. VATTN_GPU_KERNELS=NAME,...
-# compares other kernels (docs/cuda.md).
+# The first half hour on a machine, in calls of ten minutes, the most telling parts first:
 #
-#     bench/gpu.sh [--quick] [--out DIR] [--group N | PART ...]          PYTHON=... for another Python
+#     timeout -k 15 575 bench/gpu.sh --first 1 --out DIR      then --first 2, 3, 4; `python -m bench.gpu --help` lists them
+#
+# Each leaves one tar and one table in DIR, and what it had measured until then if it is killed. VATTN_COMMIT is for the
+# records of a checkout without .git. VATTN_GPU_KERNELS=NAME,... compares other kernels (docs/cuda.md).
+#
+#     bench/gpu.sh [--quick] [--out DIR] [--first N | PART ...]          PYTHON=... for another Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -1,9 +1,13 @@
 """python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
 
 As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log (over
-the stub driver: in build/stub/gpu); the part "tests" also writes tests.xml (JUnit). With --out, a tar of these files
-and a copy of the table go to DIR instead, named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C
-bench/results` brings them home.
+the stub driver: in build/stub/gpu); parts that run tests write their results too (JUnit). With --out, a tar of these
+files and a copy of the table go to DIR instead, named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C
+bench/results` brings them home. While a part runs, DIR has what it printed in running.log and the rows that it has
+measured in running.rows, so that whatever ends the run, none is lost.
+
+The groups are the first half hour on a machine, the most telling parts first: `--first 1`, then `--first 2`, ... each
+in a call of ten minutes: `timeout -k 15 575 bench/gpu.sh --first 1 --out DIR`.
 
 A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
 `git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
@@ -15,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
+from bench.gpu.lifetime import end_with_parent
 from bench.gpu.parts import find_parts
 from bench.harness.discovery import Case
 from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
@@ -48,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
     parser.add_argument("parts", nargs="*", choices=(*parts, []), metavar="PART", help=", ".join(parts))
     parser.add_argument(
+        "--first",
         "--group",
+        dest="group",
         type=int,
         choices=range(1, len(groups) + 1),
         help="parts that fit one call of ten minutes: " + _list(groups),
@@ -58,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--here", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # one part, in this process
     args = parser.parse_args(argv)
     if args.group and args.parts:
-        parser.error("--group names its parts itself: give either a group or parts")
+        parser.error("--first names its parts itself: give either a group or parts")
     if args.here:
         return _run_here(parts[args.parts[0]], args.quick, args.here)
 
@@ -82,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             part, file = parts[name], out / f"{name}.json"
             print(f"{name}: {part.about}", flush=True)
             start = time.monotonic()
-            record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment)
-            failed |= "failed" in record or bool(_missing(record))
+            running = (args.out or out) / "running"
+            record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment, running)
+            failed |= "failed" in record or bool(_missing(record)) or _is_wrong(record)
             rows += _summary(name, record, time.monotonic() - start)
             if args.out:
                 _pack(results, rows, args.out / title)
@@ -130,14 +139,26 @@ def _pack(results: Path, rows: Sequence[Row], to: Path) -> None:
     to.with_suffix(".txt").write_text("\n".join(text_table(rows) if rows else ["no part has ended"]) + "\n")
 
 
-def _run_apart(part: Case, quick: bool, file: Path, limit: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs a part in a session of its own, no process of which outlives it; returns its record, also in `file`."""
+def _run_apart(
+    part: Case, quick: bool, file: Path, limit: float, environment: Mapping[str, str], running: Path
+) -> dict[str, Any]:
+    """Runs a part in a session of its own, no process of which outlives it; returns its record, also in `file`.
+
+    Args:
+        running: without a suffix, where the log and the rows of the part are while it runs.
+    """
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.gpu", part.name, "--here", str(file), *(["--quick"] if quick else [])]
-    log = file.with_suffix(".log")
+    log, rows = running.with_suffix(".log"), running.with_suffix(".rows")
+    rows.unlink(missing_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=_ROOT,
+            env={**environment, folder.ROWS: str(rows.resolve())},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             failure = f"the process ended with {process.wait(limit)}"
@@ -148,9 +169,26 @@ def _run_apart(part: Case, quick: bool, file: Path, limit: float, environment: M
     if not file.exists():
         print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-_LINES_OF_A_FAILURE:]))
         print(f"{part.name} failed: {failure}")
-        file.write_text(json.dumps({"name": part.name, "failed": failure}) + "\n")
+        _write(file, Report({}, _rows(rows), []), part.name, quick, {"failed": failure})
+    shutil.move(log, file.with_suffix(".log"))
+    rows.unlink(missing_ok=True)
     record: dict[str, Any] = json.loads(file.read_text())
     return record
+
+
+def _rows(file: Path) -> list[Row]:
+    """The rows that a part has measured; the last one only if it is whole."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _write(file: Path, report: Report, name: str, quick: bool, more: Mapping[str, Any], foreign: float = 0.0) -> None:
+    record = report.record(name, quick=quick, foreign_cores=foreign) | dict(more)
+    if record["commit"] is None:
+        record |= _carried_commit()
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(file)
 
 
 def _end_session(leader: subprocess.Popen[bytes]) -> None:
@@ -183,6 +221,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _run_here(part: Case, quick: bool, file: Path) -> int:
+    end_with_parent()
     from bench.gpu import device
 
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA
@@ -193,13 +232,12 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
     report: Report = module.run(quick)
     print(report.text(), flush=True)
     foreign = load.foreign_cores()
-    record = report.record(part.name, quick=quick, foreign_cores=foreign) | {
+    more = {
         "stub": stub,
+        "timed": report.timed,
         "contended": report.timed and contended(foreign, os.cpu_count() or 1),
     }
-    if record["commit"] is None:
-        record |= _carried_commit()
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    _write(file, report, part.name, quick, more, foreign)
     return 0
 
 
@@ -219,7 +257,7 @@ def _carried_commit() -> dict[str, str | bool]:
 def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
     """One row per goal and per side that is missing, or one row that says why there are none."""
     if "failed" in record:
-        why = f"failed: {record['failed']}"
+        why = f"failed: {record['failed']}; rows until then: {len(record['figures'])}"
         return [{"part": name, "seconds": seconds, "goal": why, "value": "-", "asked": "-", "": ""}]
     rows: list[Row] = [
         {
@@ -243,6 +281,15 @@ def _summary(name: str, record: Mapping[str, Any], seconds: float) -> list[Row]:
             {"part": name, "seconds": seconds, "goal": f"MISSING: {what}", "value": "-", "asked": "-", "": "failed"}
         )
     return rows
+
+
+def _is_wrong(record: Mapping[str, Any]) -> bool:
+    """Whether a goal that is no time is not met: a test failed, say. The stub decides nothing."""
+    return (
+        "failed" not in record
+        and not record["stub"]
+        and any(not goal["met"] and (goal["relation"] == "==" or not record["timed"]) for goal in record["goals"])
+    )
 
 
 def _missing(record: Mapping[str, Any]) -> list[str]:

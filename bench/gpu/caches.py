@@ -41,6 +41,24 @@ def virtual(
     return VirtualKV(config)
 
 
+def aged(slots: int, tokens: int, *, layers: int = 1) -> VirtualKV:
+    """A virtual cache whose pages are in use in another order than they were created in, as in a server after a while:
+    all slots have grown page by page, in random order, and their pages wait for the next requests.
+    """
+    kv = virtual(slots, tokens, layers=layers)
+    page = kv.cache.layout.page_tokens
+    lengths = dict.fromkeys((kv.allocate(1) for _ in range(slots)), 0)
+    growing = [slot for slot in lengths for _ in range(-(-tokens // page))]
+    host_random.Random(0).shuffle(growing)
+    for slot in growing:
+        lengths[slot] = min(tokens, lengths[slot] + page)
+        kv.prepare(lengths)
+    for slot in lengths:
+        kv.free(slot)
+    kv.prepare({})
+    return kv
+
+
 def static(slots: int, tokens: int, *, layers: int = 1) -> StaticKV:
     return StaticKV(
         num_layers=layers, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, slots=slots, tokens=tokens, dtype=DTYPE
@@ -64,8 +82,17 @@ def paged(slots: int, tokens: int, *, layers: int = 1, block_size: int = BLOCK_S
     return kv
 
 
-def fill(kv: KVBackend, lengths: Sequence[int], layers: int) -> list[int]:
-    """Takes a slot for each length and stores random tokens in all layers; returns the slots."""
+def fill(kv: KVBackend, lengths: Sequence[int], layers: int, *, shared: bool = False) -> list[int]:
+    """Takes a slot for each length and stores random tokens in all layers; returns the slots.
+
+    Args:
+        shared: all have the tokens of the first, and its memory where the cache can share; the lengths are equal.
+    """
+    if shared and not isinstance(kv, StaticKV):
+        first, *_ = fill(kv, lengths[:1], layers)
+        forks = [kv.fork(first) for _ in lengths[1:]]
+        kv.prepare(dict.fromkeys((first, *forks), lengths[0]))
+        return [first, *forks]
     slots = [kv.allocate(length) for length in lengths]
     kv.prepare(dict(zip(slots, lengths, strict=True)))
     # One block of random rows, repeated: what they are does not matter, only that they are no constant.

@@ -36,6 +36,7 @@ def stub_environment() -> dict[str, str]:
     """Builds the stub driver; returns the environment of a process that loads it."""
     stub = _stub()
     environment: dict[str, str] = stub.environment()
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take ten times as long on busy cores
     return environment
 
 
@@ -67,6 +68,13 @@ def empty_cache() -> None:
     """Gives the memory that torch keeps for itself back to the device."""
     if not STUB:
         torch.cuda.empty_cache()
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy on the device that no cache holds: what a kernel can hope for."""
+    source = torch.empty(2**20 if STUB else 2**31, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / times({"copy": lambda: target.copy_(source)}, rounds=20)["copy"]
 
 
 def times(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 3) -> dict[Key, float]:

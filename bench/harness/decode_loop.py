@@ -63,6 +63,10 @@ class DecodeLoop:
             request.admit(slot)
             self._requests.append(request)
 
+    def close(self) -> None:
+        """Drops the graphs with their memory, and leaves the model as it was."""
+        self._runner.close()
+
     @property
     def captured(self) -> bool:
         """Whether steps are replayed from a CUDA graph."""

@@ -1,10 +1,14 @@
-"""Decode steps as CUDA graphs: one graph per batch size, captured when first needed, replayed as the cache grows.
+"""Decode steps as CUDA graphs: one per batch size and length class, captured when first needed, replayed as the cache
+grows.
 
 A step of single tokens launches the same kernels every time; only slots, positions and lengths change, and they are
 read from one tensor that is filled before each replay. Newly mapped memory needs no new capture, since no address
 changes. A batch is padded to the next size with a graph by repeating its shortest request: the same computation, which
 stores the same keys and values twice in one place. (A cheaper padding row would be another computation, and would store
 other values there.)
+
+A kernel divides keys over the device's cores by the longest length that a graph may meet. Captured for 128K tokens, it
+would give a request of 4,000 a thirtieth of them, so a graph serves lengths up to a power of two.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from vattn.attention import Attention, Contiguous, Group, PackedBatch, Span, who
 from vattn.attention.base import KVSource
 
 logger = logging.getLogger(__name__)
+
+_SHORTEST = 1024  # tokens: below, how keys are divided matters little
 
 # Runs a decode step of the batch, token ids `[n]`, and the rows whose logits are wanted: all of them.
 Forward = Callable[[PackedBatch, Tensor, Tensor], Tensor]
@@ -52,7 +58,7 @@ class DecodeGraphs:
 
     Args:
         forward: runs a step; captured.
-        kv: its layers tell the longest length, by which kernels size their grids, as lengths are not known at capture.
+        kv: its layers tell the longest length.
         max_batch_size: maximum number of requests in a step.
     """
 
@@ -67,7 +73,7 @@ class DecodeGraphs:
         self._device = device
         self._sizes = [size for size in (1, 2, 4, 8, *range(16, max_batch_size, 16)) if size < max_batch_size]
         self._sizes.append(max_batch_size)
-        self._graphs: dict[int, tuple[Tensor, Tensor, Callable[[], None]]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor, Callable[[], None]]] = {}  # by size, longest length
         self._pool: Any = None
         self._failed = False
 
@@ -87,14 +93,19 @@ class DecodeGraphs:
             return None
         count = len(spans)
         size = next(size for size in self._sizes if size >= count)
-        if size not in self._graphs:
-            self._graphs[size] = self._new(size, self._filled(spans, tokens, size))
+        longest = self._length_class(max(span.end for span in spans))
+        if (size, longest) not in self._graphs:
+            self._graphs[size, longest] = self._new(size, longest, self._filled(spans, tokens, size))
             if self._failed:
                 return None
-        inputs, logits, replay = self._graphs[size]
+        inputs, logits, replay = self._graphs[size, longest]
         inputs.copy_(self._filled(spans, tokens, size), non_blocking=True)
         replay()
         return logits[:count]
+
+    def _length_class(self, length: int) -> int:
+        """The longest length that the graph for `length` serves."""
+        return min(self._max_length, max(_SHORTEST, 1 << (length - 1).bit_length()))
 
     def _filled(self, spans: Sequence[Span], tokens: Sequence[int], size: int) -> Tensor:
         """`[4, size]` on the host: slots, positions, lengths, tokens."""
@@ -109,11 +120,11 @@ class DecodeGraphs:
         ]
         return torch.tensor(rows, pin_memory=self._device.type == "cuda")
 
-    def _new(self, size: int, first: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:
+    def _new(self, size: int, longest: int, first: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:
         inputs = first.to(self._device)
 
         def step() -> Tensor:
-            batch = _Recorded(inputs[:3], self._max_length)
+            batch = _Recorded(inputs[:3], longest)
             return self._forward(batch, inputs[3], torch.arange(size, device=self._device))
 
         try:

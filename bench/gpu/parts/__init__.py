@@ -7,20 +7,36 @@ A part defines
     SECONDS                     limit of its processes, not an estimate; the limits decide the groups
     run(quick) -> Report        measures
 
-A side of a comparison that cannot be measured is named, with the reason, in the list parameters[MISSING] of the report;
-the run then fails. Files of its own go to the folder that the environment variable OUT names.
+A part's table is a `Figures`, which keeps each row as soon as it is measured: a limit, an error or the end of the
+machine in mid-part then costs only what was still to come. A side of a comparison that cannot be measured is named,
+with the reason, in the list parameters[MISSING] of the report; the run then fails. Files of its own go to the folder
+that the environment variable OUT names.
 
 Without a GPU a part runs over the stub driver, with `quick`: its tensors are on `device.DEVICE`, the CPU.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 
 from bench.harness.discovery import Case, find
+from bench.harness.report import Row
 
 MISSING = "missing"
 OUT = "VATTN_GPU_OUT"
+ROWS = "VATTN_GPU_ROWS"  # the file that keeps the rows of the running part, one JSON value per line
+
+
+class Figures(list[Row]):
+    """The rows of a part's table; each is on disk when `append` returns."""
+
+    def append(self, row: Row) -> None:
+        super().append(row)
+        if file := os.environ.get(ROWS):
+            with open(file, "a") as rows:
+                rows.write(json.dumps(row) + "\n")
 
 
 def find_parts() -> dict[str, Case]:

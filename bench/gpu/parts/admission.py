@@ -10,12 +10,13 @@ import time
 from statistics import median
 
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS
-from bench.harness.report import Goal, Report, Row
+from bench.gpu.parts import Figures
+from bench.harness.report import Goal, Report
 from vattn import KVCache, KVConfig
 
 ABOUT = "admission of requests whose prefix is cached, by length and layout"
-RANK = 14
-SECONDS = 40
+RANK = 11
+SECONDS = 30
 
 _SLOTS = 8
 
@@ -23,7 +24,7 @@ _SLOTS = 8
 def run(quick: bool) -> Report:
     layers = 8 if quick else 32
     token_bytes = 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    figures: list[Row] = []
+    figures = Figures()
     for layout in ("sliced", "fused"):
         for prefix in (1024,) if quick else (1024, 8192, 32_768):
             config = KVConfig.from_options(

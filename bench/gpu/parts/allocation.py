@@ -10,12 +10,13 @@ import time
 
 from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS
+from bench.gpu.parts import Figures
 from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
 
 ABOUT = "allocation bandwidth by layout, with and without the worker"
-RANK = 4
-SECONDS = 60
+RANK = 7
+SECONDS = 50
 
 _SLOTS = 8
 
@@ -23,7 +24,7 @@ _SLOTS = 8
 def run(quick: bool) -> Report:
     layers, budget = (8, 2**28) if quick else (32, 2**34)
     length = budget // (2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize) // _SLOTS // 1024 * 1024
-    figures: list[Row] = []
+    figures = Figures()
     calls: dict[str, str] = {}
     for layout in ("layer", "sliced", "fused"):
         for overlap in (False, True):
@@ -45,17 +46,15 @@ def run(quick: bool) -> Report:
             who = "the worker" if overlap else "the caller"
             with KVCache(config) as cache:
                 for what in ("new pages", "used pages"):
-                    figures.append(_in_the_step(cache, length) | {"layout": layout, "by": who, "memory": what})
+                    figures.append({"layout": layout, "by": who, "memory": what, **_in_the_step(cache, length)})
                 if overlap:
                     cache.trim()
-                    figures.append(_ahead(cache, length) | {"layout": layout, "by": who, "memory": "new pages, ahead"})
+                    figures.append({"layout": layout, "by": who, "memory": "new pages, ahead", **_ahead(cache, length)})
                 calls[f"calls, {layout}, by {who}"] = ", ".join(
                     f"{call.count} {name} of {1e6 * call.seconds / call.count:.1f} us"
                     for name, call in cache.stats().calls.items()
                     if call.count and name.startswith("cuMem")
                 )
-    order = ("layout", "by", "memory", "pages", "ms", "GB/s", "us per page")
-    figures = [{column: row[column] for column in order} for row in figures]
 
     def slowest(by: str, memory: str) -> float:
         return min(float(row["GB/s"]) for row in figures if (row["by"], row["memory"]) == (by, memory))

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
+from bench.gpu.parts import Figures
 from bench.gpu.raw import Calls
-from bench.harness.report import Goal, Report, Row
+from bench.harness.report import Goal, Report
 
 ABOUT = "latency of the driver's memory calls, per page and per range, by page size"
-RANK = 2
-SECONDS = 40
+RANK = 3
+SECONDS = 30
 
 Result = TypeVar("Result")
 
@@ -36,7 +37,7 @@ _RANGE_BYTES = 2 * 2**30
 
 def run(quick: bool) -> Report:
     calls = Calls()
-    figures: list[Row] = []
+    figures = Figures()
     for factor in (1, 2) if quick else (1, 2, 8, 32):
         page = factor * calls.granularity
         count = 4 if quick else min(256, _RANGE_BYTES // page)

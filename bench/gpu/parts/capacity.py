@@ -16,6 +16,7 @@ import torch
 
 from bench.gpu.caches import BLOCK_SIZE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, empty_cache
+from bench.gpu.parts import Figures
 from bench.harness.report import Goal, Report, Row
 from vattn import drivers
 from vattn.engine.kv.make import make_backend
@@ -24,8 +25,8 @@ from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
 
 ABOUT = "requests that fit a memory budget, by backend and layout"
-RANK = 13
-SECONDS = 60
+RANK = 16
+SECONDS = 40
 
 # The backend, and the options of `KVConfig`, by what the table calls them.
 _CACHES: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -41,7 +42,7 @@ _CACHES: dict[str, tuple[str, dict[str, Any] | None]] = {
 def run(quick: bool) -> Report:
     layers, budget, longest = (8, 2**27, 512) if quick else (32, 2**35, 8192)
     mean = longest // 16
-    figures: list[Row] = []
+    figures = Figures()
     for name, (kv, options) in _CACHES.items():
         row: Row = {"cache": name}
         for case, length in (("equal", lambda mean=mean: mean), ("mixed", _lengths(mean, longest))):

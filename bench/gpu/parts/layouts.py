@@ -12,12 +12,13 @@ import torch
 
 from bench.gpu.caches import fill, static, virtual
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, empty_cache, random, times
-from bench.harness.report import Goal, Report, Row
+from bench.gpu.parts import Figures
+from bench.harness.report import Goal, Report
 from vattn.attention import AttentionParams, PackedBatch, Span
 
 ABOUT = "decode attention by layout, against pre-allocated tensors"
-RANK = 10
-SECONDS = 60
+RANK = 14
+SECONDS = 40
 
 
 def run(quick: bool) -> Report:
@@ -25,7 +26,7 @@ def run(quick: bool) -> Report:
     layers, requests, context = (2, 2, 512) if quick else (16, 16, 32_768)
     gigabytes = 2 * layers * requests * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize / 1e9
     query = random(requests, HEADS, HEAD_DIM)
-    figures: list[Row] = []
+    figures = Figures()
     # One after the other: two of them do not fit.
     for name in ("static", "layer/NHD", "sliced/NHD", "fused/NHD", "layer/HND", "fused/HND", "static again"):
         layout, _, order = name.partition("/")

@@ -2,24 +2,27 @@
 
 Reproduces "decode latency with and without overlap" (Fig. 10/12). All requests reach the end of a page in the same
 iteration, and each then needs a new one. Overlapped, the iteration before that maps ahead, and has a row of its own:
-the driver's calls may slow it down in the place of the next one. Steps are CUDA graphs, so that they are short.
+the driver's calls may slow it down in the place of the next one. Over a static cache nothing is ever mapped. Steps are
+CUDA graphs, so that they are short.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean, median, quantiles
+from typing import Any
 
 from bench.gpu import PAGE
-from bench.gpu.caches import virtual
+from bench.gpu.caches import static, virtual
 from bench.gpu.device import best, synchronize
 from bench.gpu.models import llama
+from bench.gpu.parts import Figures
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 
 ABOUT = "decode iterations around the ends of pages, mapped ahead and on the spot"
-RANK = 6
+RANK = 8
 SECONDS = 60
 
 # Iterations before and after the first token of a page that have rows of their own.
@@ -38,9 +41,14 @@ def run(quick: bool) -> Report:
     model = llama(layers=layers)
     traces: dict[str, list[_Iteration]] = {}
     captured = False
-    for mode in ("overlapped", "synchronous"):
-        kv = virtual(batch, 8192, layers=layers, layout="fused", overlap=mode == "overlapped")
-        block = kv.cache.layout.page_tokens
+    block = 0
+    for mode in ("overlapped", "synchronous", "static"):
+        kv: Any
+        if mode == "static":
+            kv = static(batch, 8192, layers=layers)
+        else:
+            kv = virtual(batch, 8192, layers=layers, layout="fused", overlap=mode == "overlapped")
+            block = kv.cache.layout.page_tokens
         loop = DecodeLoop(
             model, kv, batch=batch, length=block // 2, max_length=8192, attention=best(), logits=True, graphs=True
         )
@@ -56,9 +64,10 @@ def run(quick: bool) -> Report:
             milliseconds = 1e3 * (time.perf_counter() - begin)
             traces[mode].append(_Iteration(loop.length, milliseconds, kv.stats().map_calls - mapped))
         captured = loop.captured
+        loop.close()
         kv.close()
 
-    figures: list[Row] = []
+    figures = Figures()
     ratios: dict[tuple[str, str], float] = {}
     for name in ("others", *_AROUND.values()):
         row: Row = {"iteration": name}
@@ -70,7 +79,8 @@ def run(quick: bool) -> Report:
             row[f"{mode} / others"] = ratios[mode, name] = milliseconds / float(others[f"{mode} ms"])
             row[f"{mode}: pages mapped"] = mean(iteration.pages for iteration in chosen)
         figures.append(row)
-    overlapped = [iteration.ms for iteration in traces["overlapped"]]
+    overlapped, preallocated = ([iteration.ms for iteration in traces[mode]] for mode in ("overlapped", "static"))
+    tail = max(1.05, 1.02 * _tail(preallocated))
     return Report(
         parameters={
             "layers": layers,
@@ -88,11 +98,17 @@ def run(quick: bool) -> Report:
             Goal(
                 "the spike to hide: first token of a page, synchronous", ratios["synchronous", _AROUND[0]], ">=", 1.05
             ),
-            Goal("slowest over median, overlapped", max(overlapped) / median(overlapped), "<=", 1.05),
+            Goal("99th percentile over median, overlapped", _tail(overlapped), "<=", tail),
+            Goal("iterations, overlapped over static (median)", median(overlapped) / median(preallocated), "<=", 1.02),
         ],
         series={f"{mode} ms": [iteration.ms for iteration in trace] for mode, trace in traces.items()}
         | {f"{mode}: pages mapped": [float(iteration.pages) for iteration in trace] for mode, trace in traces.items()},
     )
+
+
+def _tail(milliseconds: list[float]) -> float:
+    """The 99th percentile over the median: some iterations are slow on any machine, whatever the cache."""
+    return quantiles(milliseconds, n=100, method="inclusive")[98] / median(milliseconds)
 
 
 def _kind(length: int, block: int) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 
 from bench.gpu.engines import engine, kernels
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING
-from bench.harness.report import Goal, Report, Row
+from bench.gpu.parts import MISSING, Figures
+from bench.harness.report import Goal, Report
 from vattn.engine import SamplingParams
 
 ABOUT = "prefill tokens/s of a model through the engine: virtual, pre-allocated and paged"
-RANK = 12
-SECONDS = 120
+RANK = 15
+SECONDS = 90
 
 _SAMPLING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -27,7 +27,7 @@ def run(quick: bool) -> Report:
     model = llama(layers=2 if quick else 32)
     lengths, chunk, rounds = ([64], 32, 1) if quick else ([1024, 8192, 32_768, 65_536], 8192, 3)
     used, missing = kernels()
-    figures: list[Row] = []
+    figures = Figures()
     rates: dict[tuple[str, int], float] = {}
     for kv, attention in used.items():
         longest = max(lengths) + 1

@@ -11,14 +11,14 @@ from typing import Any
 
 from bench.gpu.engines import engine, kernels
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING
-from bench.harness.report import Goal, Report, Row
+from bench.gpu.parts import MISSING, Figures
+from bench.harness.report import Goal, Report
 from vattn.engine import SamplingParams
 from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "requests with a prompt in common: time to first token, memory"
-RANK = 15
-SECONDS = 90
+RANK = 10
+SECONDS = 70
 
 
 def run(quick: bool) -> Report:
@@ -34,7 +34,7 @@ def run(quick: bool) -> Report:
     prompts = [system + tokens(own) for _ in range(requests)]
     sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     used, missing = kernels()
-    figures: list[Row] = []
+    figures = Figures()
     for name, kv, prefixes in (("none", "virtual", False), ("virtual", "virtual", True), ("paged", "paged", True)):
         if kv not in used:
             continue

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from bench.gpu.engines import engine, kernels
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING
+from bench.gpu.parts import MISSING, Figures
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import Attention
 from vattn.engine import LLM, SamplingParams
@@ -26,8 +26,8 @@ from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "a trace of requests through the engine, end to end"
-RANK = 9
-SECONDS = 180
+RANK = 12
+SECONDS = 150
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def run(quick: bool) -> Report:
     arrivals = _arrivals(model, 4 if quick else 96, rate=1000.0 if quick else 8.0, prompt=40 if quick else 1024)
     budget, longest = ("64MiB", 512) if quick else ("16GiB", 16_384)
     used, missing = kernels()
-    figures: list[Row] = []
+    figures = Figures()
     series: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
     for kv, attention in used.items():

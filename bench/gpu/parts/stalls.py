@@ -18,12 +18,13 @@ import torch
 
 from bench.gpu.caches import virtual
 from bench.gpu.device import DEVICE, STUB
+from bench.gpu.parts import Figures
 from bench.gpu.raw import Calls
 from bench.harness.report import Goal, Report, Row
 
 ABOUT = "latency of launches while another thread makes memory calls"
-RANK = 3
-SECONDS = 40
+RANK = 4
+SECONDS = 30
 
 _IN_A_ROW = 100  # launches before the device is waited for: its queue must not fill up
 _PAUSE = 5e-5  # seconds before each launch: it leaves Python's lock to the other thread
@@ -35,7 +36,7 @@ def run(quick: bool) -> Report:
     calls = Calls()
     rounds = 2 if quick else 40
     launches = _launches(calls)
-    figures: list[Row] = []
+    figures = Figures()
     with _threads(calls) as threads:
         for kind, launch in launches.items():
             for beside, action in threads.items():

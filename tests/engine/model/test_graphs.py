@@ -131,6 +131,23 @@ def make_graphs(forward: Forward = lambda batch, tokens, rows: rows[:, None]) ->
     return DecodeGraphs(forward, kv, torch.device("cpu"), 1)  # type: ignore[arg-type]
 
 
+def test_a_graph_serves_lengths_up_to_a_power_of_two() -> None:
+    """A kernel divides the keys by the longest length of its graph, which must not be that of the longest context."""
+    kv = SimpleNamespace(stored=lambda layer: Contiguous(*[torch.zeros(1).expand(2, 100_000, 1, 1)] * 2))
+    seen: list[int] = []
+
+    def forward(batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
+        (group,) = batch.groups
+        seen.append(group.max_length)
+        return rows[:, None]
+
+    graphs = DecodeGraphs(forward, kv, torch.device("cpu"), 2)  # type: ignore[arg-type]
+    graphs._capture = lambda step: (step(), lambda: None)  # type: ignore[method-assign]
+    for lengths in ((5,), (1024,), (1025,), (4000,), (4096, 17), (99_999,), (3000,)):
+        assert graphs.run([Span(slot, n - 1, n) for slot, n in enumerate(lengths)], [7] * len(lengths)) is not None
+    assert seen == [1024, 2048, 4096, 4096, 100_000]
+
+
 @pytest.mark.parametrize(("version", "captures"), [("2.11.1+cu128", 1), ("2.12.0a0+git1", 2), ("2.13.0", 2)])
 def test_after_a_capture_that_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, captures: int
