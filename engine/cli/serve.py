@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import SHIPPED_MODEL, add_engine_flags, add_model, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
 from vattn.engine.cli.extras import require_server_extra
 from vattn.engine.cli.flags import Help, add_fields, given
 from vattn.engine.config import EngineConfig
+from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
 
 if TYPE_CHECKING:
