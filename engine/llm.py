@@ -34,6 +34,7 @@ from vattn.engine.scheduling.record import StepRecord
 from vattn.engine.scheduling.scheduler import Policy
 from vattn.engine.scheduling.static import StaticScheduler
 from vattn.engine.scheduling.swap import PreemptionMode
+from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
@@ -43,8 +44,8 @@ class LLM:
     """A language model that serves many requests at once.
 
     Args:
-        model: path, hub id, or a loaded causal language model. A loaded one is put in eval mode, and its attention
-            implementation is `"vattn"` until `close`.
+        model: path, hub id, or a loaded causal language model; by default the small one that ships with vattn. A loaded
+            one is put in eval mode, and its attention implementation is `"vattn"` until `close`.
         kv: the KV-cache backend: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
         scheduling: `"continuous"` plans every step anew; `"static"`, for comparison, runs a batch until its slowest
             request ends.
@@ -103,7 +104,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | PreTrainedModel,
+        model: str | os.PathLike[str] | PreTrainedModel | None = None,
         *,
         kv: str = "virtual",
         scheduling: str = "continuous",
@@ -138,6 +139,8 @@ class LLM:
     ) -> None:
         options = dict(locals())
         del options["self"]
+        if model is None:
+            options["model"] = shipped_model()
         self.core = core = EngineCore(EngineConfig(**options))
         self.model, self.tokenizer, self.prompts = core.loaded.model, core.loaded.tokenizer, core.intake.prompts
         self.kv, self.scheduler, self.runner = core.kv, core.scheduler, core.runner

@@ -9,42 +9,43 @@ k[reqid, :1000] = ...               # plain memory, for any kernel
 vattn.free_reqid(reqid)             # parked, not unmapped
 """
 
-import importlib.metadata
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from vattn import attention
-from vattn.api import alloc_reqid, free_reqid, init, step
-from vattn.block_windows import BlockWindows
-from vattn.cache import KVCache
-from vattn.config import KVConfig
-from vattn.errors import (
-    CacheClosed,
-    ConfigError,
-    DriverError,
-    ForkedProcess,
-    InvalidBlock,
-    InvalidLength,
-    InvalidSlot,
-    InvalidTokens,
-    MappingLimit,
-    NoFreeSlot,
-    OutOfPages,
-    ProcessLimit,
-    StreamCapturing,
-    TokenMismatch,
-    UnsupportedModel,
-    VattnError,
-)
-from vattn.groups import TensorGroup
-from vattn.memory.pool import PagePool
-from vattn.prefix import Admission
-from vattn.stats import BlockStats, CacheStats, CallStats, Capacity, SlotPages
+import importlib
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    __version__: str
-
+    from vattn import attention
+    from vattn.api import alloc_reqid, free_reqid, init, step
+    from vattn.block_windows import BlockWindows
+    from vattn.cache import KVCache
+    from vattn.config import KVConfig
     from vattn.engine import LLM, AsyncEngine, SamplingParams
+    from vattn.errors import (
+        CacheClosed,
+        ConfigError,
+        DriverError,
+        ForkedProcess,
+        InvalidBlock,
+        InvalidLength,
+        InvalidSlot,
+        InvalidTokens,
+        MappingLimit,
+        NoFreeSlot,
+        OutOfPages,
+        ProcessLimit,
+        StreamCapturing,
+        TokenMismatch,
+        UnsupportedModel,
+        VattnError,
+    )
+    from vattn.groups import TensorGroup
     from vattn.hf import VirtualCache
+    from vattn.memory.pool import PagePool
+    from vattn.prefix import Admission
+    from vattn.stats import BlockStats, CacheStats, CallStats, Capacity, SlotPages
+
+    __version__: str
 
 __all__ = [
     "LLM",
@@ -85,23 +86,56 @@ __all__ = [
     "step",
 ]
 
-
-# Imported on first use, since they load transformers.
-_LAZY = {
-    "AsyncEngine": "vattn.engine",
-    "LLM": "vattn.engine",
-    "SamplingParams": "vattn.engine",
-    "VirtualCache": "vattn.hf",
+# The names above, by the module that has them.
+_HOMES = {
+    "vattn.api": ("alloc_reqid", "free_reqid", "init", "step"),
+    "vattn.block_windows": ("BlockWindows",),
+    "vattn.cache": ("KVCache",),
+    "vattn.config": ("KVConfig",),
+    "vattn.engine": ("LLM", "AsyncEngine", "SamplingParams"),
+    "vattn.errors": (
+        "CacheClosed",
+        "ConfigError",
+        "DriverError",
+        "ForkedProcess",
+        "InvalidBlock",
+        "InvalidLength",
+        "InvalidSlot",
+        "InvalidTokens",
+        "MappingLimit",
+        "NoFreeSlot",
+        "OutOfPages",
+        "ProcessLimit",
+        "StreamCapturing",
+        "TokenMismatch",
+        "UnsupportedModel",
+        "VattnError",
+    ),
+    "vattn.groups": ("TensorGroup",),
+    "vattn.hf": ("VirtualCache",),
+    "vattn.memory.pool": ("PagePool",),
+    "vattn.prefix": ("Admission",),
+    "vattn.stats": ("BlockStats", "CacheStats", "CallStats", "Capacity", "SlotPages"),
 }
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
+if not TYPE_CHECKING:  # with it, type checkers would take any name for one of this module's
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name == "__version__":
-        return importlib.metadata.version("vattn")
-    raise AttributeError(f"module 'vattn' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Names are imported on first use: torch alone takes seconds, which `vattn --help` does not need."""
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name == "attention":
+            value = importlib.import_module("vattn.attention")
+        elif name == "__version__":
+            from importlib.metadata import version
+
+            value = version("vattn")
+        else:
+            raise AttributeError(f"module 'vattn' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _LAZY.keys() | {"__version__"})
+    return sorted({*globals(), *__all__, "__version__"})

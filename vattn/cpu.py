@@ -49,7 +49,7 @@ class Kernels:
 def _module() -> tuple[Any, str | None]:
     """The native module, or the reason why it cannot be loaded."""
     try:
-        from vattn import _kernels
+        from vattn import _kernels  # type: ignore[attr-defined]  # it has no stub
     except ImportError as error:  # no OpenMP runtime: torch has loaded none
         return None, str(error)
     return _kernels, None

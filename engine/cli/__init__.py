@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 import vattn
-from vattn.engine.cli import bench, chat, complete, completion, doctor, generate, serve
 from vattn.errors import VattnError
 
-COMMANDS = (serve, generate, chat, complete, bench, doctor, completion)
+# Each is a module of this package with `add_to(commands, help)`. Only the one that is asked for is imported: most need
+# torch, whose import takes seconds.
+COMMANDS = {
+    "serve": "serve a model over HTTP, as OpenAI's API",
+    "generate": "run prompts through a model",
+    "chat": "talk to a model, line by line",
+    "complete": "continue prompts, one per line",
+    "bench": "measure a running server, or the engine in this process",
+    "doctor": "what this machine offers, and what would be used",
+    "completion": "a script for your shell, which then completes `vattn`",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if a request failed, 2 for a bad argument, 130 for Ctrl-C."""
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # No flag before the command takes a value, so the first word that is no flag is the command.
+    command = next((word for word in argv if not word.startswith("-")), "")
+    args = parser(command).parse_args(argv)
     try:
         status: int = args.run(args)
     except (VattnError, OSError) as error:  # OSError: transformers' "no such model"
@@ -26,13 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands, with their flags."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """All commands, with the flags of `command`, or of all."""
     parser = argparse.ArgumentParser(
         prog="vattn", description="KV-cache memory on demand, contiguous in virtual memory."
     )
     parser.add_argument("--version", action="version", version=f"vattn {vattn.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name, help in COMMANDS.items():
+        if command in (None, name):
+            importlib.import_module(f"vattn.engine.cli.{name}").add_to(commands, help)
+        else:
+            commands.add_parser(name, help=help)
     return parser

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `bench` and what it can measure."""
-    parser = commands.add_parser("bench", help="measure a running server, or the engine in this process")
+    parser = commands.add_parser("bench", help=help)
     measures = parser.add_subparsers(required=True, metavar="WHAT")
     for what in (bench_serve, bench_latency, bench_throughput):
         what.add_to(measures)

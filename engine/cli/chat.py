@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `chat`."""
-    parser = commands.add_parser("chat", help="talk to a model, line by line", formatter_class=Help)
+    parser = commands.add_parser("chat", help=help, formatter_class=Help)
     parser.add_argument("--system-prompt", metavar="TEXT", help="a system message to begin with")
     add_talk_flags(parser, temperature=0.7, max_tokens=512, model="path or hub id of a model with a chat template")
     parser.set_defaults(run=_run)

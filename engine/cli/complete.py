@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `complete`."""
-    parser = commands.add_parser("complete", help="continue prompts, one per line", formatter_class=Help)
+    parser = commands.add_parser("complete", help=help, formatter_class=Help)
     add_talk_flags(parser, temperature=0.0, max_tokens=64, model="path or hub id")
     parser.set_defaults(run=_run)
 

@@ -13,9 +13,9 @@ _DIRECTORIES = {"model", "tokenizer"}
 _FILES = {"dataset_path", "output_json", "result_filename"}
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `completion`."""
-    parser = commands.add_parser("completion", help="a script for your shell, which then completes `vattn`")
+    parser = commands.add_parser("completion", help=help)
     parser.add_argument("shell", choices=_SHELLS)
     parser.set_defaults(run=_run)
 

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `doctor`."""
-    parser = commands.add_parser("doctor", help="what this machine offers, and what would be used")
+    parser = commands.add_parser("doctor", help=help)
     parser.set_defaults(run=_run)
 
 

@@ -6,18 +6,14 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
-import vattn
 from vattn.engine.cli.flags import add_fields, flag_name, flagged, given
 from vattn.engine.config import EngineConfig, Flag
+from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.layout import LayoutName
 from vattn.units import parse_bytes
-
-# The model that ships with the project, and that commands run when no other is named.
-SHIPPED_MODEL = Path(vattn.__file__).parent / "demo_model"
 
 
 def add_model(parser: argparse.ArgumentParser, help: str = "path or hub id") -> None:
@@ -33,12 +29,9 @@ def chosen_model(model: str | None) -> str:
     """
     if model is not None:
         return model
-    if not (SHIPPED_MODEL / "config.json").exists():
-        raise ConfigError(
-            f"no MODEL was given, and the one that ships with vattn is not at {SHIPPED_MODEL}; give a path or hub id"
-        )
-    print(f"vattn: no MODEL was given: running {SHIPPED_MODEL}, the one that ships with vattn", file=sys.stderr)
-    return str(SHIPPED_MODEL)
+    shipped = shipped_model()
+    print(f"vattn: no MODEL was given: running {shipped}, the one that ships with vattn", file=sys.stderr)
+    return shipped
 
 
 def _page_size(text: str) -> int | str:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
 
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `generate`."""
-    parser = commands.add_parser("generate", help="run prompts through a model", formatter_class=Help)
+    parser = commands.add_parser("generate", help=help, formatter_class=Help)
     parser.add_argument("model", metavar="MODEL", help="path or hub id")
     parser.add_argument("prompts", metavar="PROMPT", nargs="+")
     parser.add_argument("-n", type=int, default=1, help="completions per prompt")

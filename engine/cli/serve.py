@@ -5,29 +5,28 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import SHIPPED_MODEL, add_engine_flags, add_model, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
 from vattn.engine.cli.extras import require_server_extra
 from vattn.engine.cli.flags import Help, add_fields, given
 from vattn.engine.config import EngineConfig
+from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
 
 if TYPE_CHECKING:
     from vattn.engine.cli.flags import Commands
 
-_ABOUT = "serve a model over HTTP, as OpenAI's API"
 
-
-def add_to(commands: Commands) -> None:
+def add_to(commands: Commands, help: str) -> None:
     """Add `serve`; without its packages it takes any arguments, and says what to install."""
     try:
         from vattn.engine.server.settings import ServerSettings
     except ModuleNotFoundError as error:
         # No argument starts with this prefix, so that all of them are positional.
-        parser = commands.add_parser("serve", help=_ABOUT, add_help=False, prefix_chars="\0")
+        parser = commands.add_parser("serve", help=help, add_help=False, prefix_chars="\0")
         parser.add_argument("ignored", nargs="*", help=argparse.SUPPRESS)
         parser.set_defaults(run=_refuse, missing=error.name)
         return
-    parser = commands.add_parser("serve", help=_ABOUT, formatter_class=Help)
+    parser = commands.add_parser("serve", help=help, formatter_class=Help)
     add_model(parser)
     add_fields(parser.add_argument_group("server"), ServerSettings)
     add_engine_flags(parser)

@@ -42,6 +42,13 @@ def assert_idle(llm: LLM) -> None:
     assert llm.kv.stats().live_bytes == 0
 
 
+def test_without_a_model_it_runs_the_one_that_ships() -> None:
+    with LLM(memory_budget="64MiB", max_model_len=256) as llm:
+        params = SamplingParams(temperature=0, max_tokens=64)
+        (output,) = llm.generate("Question: What is 17 + 25?\nAnswer:", params, use_tqdm=False)
+    assert "42" in output.outputs[0].text
+
+
 def test_outputs_are_shaped_as_in_vllm(kv: str) -> None:
     prompts = make_prompts([5, 9])
     with make_llm(kv) as llm:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import vattn
 
 _SCRIPT = Path(__file__).parents[2] / "docs" / "draw_imports.py"
 _spec = importlib.util.spec_from_file_location("draw_imports", _SCRIPT)
@@ -66,7 +69,8 @@ def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
 def test_only_public_names_are_imported_by_name():
     """The graph does not show such imports."""
     by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}
-    assert by_name == {"vattn", "vattn.engine", "vattn.engine.kv.make"}  # the last one all files of its own folder
+    # The last two import files of their own folder: the command that is asked for, and all backends.
+    assert by_name == {"vattn", "vattn.engine", "vattn.engine.cli", "vattn.engine.kv.make"}
 
 
 def test_the_picture_is_that_of_the_source(graph):
@@ -74,10 +78,35 @@ def test_the_picture_is_that_of_the_source(graph):
     assert draw_imports.PICTURE.read_text() == drawn, "run: python docs/draw_imports.py"
 
 
-def test_importing_vattn_does_not_import_transformers_or_the_engine():
+@pytest.mark.parametrize("code", ["import vattn; dir(vattn)", "from vattn.engine.cli import main; main(['--help'])"])
+def test_nothing_heavy_is_imported_before_it_is_used(code):
+    """Seconds, which `vattn --help` would take too."""
+    check = "import sys; print({'numpy', 'torch', 'transformers'} & sys.modules.keys(), file=sys.stderr)"
+    code = f"import atexit\natexit.register(lambda: exec({check!r}))\n{code}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr.strip() == "set()"
+
+
+def test_the_four_calls_import_neither_transformers_nor_the_engine():
     code = (
-        "import sys, vattn; "
+        "import sys; from vattn import init, step, KVCache, attention; "
         "print([m for m in ('transformers', 'vattn.engine', 'vattn.hf', 'vattn.packed') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_public_names_are_imported_from_where_type_checkers_see_them():
+    tree = ast.parse(Path(vattn.__file__).read_text())
+    (seen,) = (
+        [node for node in each.body if isinstance(node, ast.ImportFrom)]
+        for each in tree.body
+        if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"
+    )
+    homes = {alias.name: node.module for node in seen for alias in node.names}
+    assert homes == {**vattn._HOME, "attention": "vattn"}
+    assert sorted(vattn.__all__) == sorted(homes)
+    for name in vattn.__all__:
+        assert getattr(vattn, name).__name__.rpartition(".")[2] == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = vattn.nothing

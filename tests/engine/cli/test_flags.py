@@ -11,10 +11,11 @@ import pytest
 from paths import ROOT
 
 from vattn.engine.cli import parser
-from vattn.engine.cli.engine_flags import SHIPPED_MODEL, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import chosen_model, engine_options
 from vattn.engine.cli.flags import add_fields, given
 from vattn.engine.config import EngineConfig, Flag
 from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
 
 FIELDS = {each.name: each for each in fields(EngineConfig)}
@@ -183,6 +184,6 @@ def test_the_model_that_ships(
     assert Path(chosen_model(None)) == SHIPPED_MODEL
     assert SHIPPED_MODEL.resolve() == ROOT / "demo" / "model"
     assert "no MODEL was given" in capsys.readouterr().err
-    monkeypatch.setattr("vattn.engine.cli.engine_flags.SHIPPED_MODEL", tmp_path)
+    monkeypatch.setattr("vattn.engine.shipped_model.SHIPPED_MODEL", tmp_path)
     with pytest.raises(ConfigError, match=r"is not at .*; give a path or hub id"):
         chosen_model(None)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from vattn.engine.cli import main, parser
-from vattn.engine.cli.engine_flags import SHIPPED_MODEL
 from vattn.engine.config import EngineConfig, Flag
+from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
 
 
