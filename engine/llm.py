@@ -25,9 +25,10 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
 from vattn.engine.metrics import Metric
+from vattn.engine.requests.chat import Conversation, as_conversations
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.prompts import Conversation, Prompt, as_conversations, as_prompts, cache_salt
+from vattn.engine.requests.prompts import Prompt, as_prompts, cache_salt
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.scheduling.record import StepRecord
@@ -362,12 +363,16 @@ class LLM:
         """Answer conversations: `generate` on the prompts that the tokenizer's chat template makes of them.
 
         Args:
-            messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`.
+            messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`. A content may also be
+                None, or a list of parts of type "text".
             sampling_params, use_tqdm, lora_request, priority: as for `generate`.
-            template_options: see `PromptReader.apply_chat_template`.
+            template_options: `chat_template`, `chat_template_content_format`, `add_generation_prompt`,
+                `continue_final_message`, `tools` and `chat_template_kwargs`, see `vattn.engine.requests.chat.render`;
+                any other is a variable of the template, as in `chat_template_kwargs`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
+            InvalidRequest: the tokenizer has no chat template, the template refuses the messages or has no such
+                variable, or they are not text.
         """
         prompts = [
             self.prompts.apply_chat_template(conversation, **template_options)

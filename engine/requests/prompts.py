@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import check_encodable, whole
+from vattn.engine.requests.chat import Conversation, render
 from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
 
 # Token ids may be an array of numpy's or a tensor, of one dimension.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def cache_salt(prompt: Prompt) -> bytes:
@@ -82,37 +81,20 @@ class PromptReader:
                     sequences.append(token_ids)
         return sequences
 
-    def apply_chat_template(self, conversation: Conversation, **options: Any) -> Prompt:
+    def apply_chat_template(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
         """The prompt that the tokenizer's chat template makes of a conversation.
 
         Args:
-            conversation: messages with "role" and "content", and whatever else the template knows.
-            options: of the tokenizer's `apply_chat_template`: `chat_template`, `add_generation_prompt` (True here),
-                `continue_final_message`, `tools`, and what the template itself takes.
+            options: those of `vattn.engine.requests.chat.render`.
 
         Raises:
-            InvalidRequest: no tokenizer, no template, or messages that the template refuses.
+            InvalidRequest: as `render`, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidRequest("a chat needs a tokenizer, which this LLM does not have; pass tokenizer=...")
-        if options.get("chat_template") is None and not self.tokenizer.chat_template:
-            raise InvalidRequest(
-                "the model's tokenizer has no chat template, so it is not known how messages become a prompt; pass "
-                "chat_template=..., or give a prompt as text"
-            )
-        options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
-        try:
-            text = self.tokenizer.apply_chat_template(
-                cast(Any, [dict(message) for message in conversation]), tokenize=False, **options
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        check_encodable("the conversation", cast(str, text), InvalidRequest)
+        text = render(self.tokenizer, conversation, **options)
         # The template has already added the special tokens.
-        return {
-            "prompt": text,
-            "prompt_token_ids": self.tokenizer(cast(str, text), add_special_tokens=False)["input_ids"],
-        }
+        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -153,22 +135,6 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and whole(listed[0]) is not None:
         return [listed]
     return listed
-
-
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation is a sequence of mappings.
-
-    Raises:
-        InvalidRequest: it is neither that nor a sequence of them.
-    """
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidRequest(
-            f"a conversation is a list of messages, such as {{'role': 'user', 'content': ...}}; this is "
-            f"{shown(messages)}"
-        )
-    if len(messages) > 0 and isinstance(messages[0], Mapping):
-        return [cast(Conversation, messages)]
-    return list(cast(Sequence[Conversation], messages))
 
 
 def _as_token_ids(prompt: object) -> list[int]:
