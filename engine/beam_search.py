@@ -23,6 +23,7 @@ from vattn.engine.checks import checked_whole, number
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.model.rows import Forward
 from vattn.engine.requests.outputs import RequestGroup
+from vattn.engine.requests.prompts import TokenizedPrompt
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.scheduling.scheduler import Scheduler
@@ -240,14 +241,12 @@ class BeamGroup(RequestGroup):
 
 def make_beams(
     request_id: str,
-    prompt: str | None,
-    token_ids: Sequence[int],
+    prompt: TokenizedPrompt,
     params: BeamSearchParams,
     *,
     kv: KVBackend,
     max_num_seqs: int,
     max_model_len: int,
-    cache_salt: bytes,
     eos_token_ids: frozenset[int],
 ) -> BeamGroup:
     """The beams of a prompt: initially one.
@@ -255,7 +254,7 @@ def make_beams(
     Raises:
         InvalidRequest: so many beams could never run together.
     """
-    longest = min(max_model_len, len(token_ids) + params.max_tokens)
+    longest = min(max_model_len, len(prompt.token_ids) + params.max_tokens)
     width = params.beam_width
     if width > max_num_seqs:
         raise InvalidRequest(
@@ -270,12 +269,12 @@ def make_beams(
     sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=True)
     first = Request(
         request_id,
-        token_ids,
+        prompt.token_ids,
         sampling,
         max_total_tokens=longest,
         seed=0,
-        cache_salt=cache_salt,
-        prompt=prompt,
+        cache_salt=prompt.cache_salt,
+        prompt=prompt.text,
         takes_drafts=False,
     )
     return BeamGroup(first, params, eos_token_ids)

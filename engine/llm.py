@@ -28,7 +28,7 @@ from vattn.engine.metrics import Metric
 from vattn.engine.requests.chat import Conversation, as_conversations
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.prompts import Prompt, as_prompts, cache_salt
+from vattn.engine.requests.prompts import Prompt, as_prompts
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.scheduling.record import StepRecord
@@ -177,7 +177,8 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, optionally
-                with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache.
+                with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache. Any other key,
+                such as `"multi_modal_data"`, is refused, unless its value is None.
             sampling_params: for all prompts, or one for each; None for `get_default_sampling_params()`. `output_kind`
                 is ignored.
             use_tqdm: show a progress bar on stderr.
@@ -322,17 +323,14 @@ class LLM:
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
         for prompt in as_prompts(prompts):
-            text, token_ids = self.prompts.read(prompt)
             groups.append(
                 make_beams(
                     self.core.new_id(),
-                    text,
-                    token_ids,
+                    self.prompts.read(prompt),
                     params,
                     kv=self.kv,
                     max_num_seqs=self.scheduler.max_num_seqs,
                     max_model_len=self.core.intake.max_model_len,
-                    cache_salt=cache_salt(prompt),
                     eos_token_ids=self.core.intake.eos_token_ids,
                 )
             )

@@ -161,7 +161,7 @@ class Service:
             prompt = cut
         elif isinstance(prompt, str) and not special:
             prompt = self.tokenize(prompt, special=False)
-        _, token_ids = self._reader.read(prompt)
+        token_ids = self._reader.read(prompt).token_ids
         if len(token_ids) + (max_tokens or 0) > self.max_model_len:
             raise bad(
                 f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "

@@ -534,9 +534,16 @@ def test_prompts_that_are_none() -> None:
             ([None], "this is None"),
             ("\ud800", r"lone surrogate '.ud800' at position 0"),
             ({"prompt": "w2", "cache_salt": "a\ud800"}, "cache_salt has the lone surrogate"),
-            ({"prompt": None}, "this is None"),
+            ({"prompt": None}, "{'prompt': None} has neither 'prompt' nor"),
             ({"prompt": 5, "prompt_token_ids": [2]}, "the prompt's text is 5"),
             ({5: 1}, "neither 'prompt' nor"),
+            ({"prompt": "w2", "multi_modal_data": {"image": 1}}, "the prompt has 'multi_modal_data', .* text only"),
+            (
+                {"prompt_token_ids": [2], "cache_slat": "a"},
+                "the prompt has 'cache_slat', .* can have prompt, prompt_",
+            ),
+            (["w2", {"prompt": "w2", "mm_processor_kwargs": {}}], "the prompt has 'mm_processor_kwargs'"),
+            ({"prompt": "w2", 5: 1}, "the prompt has 5,"),
             ([[True, False]], "whole numbers"),
             (np.array([1.5, 2.5]), "this is 1.5"),
             ([10**30], "holds 1000"),
@@ -550,6 +557,15 @@ def test_prompts_that_are_none() -> None:
             with pytest.raises(InvalidRequest, match="give SamplingParams"):
                 llm.generate([[2]], params, use_tqdm=False)  # type: ignore[arg-type]
         assert_idle(llm)
+
+
+def test_keys_of_a_prompt_that_are_none_count_as_absent() -> None:
+    with make_llm(tokenizer=make_tokenizer()) as llm:
+        for prompt in (
+            {"prompt": "w5 w6 w7", "prompt_token_ids": None, "multi_modal_data": None, "cache_salt": None},
+            {"prompt": None, "prompt_token_ids": [5, 6, 7], "prompt_embeds": None},
+        ):
+            assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].prompt_token_ids == [5, 6, 7]  # type: ignore[arg-type]
 
 
 def test_prompts_in_arrays() -> None:
