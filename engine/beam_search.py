@@ -39,7 +39,7 @@ class BeamSearchParams:
         beam_width: number of sequences that are followed, and returned.
         max_tokens: maximum length of an output.
         ignore_eos: continue after the model's end-of-sequence tokens.
-        temperature: the logits are divided by it; 0 is the same as 1.
+        temperature: without effect: as in vLLM, scores are sums of the model's own log probabilities.
         length_penalty: a sequence's log probability is divided by its length to this power; higher values favour
             longer sequences.
 
@@ -148,7 +148,7 @@ class BeamGroup(RequestGroup):
             FloatingPointError: logits are not finite.
         """
         with torch.inference_mode():
-            scores = (logits.float() / (self._params.temperature or 1.0)).log_softmax(dim=-1)
+            scores = logits.float().log_softmax(dim=-1)
             values, tokens = scores.topk(min(2 * self._params.beam_width, scores.shape[1]), dim=1)
         for beam, row, ids in zip(beams, values.tolist(), tokens.tolist(), strict=True):
             if not math.isfinite(row[0]):

@@ -14,12 +14,13 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vattn.attention import Attention
+from vattn.engine.absent import absent
 from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams
 from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
@@ -145,6 +146,11 @@ class LLM:
         self.max_model_len, self.vocab_size = core.loaded.max_model_len, core.loaded.vocab_size
         self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            absent(self, name)
 
     def __enter__(self) -> LLM:
         return self
@@ -491,13 +497,21 @@ class LLM:
         """
         return self.core.sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """End `sleep`; no effect on an engine that is awake.
 
+        Args:
+            tags: what to wake up, of "weights", "kv_cache" and "scheduling", as in vLLM; None for everything. Only the
+                cache sleeps here, so without "kv_cache" nothing happens.
+
+        Returns:
+            Whether the engine is awake.
+
         Raises:
+            ConfigError: an unknown tag.
             EngineBusy, EngineClosed: as for `generate`.
         """
-        self.core.wake_up()
+        return self.core.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not since."""

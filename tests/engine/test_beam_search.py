@@ -67,7 +67,7 @@ def plain_beams(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[
         for tokens, total in beams:
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, -1]
-            top = (logits / (params.temperature or 1.0)).log_softmax(-1).topk(2 * params.beam_width)
+            top = logits.log_softmax(-1).topk(2 * params.beam_width)
             for logprob, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 ended = token in EOS and not params.ignore_eos
                 (completed if ended else grown).append(([*tokens, token], total + logprob))

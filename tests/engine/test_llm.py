@@ -14,7 +14,15 @@ from backends import chosen
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
-from vattn.engine import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams, StepRecord
+from vattn.engine import (
+    LLM,
+    BeamSearchParams,
+    InvalidRequest,
+    NotOffered,
+    RequestOutput,
+    SamplingParams,
+    StepRecord,
+)
 from vattn.errors import ConfigError, OutOfPages, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -52,12 +60,21 @@ def test_outputs_are_shaped_as_in_vllm(kv: str) -> None:
         completion = output.outputs[0]
         assert completion.token_ids == expected("llama", prompt, 8)
         assert (completion.index, completion.text, completion.finish_reason) == (0, "", "length")
+        assert completion.finished() is True
+        assert output.lora_request is completion.lora_request is None
         times = output.metrics
         assert times.first_scheduled_time is not None
         assert times.first_token_time is not None
         assert times.finished_time is not None
         assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
         assert 0 < (times.time_to_first_token or 0) <= (times.latency or 0)
+
+
+def test_a_completion_says_whether_it_has_ended() -> None:
+    with make_llm() as llm:
+        llm.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3))
+        ended = [output.outputs[0].finished() for _ in range(3) for output in llm.step()]
+    assert ended == [False, False, True]
 
 
 def test_prompt_forms() -> None:
@@ -627,6 +644,27 @@ def test_adapters_are_refused_by_name() -> None:
             with pytest.raises(InvalidRequest, match="lora_request: adapters are not served; merge the adapter"):
                 call()
         assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("embed", "LLM has no embed: the engine serves models that generate text"),
+        ("classify", "run a pooling model by transformers itself"),
+        ("score", "pooling model"),
+        ("collective_rpc", "LLM has no collective_rpc: there are no workers: the model is in this process"),
+        ("add_lora", "merge the adapter into the model"),
+    ],
+)
+def test_methods_of_vllm_that_are_not_offered_say_why(name: str, message: str) -> None:
+    with make_llm("paged") as llm:
+        assert not hasattr(llm, name)
+        with pytest.raises(NotOffered, match=message) as caught:
+            getattr(llm, name)
+        assert isinstance(caught.value, AttributeError)
+        with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'") as misspelt:
+            llm.generat  # type: ignore[attr-defined]  # noqa: B018
+        assert not isinstance(misspelt.value, NotOffered)
 
 
 def test_the_tokenizer() -> None:
