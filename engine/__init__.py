@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vattn.engine.absent import NotOffered
     from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed
@@ -40,6 +41,7 @@ __all__ = [
     "InvalidRequest",
     "Logprob",
     "Metric",
+    "NotOffered",
     "QueueFull",
     "RequestMetrics",
     "RequestOutput",
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "vattn.engine.absent": ("NotOffered",),
     "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "vattn.engine.exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),

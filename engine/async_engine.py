@@ -22,10 +22,11 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from vattn.engine.absent import absent
 from vattn.engine.checks import checked_whole, number
 from vattn.engine.exclusive import EngineClosed
 from vattn.engine.llm import LLM, refuse_lora
@@ -143,6 +144,11 @@ class AsyncEngine:
         self._thread.start()
         # Finalizers run newest first, so this one before those of the caches, which must not be closed during a step.
         weakref.finalize(core, _stop, weakref.ref(self))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            absent(self, name)
 
     def _wake(self) -> None:
         with self._changed:
@@ -364,13 +370,14 @@ class AsyncEngine:
         """
         return await self.call(functools.partial(self._core.sleep, level))
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`; a `shutdown` wakes the engine up, too, to finish what waits.
 
         Raises:
+            ConfigError: as `LLM.wake_up`.
             EngineStopped: the engine was shut down, or died.
         """
-        await self.call(self._core.wake_up)
+        return await self.call(functools.partial(self._core.wake_up, tags))
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""

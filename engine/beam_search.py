@@ -23,6 +23,7 @@ from vattn.engine.checks import checked_whole, number
 from vattn.engine.kv.base import KVBackend
 from vattn.engine.model.rows import Forward
 from vattn.engine.requests.outputs import RequestGroup
+from vattn.engine.requests.prompts import TokenizedPrompt
 from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.scheduling.scheduler import Scheduler
@@ -38,7 +39,7 @@ class BeamSearchParams:
         beam_width: number of sequences that are followed, and returned.
         max_tokens: maximum length of an output.
         ignore_eos: continue after the model's end-of-sequence tokens.
-        temperature: the logits are divided by it; 0 is the same as 1.
+        temperature: without effect: as in vLLM, scores are sums of the model's own log probabilities.
         length_penalty: a sequence's log probability is divided by its length to this power; higher values favour
             longer sequences.
 
@@ -147,7 +148,7 @@ class BeamGroup(RequestGroup):
             FloatingPointError: logits are not finite.
         """
         with torch.inference_mode():
-            scores = (logits.float() / (self._params.temperature or 1.0)).log_softmax(dim=-1)
+            scores = logits.float().log_softmax(dim=-1)
             values, tokens = scores.topk(min(2 * self._params.beam_width, scores.shape[1]), dim=1)
         for beam, row, ids in zip(beams, values.tolist(), tokens.tolist(), strict=True):
             if not math.isfinite(row[0]):
@@ -240,14 +241,12 @@ class BeamGroup(RequestGroup):
 
 def make_beams(
     request_id: str,
-    prompt: str | None,
-    token_ids: Sequence[int],
+    prompt: TokenizedPrompt,
     params: BeamSearchParams,
     *,
     kv: KVBackend,
     max_num_seqs: int,
     max_model_len: int,
-    cache_salt: bytes,
     eos_token_ids: frozenset[int],
 ) -> BeamGroup:
     """The beams of a prompt: initially one.
@@ -255,7 +254,7 @@ def make_beams(
     Raises:
         InvalidRequest: so many beams could never run together.
     """
-    longest = min(max_model_len, len(token_ids) + params.max_tokens)
+    longest = min(max_model_len, len(prompt.token_ids) + params.max_tokens)
     width = params.beam_width
     if width > max_num_seqs:
         raise InvalidRequest(
@@ -270,12 +269,12 @@ def make_beams(
     sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=True)
     first = Request(
         request_id,
-        token_ids,
+        prompt.token_ids,
         sampling,
         max_total_tokens=longest,
         seed=0,
-        cache_salt=cache_salt,
-        prompt=prompt,
+        cache_salt=prompt.cache_salt,
+        prompt=prompt.text,
         takes_drafts=False,
     )
     return BeamGroup(first, params, eos_token_ids)

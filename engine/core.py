@@ -6,12 +6,14 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from vattn.engine.beam_search import take_beams
-from vattn.engine.checks import whole
+from vattn.engine.checks import checked_choice, whole
 from vattn.engine.config import EngineConfig
 from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
 from vattn.engine.kv.base import KVBackend
@@ -22,6 +24,7 @@ from vattn.engine.metrics import Figures, Metric, collect
 from vattn.engine.model.rows import Forward, Row
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.sampler import Sampler
+from vattn.engine.requests.grammar import exclude
 from vattn.engine.requests.intake import Intake
 from vattn.engine.requests.logprobs import Logprob, token_logprobs
 from vattn.engine.requests.outputs import RequestGroup, RequestOutput
@@ -42,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Which part of the books a call changes, or which part of a step is under way.
 _QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
+_WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
 
 class EngineCore:
@@ -298,10 +302,17 @@ class EngineCore:
         return freed
 
     @exclusive
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """See `LLM.wake_up`."""
         self._check_usable("wake_up")
-        self.asleep = False
+        if tags is not None:
+            if isinstance(tags, str) or not isinstance(tags, Collection):
+                raise ConfigError(f"tags is {shown(tags)}; give a list of {', '.join(_WAKE_TAGS)}, or None for all")
+            for tag in tags:
+                checked_choice("a tag to wake up", tag, _WAKE_TAGS)
+        if tags is None or "kv_cache" in tags:
+            self.asleep = False
+        return not self.asleep
 
     @exclusive
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -554,7 +565,11 @@ class EngineCore:
         if asked:
             places, requests, chosen = zip(*asked, strict=True)
             counts = [request.sampling.logprobs or 0 for request in requests]
-            reports = token_logprobs(forward.logits[list(places)], chosen, counts, self._decode_token)
+            logits = forward.logits[list(places)]  # a copy
+            structured = [(row, request.grammar) for row, request in enumerate(requests) if request.grammar is not None]
+            if structured:
+                exclude(logits, torch.tensor([row for row, _ in structured]), [grammar for _, grammar in structured])
+            reports = token_logprobs(logits, chosen, counts, self._decode_token)
             for place, report in zip(places, reports, strict=True):
                 found[place] = report
         return found

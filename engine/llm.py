@@ -14,20 +14,22 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vattn.attention import Attention
+from vattn.engine.absent import absent
 from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams
 from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
 from vattn.engine.metrics import Metric
+from vattn.engine.requests.chat import Conversation, as_conversations
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.prompts import Conversation, Prompt, as_conversations, as_prompts, cache_salt
+from vattn.engine.requests.prompts import Prompt, as_prompts
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.scheduling.record import StepRecord
@@ -148,6 +150,11 @@ class LLM:
         self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            absent(self, name)
+
     def __enter__(self) -> LLM:
         return self
 
@@ -179,7 +186,8 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, optionally
-                with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache.
+                with a `"cache_salt"`: prompts with different salts share nothing in the prefix cache. Any other key,
+                such as `"multi_modal_data"`, is refused, unless its value is None.
             sampling_params: for all prompts, or one for each; None for `get_default_sampling_params()`. `output_kind`
                 is ignored.
             use_tqdm: show a progress bar on stderr.
@@ -324,17 +332,14 @@ class LLM:
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
         for prompt in as_prompts(prompts):
-            text, token_ids = self.prompts.read(prompt)
             groups.append(
                 make_beams(
                     self.core.new_id(),
-                    text,
-                    token_ids,
+                    self.prompts.read(prompt),
                     params,
                     kv=self.kv,
                     max_num_seqs=self.scheduler.max_num_seqs,
                     max_model_len=self.core.intake.max_model_len,
-                    cache_salt=cache_salt(prompt),
                     eos_token_ids=self.core.intake.eos_token_ids,
                 )
             )
@@ -365,12 +370,16 @@ class LLM:
         """Answer conversations: `generate` on the prompts that the tokenizer's chat template makes of them.
 
         Args:
-            messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`.
+            messages: one conversation or many: `[{"role": "user", "content": "Hello"}, ...]`. A content may also be
+                None, or a list of parts of type "text".
             sampling_params, use_tqdm, lora_request, priority: as for `generate`.
-            template_options: see `PromptReader.apply_chat_template`.
+            template_options: `chat_template`, `chat_template_content_format`, `add_generation_prompt`,
+                `continue_final_message`, `tools` and `chat_template_kwargs`, see `vattn.engine.requests.chat.render`;
+                any other is a variable of the template, as in `chat_template_kwargs`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or the template refuses the messages.
+            InvalidRequest: the tokenizer has no chat template, the template refuses the messages or has no such
+                variable, or they are not text.
         """
         prompts = [
             self.prompts.apply_chat_template(conversation, **template_options)
@@ -491,13 +500,21 @@ class LLM:
         """
         return self.core.sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """End `sleep`; no effect on an engine that is awake.
 
+        Args:
+            tags: what to wake up, of "weights", "kv_cache" and "scheduling", as in vLLM; None for everything. Only the
+                cache sleeps here, so without "kv_cache" nothing happens.
+
+        Returns:
+            Whether the engine is awake.
+
         Raises:
+            ConfigError: an unknown tag.
             EngineBusy, EngineClosed: as for `generate`.
         """
-        self.core.wake_up()
+        return self.core.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not since."""

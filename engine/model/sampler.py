@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vattn.engine.model.rows import Row
+from vattn.engine.requests.grammar import exclude
 from vattn.engine.requests.request import Request
 
 _BLOCK = 128  # tokens whose weights are summed up first
@@ -147,8 +148,9 @@ class Batch:
         ]
         self._bad_words = [(row, request) for row, request in enumerate(requests) if request.bad_words_ids]
         self._processed = [(row, request) for row, request in enumerate(requests) if request.sampling.logits_processors]
-        self._grammars = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
-        self._grammar_rows = torch.tensor([row for row, _ in self._grammars], dtype=torch.int64, device=device)
+        structured = [(row, grammar) for row, request in enumerate(requests) if (grammar := request.grammar)]
+        self._grammars = [grammar for _, grammar in structured]
+        self._grammar_rows = torch.tensor([row for row, _ in structured], dtype=torch.int64, device=device)
         self._held = [row for row, request in enumerate(requests) if request.sampling.min_tokens]
         biases = [(row, *item) for row, param in enumerate(params) for item in (param.logit_bias or {}).items()]
         self._bias_at = tuple(torch.tensor([bias[i] for bias in biases], device=device) for i in (0, 1))
@@ -213,9 +215,7 @@ class Batch:
     def mask(self, logits: Tensor) -> None:
         """Exclude, in place, the tokens with which outputs would not keep to their grammars."""
         if self._grammars:
-            excluded = torch.from_numpy(~np.stack([grammar.allowed for _, grammar in self._grammars]))
-            rows = logits[self._grammar_rows]
-            logits[self._grammar_rows] = rows.masked_fill_(excluded.to(logits.device), -math.inf)
+            exclude(logits, self._grammar_rows, self._grammars)
 
     def append(self, tokens: Tensor) -> None:
         """Note the token that each request gets."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from vattn.errors import VattnError
 
@@ -65,3 +69,15 @@ class Grammar:
         if self._may_end:
             allowed[self._ends] = ends
         self.allowed = allowed
+
+
+@torch.inference_mode()
+def exclude(logits: Tensor, rows: Tensor, grammars: Sequence[Grammar]) -> None:
+    """Set the logits of tokens that outputs may not go on with to -inf, in place.
+
+    Args:
+        logits: `[batch, vocab_size]`.
+        rows: `[len(grammars)]`, those of the grammars' outputs.
+    """
+    excluded = torch.from_numpy(~np.stack([grammar.allowed for grammar in grammars]))
+    logits[rows] = logits[rows].masked_fill_(excluded.to(logits.device), -math.inf)

@@ -1,4 +1,4 @@
-"""From a schema, a regular expression, a list of choices or a grammar to the state of an output under it.
+"""From what `StructuredOutputs` asks for to the state of an output under it.
 
 All of these come from clients, so nothing is taken on trust. A process of its own tries a grammar first, and is killed
 if that takes too long or too much memory; so the threads of the engine only compile what is known to compile. While a
@@ -28,6 +28,7 @@ from vattn.engine.requests.grammar import Grammar, GrammarError
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import VattnError
+from vattn.integers import shown
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -64,6 +65,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         known = 0 if tokenizer is None else len(tokenizer)
+        added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+        self._special_tokens = {token.content for token in added.values() if token.special}
         self._eos_token_ids = [token for token in sorted(eos_token_ids) if token < known]
         self._compiling = threading.Lock()
         self._trial: _Trial | None = None
@@ -82,7 +85,7 @@ class GrammarCompiler:
             InvalidRequest: llguidance is missing, the tokenizer's tokens are not known as bytes, or what is wanted is
                 invalid, too complex, or cannot be enforced.
         """
-        text = _source(wanted)
+        text = _source(wanted, self._special_tokens)
         found = self._look_up(text, ignore_eos)
         if found is None:
             with self._compiling:
@@ -116,9 +119,10 @@ class GrammarCompiler:
 
         tokenizer = self._start()
         assert self._trial is not None
-        error = self._trial.error(text)
-        if error is None:
+        tried = self._trial.compile(text)
+        if tried is None:
             return f"it takes more than {_SECONDS:g} s, or too much memory, to compile; simplify it"
+        error, text = tried
         if error:
             return error
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -182,11 +186,17 @@ class _Trial:
         """Whether it lives, and is a child of this process and not of the one that this one was forked from."""
         return self._pid == os.getpid() and self._process.poll() is None
 
-    def error(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, "" for nothing; None if trying it was too much, which ends the process."""
-        return self._ask(grammar, _SECONDS)
+    def compile(self, grammar: str) -> tuple[str, str] | None:
+        """What is wrong with a grammar, "" for nothing, and the grammar as llguidance takes it.
 
-    def _ask(self, question: object, seconds: float) -> str | None:
+        Returns:
+            None if trying it was too much, which ends the process.
+        """
+        answer: tuple[str, str] | None = self._ask(grammar, _SECONDS)
+        return answer
+
+    def _ask(self, question: object, seconds: float) -> Any:
+        """The answer; None if there is none in time, or the process ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
@@ -203,8 +213,7 @@ class _Trial:
         if not answer:
             self.close()
             return None
-        found: str = json.loads(answer)
-        return found
+        return json.loads(answer)
 
 
 def _end(process: subprocess.Popen[bytes], pid: int) -> None:
@@ -217,29 +226,51 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
             pipe.close()
 
 
-def _source(wanted: StructuredOutputs) -> str:
-    """What llguidance compiles."""
+def _source(wanted: StructuredOutputs, special_tokens: Collection[str]) -> str:
+    """What llguidance compiles; a grammar in EBNF, which `grammar_worker` translates, as it is."""
     try:
         from llguidance import LLMatcher
     except ImportError:
         raise InvalidRequest(
             "structured_outputs needs llguidance, which is not installed: pip install 'vattn[structured]'"
         ) from None
-    source = wanted.json or wanted.regex or wanted.grammar or "".join(wanted.choice or ())
-    if len(str(source)) > _MOST_CHARACTERS:
-        raise InvalidRequest(
-            f"structured_outputs has {len(str(source))} characters; it can have at most {_MOST_CHARACTERS}"
-        )
-    if wanted.json is not None:
+    source = str(wanted.json or wanted.regex or wanted.grammar or wanted.structural_tag or "".join(wanted.choice or ()))
+    if len(source) > _MOST_CHARACTERS:
+        raise InvalidRequest(f"structured_outputs has {len(source)} characters; it can have at most {_MOST_CHARACTERS}")
+    if wanted.json is not None or wanted.json_object:
+        schema = source if wanted.json is not None else '{"type": "object"}'
         try:
-            return LLMatcher.grammar_from_json_schema(str(wanted.json), defaults={"whitespace_pattern": _WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs cannot be used: {error}") from None
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(wanted.grammar)
+        return wanted.grammar
+    if wanted.structural_tag is not None:
+        return _tagged(source, special_tokens)
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     return LLMatcher.grammar_from_regex("|".join(map(_quoted, wanted.choice or ())))
+
+
+def _tagged(structural_tag: str, special_tokens: Collection[str]) -> str:
+    """A grammar for text with these tags in it."""
+    from llguidance import StructTag
+
+    found = json.loads(structural_tag)
+    tags = []
+    for structure in found["structures"]:
+        trigger = next(trigger for trigger in found["triggers"] if structure["begin"].startswith(trigger))
+        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **structure["schema"]}
+        tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
+    # llguidance may take triggers such as <tool> for special tokens: all of them, or none.
+    looks_special = {tag.trigger for tag in tags if tag.trigger.startswith("<") and tag.trigger.endswith(">")}
+    special = looks_special & set(special_tokens)
+    if special and special != looks_special:
+        raise InvalidRequest(
+            f"structured_outputs cannot be used: of its triggers, {shown(min(special))} is a special token and "
+            f"{shown(min(looks_special - special))} is none; use triggers of one kind"
+        )
+    return StructTag.to_grammar(tags, assume_special=bool(special))
 
 
 def _quoted(text: str) -> str:

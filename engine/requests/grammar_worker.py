@@ -1,7 +1,7 @@
 """A process that tries out grammars, so that one that exhausts time, memory or the stack ends this process alone.
 
-Reads lines of JSON: first `[tokenizer, n_vocab, eos_token_ids, limits]`, then grammars; answers each line with what is
-wrong, or with "". Imports nothing of vattn, so that it starts at once.
+Reads lines of JSON: first `[tokenizer, n_vocab, eos_token_ids, limits]`, then grammars; answers each of these with what
+is wrong, or "", and with the grammar as llguidance takes it. Imports nothing of vattn, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 # Half of the smallest stack that glibc gives a thread by default, so that no thread of the engine has less.
 _STACK_BYTES = 2**20
@@ -29,13 +30,22 @@ def _serve() -> None:
     _limit(resource.RLIMIT_CORE, 0)
     print('""', flush=True)
     for line in sys.stdin:
-        print(json.dumps(_error(tokenizer, limits, json.loads(line))), flush=True)
+        print(json.dumps(_try(tokenizer, limits, json.loads(line))), flush=True)
 
 
 def _limit(what: int, most: int) -> None:
     """Lower a limit of this process."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _try(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> tuple[str, str]:
+    if "::=" in grammar and not grammar.startswith("{") and not is_lark_syntax(grammar):
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except Exception as error:
+            return f"the grammar is no EBNF (llama.cpp's GBNF): {error or type(error).__name__}", grammar
+    return _error(tokenizer, limits, grammar), grammar
 
 
 def _error(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:

@@ -7,7 +7,7 @@ import random
 from vattn.engine.checks import LARGEST, whole
 from vattn.engine.requests.grammar_compiler import GrammarCompiler
 from vattn.engine.requests.outputs import RequestGroup
-from vattn.engine.requests.prompts import Prompt, PromptReader, cache_salt
+from vattn.engine.requests.prompts import Prompt, PromptReader
 from vattn.engine.requests.request import InvalidRequest, Request
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.engine.requests.structured import StructuredOutputs
@@ -59,8 +59,7 @@ class Intake:
         rank = whole(priority)
         if rank is None or not -LARGEST <= rank <= LARGEST:
             raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits")
-        text, token_ids = self.prompts.read(prompt)
-        salt = cache_salt(prompt)
+        read = self.prompts.read(prompt)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
         for name in ("logprobs", "prompt_logprobs"):
@@ -76,7 +75,7 @@ class Intake:
             raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
         longest = self.max_model_len
         if sampling.max_tokens is not None:
-            longest = min(longest, len(token_ids) + sampling.max_tokens)
+            longest = min(longest, len(read.token_ids) + sampling.max_tokens)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         bad_words_ids = self.prompts.words_ids(bad_words)
         grammar = None
@@ -86,15 +85,15 @@ class Intake:
         requests = [
             Request(
                 request_id if sampling.n == 1 else f"{index}_{request_id}",
-                token_ids,
+                read.token_ids,
                 sampling,
                 max_total_tokens=longest,
                 seed=seed + index,
                 priority=rank,
-                cache_salt=salt,
+                cache_salt=read.cache_salt,
                 eos_token_ids=self.eos_token_ids,
                 eos_token_id=self.eos_token_id,
-                prompt=text,
+                prompt=read.text,
                 detokenizer=self.text.detokenizer(sampling),
                 grammar=grammar if grammar is None or index == 0 else grammar.fork(),
                 bad_words_ids=bad_words_ids,

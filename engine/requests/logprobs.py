@@ -14,7 +14,8 @@ class Logprob:
     """One token at one place.
 
     Attributes:
-        logprob: natural logarithm of its probability, from the model's own logits.
+        logprob: natural logarithm of its probability, from the model's own logits; with `structured_outputs`, those of
+            the tokens that keep to the form.
         rank: 1 for the most probable token.
         decoded_token: the token alone as text; None without a tokenizer.
     """

@@ -25,6 +25,7 @@ class CompletionOutput:
         logprobs: for each token, token id to `Logprob`: its own first, then the most probable ones; None as above.
         finish_reason: "stop", "length", "abort" or "error"; None while the request runs.
         stop_reason: the token or the stop string that stopped it; None for the end-of-sequence token.
+        lora_request: None: adapters are not served.
     """
 
     index: int
@@ -34,6 +35,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Whether the completion has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class RequestOutput:
         outputs: `n` completions; of a DELTA output, only those with news, and of them only the news.
         error: the error behind a finish reason "error".
         num_cached_tokens: prompt tokens that were in the prefix cache.
+        lora_request: None: adapters are not served.
     """
 
     request_id: str
@@ -82,6 +89,7 @@ class RequestOutput:
     metrics: RequestMetrics
     error: BaseException | None = None
     num_cached_tokens: int = 0
+    lora_request: None = None
 
 
 class RequestGroup:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from vattn.engine.checks import check_encodable, whole
+from vattn.engine.requests.chat import Conversation, render
 from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
 
 # Token ids may be an array of numpy's or a tensor, of one dimension.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-def cache_salt(prompt: Prompt) -> bytes:
-    """The prompt's `"cache_salt"`; prompts with different salts share no prefix in the cache.
+# What a prompt that is a mapping may have.
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
-    Raises:
-        InvalidRequest: it is not text.
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: None where it was given as token ids only.
+        cache_salt: prompts with different ones share no prefix in the cache.
     """
-    salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
-    if not isinstance(salt, str):
-        raise InvalidRequest(f"the prompt's cache_salt is {shown(salt)}; give text")
-    check_encodable("the prompt's cache_salt", salt, InvalidRequest)
-    return salt.encode()
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: bytes = b""
 
 
 class PromptReader:
@@ -44,13 +49,14 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
-    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it is given as text, and its token ids.
+    def read(self, prompt: Prompt) -> TokenizedPrompt:
+        """The prompt as token ids.
 
         Raises:
             InvalidRequest: says what is wrong with the prompt.
         """
-        text, token_ids = self._tokenize(prompt)
+        found = self._of_mapping(prompt) if isinstance(prompt, Mapping) else self._tokenize(prompt)
+        token_ids = found.token_ids
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -60,7 +66,7 @@ class PromptReader:
                 "needs at least one; shorten the prompt, or set max_model_len higher"
             )
         self.check_token_ids("the prompt", token_ids)
-        return text, token_ids
+        return found
 
     def check_token_ids(self, what: str, token_ids: Sequence[int]) -> None:
         """Raise an InvalidRequest for a token id that the model does not have."""
@@ -82,58 +88,50 @@ class PromptReader:
                     sequences.append(token_ids)
         return sequences
 
-    def apply_chat_template(self, conversation: Conversation, **options: Any) -> Prompt:
+    def apply_chat_template(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
         """The prompt that the tokenizer's chat template makes of a conversation.
 
         Args:
-            conversation: messages with "role" and "content", and whatever else the template knows.
-            options: of the tokenizer's `apply_chat_template`: `chat_template`, `add_generation_prompt` (True here),
-                `continue_final_message`, `tools`, and what the template itself takes.
+            options: those of `vattn.engine.requests.chat.render`.
 
         Raises:
-            InvalidRequest: no tokenizer, no template, or messages that the template refuses.
+            InvalidRequest: as `render`, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidRequest("a chat needs a tokenizer, which this LLM does not have; pass tokenizer=...")
-        if options.get("chat_template") is None and not self.tokenizer.chat_template:
-            raise InvalidRequest(
-                "the model's tokenizer has no chat template, so it is not known how messages become a prompt; pass "
-                "chat_template=..., or give a prompt as text"
-            )
-        options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
-        try:
-            text = self.tokenizer.apply_chat_template(
-                cast(Any, [dict(message) for message in conversation]), tokenize=False, **options
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        check_encodable("the conversation", cast(str, text), InvalidRequest)
+        text = render(self.tokenizer, conversation, **options)
         # The template has already added the special tokens.
-        return {
-            "prompt": text,
-            "prompt_token_ids": self.tokenizer(cast(str, text), add_special_tokens=False)["input_ids"],
-        }
+        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
-                if text is not None and not isinstance(text, str):
-                    raise InvalidRequest(f"the prompt's text is {shown(text)}; give text, or leave it out")
-                return text, _as_token_ids(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise InvalidRequest(
-                    f"a prompt with the keys {shown(list(prompt))} has neither 'prompt' nor 'prompt_token_ids'"
-                )
-            prompt = cast(Prompt, text)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest(
-                    "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
-                )
-            check_encodable("the prompt", prompt, InvalidRequest)
-            return prompt, list(self.tokenizer(prompt)["input_ids"])
-        return None, _as_token_ids(prompt)
+    def _of_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if "prompt" not in given and "prompt_token_ids" not in given:
+            raise InvalidRequest(f"the prompt {shown(dict(prompt))} has neither 'prompt' nor 'prompt_token_ids'")
+        if unknown := [key for key in given if key not in _KEYS]:
+            raise InvalidRequest(
+                f"the prompt has {shown(unknown[0])}, which is not known here: the model reads text only; a prompt can "
+                f"have {', '.join(_KEYS)}"
+            )
+        salt = given.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise InvalidRequest(f"the prompt's cache_salt is {shown(salt)}; give text")
+        check_encodable("the prompt's cache_salt", salt, InvalidRequest)
+        text = given.get("prompt")
+        if "prompt_token_ids" not in given:
+            return replace(self._tokenize(text), cache_salt=salt.encode())
+        if not isinstance(text, str | None):
+            raise InvalidRequest(f"the prompt's text is {shown(text)}; give text, or leave it out")
+        return TokenizedPrompt(text, _as_token_ids(given["prompt_token_ids"]), salt.encode())
+
+    def _tokenize(self, prompt: object) -> TokenizedPrompt:
+        if not isinstance(prompt, str):
+            return TokenizedPrompt(None, _as_token_ids(prompt))
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
+            )
+        check_encodable("the prompt", prompt, InvalidRequest)
+        return TokenizedPrompt(prompt, list(self.tokenizer(prompt)["input_ids"]))
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -153,22 +151,6 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and whole(listed[0]) is not None:
         return [listed]
     return listed
-
-
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation is a sequence of mappings.
-
-    Raises:
-        InvalidRequest: it is neither that nor a sequence of them.
-    """
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidRequest(
-            f"a conversation is a list of messages, such as {{'role': 'user', 'content': ...}}; this is "
-            f"{shown(messages)}"
-        )
-    if len(messages) > 0 and isinstance(messages[0], Mapping):
-        return [cast(Conversation, messages)]
-    return list(cast(Sequence[Conversation], messages))
 
 
 def _as_token_ids(prompt: object) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ class SamplingParams:
         min_tokens: no stop of any kind before this many: tokens that would end the output, and those that
             `ignore_eos` lets pass, are not sampled, and a stop string that is complete by then never counts.
         logprobs: report each output token's log probability and that many of the most probable; -1 for all of them,
-            True for 1. They are the model's own, before any of the above.
+            True for 1. They are the model's own, before any of the above; with `structured_outputs`, among the tokens
+            that keep to the form, so a token that has to follow has 0, and one that cannot has -inf.
         prompt_logprobs: the same for the prompt's tokens.
         detokenize: turn output tokens into text.
         skip_special_tokens: leave special tokens out of the text.
@@ -74,6 +75,7 @@ class SamplingParams:
             see `StructuredOutputs`, or a mapping with its fields. The output ends where nothing can follow, even before
             `min_tokens`; until then it ends as any other, by an end-of-sequence token where the form is complete.
         output_kind: what unfinished outputs hold; None for what suits the call.
+        extra_args: the caller's own; the engine does not read them.
 
     Raises:
         ConfigError: a value out of its range, or values that contradict each other.
@@ -104,6 +106,7 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     output_kind: RequestOutputKind | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_COMPLETIONS)
@@ -134,6 +137,10 @@ class SamplingParams:
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(str(kind) for kind in RequestOutputKind)
             raise ConfigError(f"output_kind is {shown(self.output_kind)}; give one of {kinds}, or None")
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, Mapping):
+                raise ConfigError(f"extra_args is {shown(self.extra_args)}; give a mapping")
+            self._set("extra_args", dict(self.extra_args))
         if self.logits_processors is not None:
             self._set("logits_processors", _processors(self.logits_processors))
         if self.structured_outputs is not None:
@@ -149,14 +156,38 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}, which is over max_tokens ({self.max_tokens})")
 
+    @classmethod
+    def from_optional(cls, **options: Any) -> SamplingParams:
+        """Parameters of which each may be None for its default, as a request's optional fields are.
+
+        `max_tokens=None` still means as many as the context holds. Keys of `logit_bias` may be token ids as text, and
+        its values are clamped to -100 to 100, as in vLLM.
+
+        Raises:
+            ConfigError: as for `SamplingParams`, or an unknown name.
+        """
+        cls._check_names(options)
+        given = {name: value for name, value in options.items() if value is not None or name == "max_tokens"}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            try:
+                given["logit_bias"] = {int(token): _clamped(value) for token, value in bias.items()}
+            except (TypeError, ValueError):
+                raise ConfigError(f"logit_bias is {shown(bias)}; give a mapping from token id to a number") from None
+        return cls(**given)
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        if unknown := set(names) - {field.name for field in fields(cls)}:
+            raise ConfigError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+
     def clone(self, **changes: Any) -> SamplingParams:
         """These parameters with some changed; they are immutable, so there is no other reason for a copy.
 
         Raises:
             ConfigError: as for `SamplingParams`.
         """
-        if unknown := set(changes) - {field.name for field in fields(self)}:
-            raise ConfigError(f"SamplingParams has no {', '.join(sorted(unknown))}")
+        self._check_names(changes)
         return replace(self, **changes)
 
     @property
@@ -212,6 +243,11 @@ def _checked_number(name: str, value: object, low: float, high: float, what: str
     if found is None or not low <= found <= high or (above and found == low):
         raise ConfigError(f"{name} is {shown(value)}; give {what}")
     return found
+
+
+def _clamped(bias: object) -> object:
+    found = number(bias)
+    return bias if found is None else min(100.0, max(-100.0, found))
 
 
 def _items(name: str, values: Any) -> tuple[Any, ...]:

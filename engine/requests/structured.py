@@ -11,6 +11,8 @@ from vattn.engine.checks import check_encodable
 from vattn.errors import ConfigError
 from vattn.integers import shown
 
+_TAG_KEYS = {"type", "triggers", "structures"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
@@ -26,7 +28,13 @@ class StructuredOutputs:
         regex: a regular expression for the whole output, in the syntax of Rust's `regex`: no look-around, no
             back-references.
         choice: texts, one of which is the output.
-        grammar: a context-free grammar in llguidance's dialect of Lark, with a rule `start`.
+        grammar: a context-free grammar in llguidance's dialect of Lark, with a rule `start`; or in EBNF as llama.cpp
+            writes it (GBNF), with `::=` and a rule `root`.
+        json_object: True for any JSON object.
+        structural_tag: any text, in which some tags enclose JSON of a schema: `{"triggers": ["<f="], "structures":
+            [{"begin": "<f=add>", "schema": {...}, "end": "</f>"}]}`, as a mapping or as text; stored as text. Once a
+            trigger is written, one of the tags that begin with it follows. vLLM's other kind, with a `format`, is
+            refused.
 
     Raises:
         ConfigError: none or several of them, or a value of the wrong type.
@@ -36,14 +44,20 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
-                f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of json, regex, choice "
-                "and grammar"
+                f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of {', '.join(names)}"
             )
+        if self.json_object is not None and self.json_object is not True:
+            raise ConfigError(f"structured_outputs has the json_object {shown(self.json_object)}; give True")
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _tags(self.structural_tag))
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:
@@ -84,6 +98,36 @@ def _schema(schema: object) -> str:
     if not isinstance(parsed, dict):
         raise ConfigError(f"the json of structured_outputs is {shown(parsed)}; a JSON schema is an object")
     check_encodable("the json of structured_outputs", text, ConfigError)
+    return text
+
+
+def _tags(given: object) -> str:
+    """A structural tag as text."""
+    what = "the structural_tag of structured_outputs"
+    try:
+        text = given if isinstance(given, str) else json_text.dumps(given, allow_nan=False)
+        found = json_text.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} is no JSON: {error}") from None
+    check_encodable(what, text, ConfigError)
+    if isinstance(found, dict) and "format" in found:
+        raise ConfigError(f"{what} has a format, which is not supported; give triggers and structures")
+    if not isinstance(found, dict) or not {"triggers", "structures"} <= found.keys() <= _TAG_KEYS:
+        raise ConfigError(f"{what} is {shown(found)}; give a mapping with triggers and structures")
+    triggers, structures = found["triggers"], found["structures"]
+    if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ConfigError(f"{what} has the triggers {shown(triggers)}; give a list of texts, none of them empty")
+    if not isinstance(structures, list) or not structures:
+        raise ConfigError(f"{what} has the structures {shown(structures)}; give a list of at least one")
+    for structure in structures:
+        if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
+            raise ConfigError(f"{what} has the structure {shown(structure)}; give one with begin, schema and end")
+        if not isinstance(structure["begin"], str) or not isinstance(structure["end"], str):
+            raise ConfigError(f"{what} has the structure {shown(structure)}; its begin and end are texts")
+        if not isinstance(structure["schema"], dict):
+            raise ConfigError(f"{what} has the schema {shown(structure['schema'])}; a JSON schema is an object")
+        if not any(structure["begin"].startswith(trigger) for trigger in triggers):
+            raise ConfigError(f"{what} has the structure {shown(structure['begin'])}, which begins with no trigger")
     return text
 
 

@@ -26,7 +26,13 @@ LONGEST_MESSAGE = 600
 RETRY_AFTER = {"Retry-After": "1"}
 _NAME = re.compile(r"\w+")
 _PARAMS = frozenset(field.name for field in fields(SamplingParams))
-_SUBJECTS = {"the prompt": "prompt", "the chat template": "messages", "tokens ": "tokens"}
+_SUBJECTS = {
+    "the prompt": "prompt",
+    "the chat template": "messages",
+    "a message": "messages",
+    "chat_template_kwargs": "chat_template_kwargs",
+    "tokens ": "tokens",
+}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 

@@ -24,15 +24,6 @@ from vattn.engine.server.streams import end, until_gone
 
 logger = logging.getLogger(__name__)
 
-# Options of transformers' apply_chat_template that are not the template's own variables.
-_NOT_FOR_TEMPLATES = frozenset(
-    {
-        *("conversation", "messages", "tools", "documents", "chat_template", "tokenizer_kwargs", "tokenize"),
-        *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    }
-)
-
 Prompt = dict[str, Any]
 
 
@@ -98,13 +89,10 @@ class Service:
         """Takes as long as the template and the tokenizer need.
 
         Raises:
-            InvalidRequest: the template refuses these messages.
-            ApiError: 400, messages that are not text, or options that contradict each other.
+            InvalidRequest: the template refuses these messages, or has no such variable; or they are not text.
+            ApiError: 400, messages about tool calls, or options that contradict each other.
         """
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if taken := _NOT_FOR_TEMPLATES & options.keys():
-            name = min(taken)
-            raise bad(f"chat_template_kwargs has {name!r}, which is no variable of a template", "chat_template_kwargs")
+        options: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
         if body.continue_final_message:
             if body.add_generation_prompt:
                 raise bad(
@@ -117,7 +105,7 @@ class Service:
         if self._chat_template is not None:
             options["chat_template"] = self._chat_template
         messages = [_plain(message) for message in body.messages]
-        return dict(self._reader.apply_chat_template(messages, **options))  # type: ignore[arg-type]
+        return self._reader.apply_chat_template(messages, **options)
 
     async def start(self, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling, request_id: str) -> Run:
         """Queue these prompts: all of them or none, under names that begin with the id of the HTTP request.
@@ -173,7 +161,7 @@ class Service:
             prompt = cut
         elif isinstance(prompt, str) and not special:
             prompt = self.tokenize(prompt, special=False)
-        _, token_ids = self._reader.read(prompt)
+        token_ids = self._reader.read(prompt).token_ids
         if len(token_ids) + (max_tokens or 0) > self.max_model_len:
             raise bad(
                 f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "
@@ -277,17 +265,8 @@ class Run:
 
 
 def _plain(message: Message) -> Mapping[str, Any]:
-    """A message whose content is one text."""
+    """A message as the template gets it."""
     extra = message.model_extra or {}
     if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
         raise bad("messages about tool calls are not supported; write them as text of a user or assistant", "messages")
-    content = message.content
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = str(part.get("type"))[:40]
-                raise bad(f"content of type {kind!r} is not supported: the model reads text only", "messages")
-            texts.append(part["text"])
-        content = "\n".join(texts)
-    return {**extra, "role": message.role, "content": content or ""}
+    return {**extra, "role": message.role, "content": message.content}

@@ -19,6 +19,7 @@ from vattn.engine import (
     EngineStopped,
     Histogram,
     InvalidRequest,
+    NotOffered,
     QueueFull,
     RequestOutput,
     RequestOutputKind,
@@ -80,6 +81,15 @@ def run(test: Coroutine[Any, Any, None]) -> None:
             await test
 
     asyncio.run(limited())
+
+
+def test_methods_of_vllm_that_are_not_offered_say_why() -> None:
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            with pytest.raises(NotOffered, match="AsyncEngine has no encode: the engine serves models that generate"):
+                engine.encode  # type: ignore[attr-defined]  # noqa: B018
+
+    run(test())
 
 
 def test_deltas_add_up(kv: str) -> None:

@@ -13,6 +13,7 @@ from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.beam_search import make_beams
+from vattn.engine.requests.prompts import TokenizedPrompt
 from vattn.errors import ConfigError, NoFreeSlot, VattnError
 
 PROMPT = make_prompts([41], seed=2)[0]
@@ -66,7 +67,7 @@ def plain_beams(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[
         for tokens, total in beams:
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, -1]
-            top = (logits / (params.temperature or 1.0)).log_softmax(-1).topk(2 * params.beam_width)
+            top = logits.log_softmax(-1).topk(2 * params.beam_width)
             for logprob, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 ended = token in EOS and not params.ignore_eos
                 (completed if ended else grown).append(([*tokens, token], total + logprob))
@@ -176,7 +177,7 @@ def test_fewer_slots_than_all_want(kv: str) -> None:
         groups = []
         for name, prompt in zip("abc", prompts, strict=True):
             limits = {"max_num_seqs": 4, "max_model_len": 200}
-            beams = make_beams(name, None, prompt, params, kv=llm.kv, cache_salt=b"", eos_token_ids=EOS, **limits)
+            beams = make_beams(name, TokenizedPrompt(None, prompt), params, kv=llm.kv, eos_token_ids=EOS, **limits)
             llm.core.add_group(beams)
             llm.add_request(f"request {name}", prompt, SamplingParams(temperature=0, max_tokens=30))
             groups.append(beams)

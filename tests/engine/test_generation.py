@@ -254,10 +254,15 @@ def test_chat() -> None:
             llm.chat(conversation, chat_template="{{ raise_exception('no system messages') }}")
         with pytest.raises(InvalidRequest, match="chat template refuses"):
             llm.chat(conversation, chat_template="{% broken")
+        with pytest.raises(InvalidRequest, match="'add_generation_promt', which is no variable of the chat template"):
+            llm.chat(conversation, add_generation_promt=False)
+        parts = [{"role": "user", "content": [{"type": "text", "text": "w5"}, {"type": "text", "text": "w6"}]}]
+        [joined] = llm.chat(parts, params, use_tqdm=False, chat_template_kwargs={})
     assert [output.prompt_token_ids for output in outputs] == [[5, 6, 7, 9], [5, 6, 9]]
     assert outputs[0].outputs[0].token_ids == expected("llama", [5, 6, 7, 9], 8)
     assert single.outputs == outputs[0].outputs
     assert plain.prompt_token_ids == [5, 6, 7]
+    assert joined.prompt_token_ids == [5, 6, 9]
     assert other.prompt_token_ids == [4, 4]
     with make_llm(tokenizer=None, skip_tokenizer_init=True) as llm, pytest.raises(InvalidRequest, match="a tokenizer"):
         llm.chat(conversation)

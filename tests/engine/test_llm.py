@@ -14,7 +14,15 @@ from backends import chosen
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
-from vattn.engine import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams, StepRecord
+from vattn.engine import (
+    LLM,
+    BeamSearchParams,
+    InvalidRequest,
+    NotOffered,
+    RequestOutput,
+    SamplingParams,
+    StepRecord,
+)
 from vattn.errors import ConfigError, OutOfPages, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -59,12 +67,21 @@ def test_outputs_are_shaped_as_in_vllm(kv: str) -> None:
         completion = output.outputs[0]
         assert completion.token_ids == expected("llama", prompt, 8)
         assert (completion.index, completion.text, completion.finish_reason) == (0, "", "length")
+        assert completion.finished() is True
+        assert output.lora_request is completion.lora_request is None
         times = output.metrics
         assert times.first_scheduled_time is not None
         assert times.first_token_time is not None
         assert times.finished_time is not None
         assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
         assert 0 < (times.time_to_first_token or 0) <= (times.latency or 0)
+
+
+def test_a_completion_says_whether_it_has_ended() -> None:
+    with make_llm() as llm:
+        llm.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3))
+        ended = [output.outputs[0].finished() for _ in range(3) for output in llm.step()]
+    assert ended == [False, False, True]
 
 
 def test_prompt_forms() -> None:
@@ -541,9 +558,16 @@ def test_prompts_that_are_none() -> None:
             ([None], "this is None"),
             ("\ud800", r"lone surrogate '.ud800' at position 0"),
             ({"prompt": "w2", "cache_salt": "a\ud800"}, "cache_salt has the lone surrogate"),
-            ({"prompt": None}, "this is None"),
+            ({"prompt": None}, "{'prompt': None} has neither 'prompt' nor"),
             ({"prompt": 5, "prompt_token_ids": [2]}, "the prompt's text is 5"),
             ({5: 1}, "neither 'prompt' nor"),
+            ({"prompt": "w2", "multi_modal_data": {"image": 1}}, "the prompt has 'multi_modal_data', .* text only"),
+            (
+                {"prompt_token_ids": [2], "cache_slat": "a"},
+                "the prompt has 'cache_slat', .* can have prompt, prompt_",
+            ),
+            (["w2", {"prompt": "w2", "mm_processor_kwargs": {}}], "the prompt has 'mm_processor_kwargs'"),
+            ({"prompt": "w2", 5: 1}, "the prompt has 5,"),
             ([[True, False]], "whole numbers"),
             (np.array([1.5, 2.5]), "this is 1.5"),
             ([10**30], "holds 1000"),
@@ -557,6 +581,15 @@ def test_prompts_that_are_none() -> None:
             with pytest.raises(InvalidRequest, match="give SamplingParams"):
                 llm.generate([[2]], params, use_tqdm=False)  # type: ignore[arg-type]
         assert_idle(llm)
+
+
+def test_keys_of_a_prompt_that_are_none_count_as_absent() -> None:
+    with make_llm(tokenizer=make_tokenizer()) as llm:
+        for prompt in (
+            {"prompt": "w5 w6 w7", "prompt_token_ids": None, "multi_modal_data": None, "cache_salt": None},
+            {"prompt": None, "prompt_token_ids": [5, 6, 7], "prompt_embeds": None},
+        ):
+            assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].prompt_token_ids == [5, 6, 7]  # type: ignore[arg-type]
 
 
 def test_prompts_in_arrays() -> None:
@@ -618,6 +651,27 @@ def test_adapters_are_refused_by_name() -> None:
             with pytest.raises(InvalidRequest, match="lora_request: adapters are not served; merge the adapter"):
                 call()
         assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("embed", "LLM has no embed: the engine serves models that generate text"),
+        ("classify", "run a pooling model by transformers itself"),
+        ("score", "pooling model"),
+        ("collective_rpc", "LLM has no collective_rpc: there are no workers: the model is in this process"),
+        ("add_lora", "merge the adapter into the model"),
+    ],
+)
+def test_methods_of_vllm_that_are_not_offered_say_why(name: str, message: str) -> None:
+    with make_llm("paged") as llm:
+        assert not hasattr(llm, name)
+        with pytest.raises(NotOffered, match=message) as caught:
+            getattr(llm, name)
+        assert isinstance(caught.value, AttributeError)
+        with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'") as misspelt:
+            llm.generat  # type: ignore[attr-defined]  # noqa: B018
+        assert not isinstance(misspelt.value, NotOffered)
 
 
 def test_the_tokenizer() -> None:

@@ -56,8 +56,8 @@ def test_all_memory_is_given_back_and_requests_go_on(kv: str, options: dict[str,
         llm.abort("1")
         assert llm.sleep(1) == 0
         assert llm.kv.stats().physical_bytes == 0
-        llm.wake_up()
-        llm.wake_up()
+        assert llm.wake_up() is True
+        assert llm.wake_up() is True
         assert not llm.is_sleeping()
         assert finish(llm) == {"0": want[0], "2": want[2], "3": want[3], "4": want[4], "late": want[0]}
         assert llm.kv.available() == llm.kv.total()
@@ -80,6 +80,28 @@ def test_nothing_computes_while_it_sleeps() -> None:
             llm.wait_for_completion(use_tqdm=False)
         llm.wake_up()
         assert len(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids) == 24
+
+
+def test_waking_up_in_parts() -> None:
+    """As in vLLM; weights never sleep, so the cache decides."""
+    with make_llm() as llm:
+        llm.sleep()
+        for tags in (["weights"], ("scheduling",), []):
+            assert llm.wake_up(tags=tags) is False
+            assert llm.is_sleeping()
+        tags: Any
+        for tags, message in (
+            (["kv-cache"], "a tag to wake up='kv-cache' is not one of weights, kv_cache, scheduling"),
+            (["kv_cache", 5], "a tag to wake up=5 is not one of"),
+            ("kv_cache", "tags is 'kv_cache'; give a list of weights"),
+            (5, "tags is 5; give a list"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                llm.wake_up(tags)
+            assert llm.is_sleeping()
+        assert llm.wake_up(["kv_cache"]) is True
+        assert llm.wake_up(["weights"]) is True
+        assert not llm.is_sleeping()
 
 
 def test_a_static_batch_ends_with_sleep() -> None:
@@ -161,7 +183,8 @@ def test_the_asynchronous_engine_sleeps_between_steps() -> None:
             assert engine.llm.kv.stats().physical_bytes == 0, "nothing runs"
             metrics = {metric.name: metric for metric in await engine.get_metrics()}
             assert metrics["vllm:num_requests_waiting"].value == 3  # type: ignore[attr-defined]
-            await engine.wake_up()
+            assert await engine.wake_up(["weights"]) is False
+            assert await engine.wake_up() is True
             for stream, before, wanted in zip(streams, [*first, None], want, strict=True):
                 tokens = [] if before is None else list(before.outputs[0].token_ids)
                 async for output in stream:

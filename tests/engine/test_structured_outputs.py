@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from backends import PAGED_WINDOWS, chosen
 from paths import ROOT
+from transformers import AutoModelForCausalLM
 
 from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.requests import grammar_compiler
@@ -30,8 +33,11 @@ PERSON = {
 HOW = [{"temperature": 0}, {"temperature": 1.0, "n": 3, "seed": 5}, {"temperature": 2.0, "n": 3, "seed": 6}]
 
 
+MODEL = str(ROOT / "demo" / "model")
+
+
 def make_llm(**keywords: Any) -> LLM:
-    return LLM(str(ROOT / "demo" / "model"), **{"max_num_seqs": 8, "max_model_len": 512, **keywords})
+    return LLM(MODEL, **{"max_num_seqs": 8, "max_model_len": 512, **keywords})
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,37 @@ def test_rows_of_a_batch_have_forms_of_their_own(llm: LLM) -> None:
     assert first.token_ids == alone[0]
     assert re.fullmatch("[0-9]{5}", second.text)
     assert third.text in ("red", "green")
+
+
+def test_log_probabilities_are_those_among_allowed_tokens() -> None:
+    """As vLLM's, beside a row without a form."""
+    forms: list[dict[str, Any] | None] = [{"regex": "[0-9]{3}x[ab]"}, None, {"choice": ["one two"]}]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, logprobs=-1, repetition_penalty=1.3, structured_outputs=form)
+        for form in forms
+    ]
+    with make_llm(max_logprobs=-1) as llm:
+        tokenizer = llm.get_tokenizer()
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        digits, plain, forced = (output.outputs[0] for output in outputs)
+        read = torch.tensor([outputs[0].prompt_token_ids + digits.token_ids[:-1]])
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(MODEL, dtype=llm.model.dtype)(read).logits[0].float()
+    assert digits.logprobs is not None
+    assert plain.logprobs is not None
+    assert forced.logprobs is not None
+    start = len(outputs[0].prompt_token_ids) - 1
+    for place, (token, report) in enumerate(zip(digits.token_ids, digits.logprobs, strict=True)):
+        finite = {other for other, entry in report.items() if math.isfinite(entry.logprob)}
+        assert token in finite
+        assert {tokenizer.decode([other]) for other in finite} <= {*"0123456789xab"}
+        among = logits[start + place, sorted(finite)].log_softmax(-1).tolist()
+        assert [report[other].logprob for other in sorted(finite)] == pytest.approx(among, abs=1e-2)
+    assert digits.cumulative_logprob == pytest.approx(
+        sum(report[token].logprob for token, report in zip(digits.token_ids, digits.logprobs, strict=True))
+    )
+    assert all(math.isfinite(entry.logprob) for report in plain.logprobs for entry in report.values())
+    assert [forced.logprobs[0][forced.token_ids[0]].rank, forced.text] == [1, "one two"]
 
 
 def test_the_end_comes_before_min_tokens_only_where_nothing_can_follow(llm: LLM) -> None:

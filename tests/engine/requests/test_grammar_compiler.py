@@ -182,6 +182,9 @@ def test_without_an_end_of_sequence_token_no_special_token_is_allowed() -> None:
         compiler.close()
 
 
+STRUCTURE = {"begin": "<f=sum>", "schema": {"enum": [1, 25]}, "end": "</f>"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -195,7 +198,10 @@ def test_without_an_end_of_sequence_token_no_special_token_is_allowed() -> None:
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": '{"not":' * 300 + "{}" + "}" * 300}, "recursion limit"),
         ({"grammar": "start: missing"}, "unknown name"),
-        ({"grammar": "root ::= 'a'"}, "lexer error"),
+        ({"grammar": "root ::= 'a'"}, "the grammar is no EBNF .llama.cpp's GBNF.: Expected name at line 1"),
+        ({"grammar": "a ::= b"}, "the grammar is no EBNF .*: Rule 'b' not found"),
+        ({"grammar": "root ::= " + "(" * 5000}, "the grammar is no EBNF .*: maximum recursion depth"),
+        ({"structural_tag": {"triggers": ["<f"], "structures": [{**STRUCTURE, "schema": {"type": "x"}}]}}, "type: x"),
         ({"regex": "a" * 300_000}, "has 300000 characters; it can have at most 262144"),
     ],
 )
@@ -203,6 +209,82 @@ def test_what_is_invalid_is_refused(compiler: GrammarCompiler, fields: dict[str,
     for _ in range(2):  # the second time from what is remembered
         with pytest.raises(InvalidRequest, match=message):
             compiler.compile(StructuredOutputs(**fields), ignore_eos=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_a_grammar_in_ebnf(compiler: GrammarCompiler, seed: int) -> None:
+    grammar = (
+        'root ::= greeting " " name ("!" | "?"){1,2}\n# one of two\ngreeting ::= "Hi" | "Ho"\nname ::= [A-C] [a-z]*'
+    )
+    pattern = regex.compile("H[io] [A-C][a-z]*[!?]{1,2}")
+    check_masks(
+        compiler.compile(StructuredOutputs(grammar=grammar), ignore_eos=False),
+        lambda text: pattern.fullmatch(text, partial=True) is not None,
+        lambda text: pattern.fullmatch(text) is not None,
+        seed,
+    )
+
+
+def test_a_grammar_in_lark_may_write_ebnf(compiler: GrammarCompiler) -> None:
+    state = compiler.compile(StructuredOutputs(grammar='start: "a" "::=" "b"'), ignore_eos=False)
+    assert check_masks(state, *finite(["a::=b"]), seed=1) == "a::=b"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_any_object(compiler: GrammarCompiler, seed: int) -> None:
+    state = compiler.compile(StructuredOutputs(json_object=True), ignore_eos=False)
+    same = compiler.compile(StructuredOutputs(json={"type": "object"}), ignore_eos=False)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        assert np.array_equal(state.allowed, same.allowed)
+        token = int(rng.choice(np.flatnonzero(state.allowed)))
+        if token == EOS:
+            break
+        state.accept(token)
+        same.accept(token)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("triggers", [["<f="], ["<f=sum>"]])
+def test_masks_of_text_with_tags(compiler: GrammarCompiler, triggers: list[str], seed: int) -> None:
+    """From a trigger on the tag is all that can follow; before, and after its end, any text that begins no other."""
+    tag = {"triggers": triggers, "structures": [STRUCTURE]}
+    state = compiler.compile(StructuredOutputs(structural_tag=tag), ignore_eos=False)
+    text = "".join(["so ", triggers[0]])
+    for token in TOKENIZER(text)["input_ids"]:
+        assert state.allowed[token]
+        state.accept(token)
+    tags = [f"<f=sum>{number}</f>"[len(triggers[0]) :] for number in (1, 25)]
+    pieces = token_texts()
+    rng = np.random.default_rng(seed)
+    written = ""
+    while written not in tags:
+        allowed = [token for token in np.flatnonzero(state.allowed) if pieces[token] is not None]
+        assert allowed
+        assert all(any(whole.startswith(written + str(pieces[token])) for whole in tags) for token in allowed)
+        token = int(rng.choice(allowed))
+        state.accept(token)
+        written += str(pieces[token])
+    assert state.allowed[EOS]
+    assert state.allowed[TOKENIZER("a")["input_ids"][0]]
+
+
+def test_a_trigger_may_be_a_special_token(compiler: GrammarCompiler) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>"]})
+    [call] = tokenizer("<call>", add_special_tokens=False)["input_ids"]
+    special = GrammarCompiler(tokenizer, PADDED, [EOS])
+    structure = {"begin": "<call>", "schema": {"enum": [7]}, "end": ""}
+    try:
+        wanted = StructuredOutputs(structural_tag={"triggers": ["<call>"], "structures": [structure]})
+        state = special.compile(wanted, ignore_eos=False)
+        state.accept(call)
+        assert [TOKENIZER.decode([token]) for token in np.flatnonzero(state.allowed)] == ["7"]
+        mixed = {"triggers": ["<call>", "<f>"], "structures": [structure, {**STRUCTURE, "begin": "<f>"}]}
+        with pytest.raises(InvalidRequest, match="'<call>' is a special token and '<f>' is none"):
+            special.compile(StructuredOutputs(structural_tag=mixed), ignore_eos=False)
+    finally:
+        special.close()
 
 
 def chain(length: int) -> dict[str, Any]:

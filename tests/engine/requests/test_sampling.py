@@ -46,6 +46,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["\ud800"]}, "stop has the lone surrogate '.ud800' at position 0"),
     ({"bad_words": ["ab\udfff"]}, "bad_words has the lone surrogate '.udfff' at position 2"),
     ({"detokenize": None}, "detokenize is None; give True or False"),
+    ({"extra_args": [("a", 1)]}, r"extra_args is \[\('a', 1\)\]; give a mapping"),
     ({"detokenize": False, "stop": "end"}, "there is none to look at"),
     ({"n": 16385}, "n is 16385; it can be at most 16384"),
     ({"n": 10**100}, r"n is 1000.*\.\.\.; it can be at most"),
@@ -143,3 +144,30 @@ def test_a_clone_differs_where_asked_to() -> None:
         params.clone(temperature=-1)
     with pytest.raises(ConfigError, match="SamplingParams has no best_of"):
         params.clone(best_of=2)
+
+
+def test_optional_parameters() -> None:
+    everything = {field.name: None for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens"}
+    assert SamplingParams.from_optional(**everything) == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None) == SamplingParams(max_tokens=None)
+    given = {"temperature": 0.5, "top_k": 5, "stop": ["end"], "max_tokens": 7}
+    assert SamplingParams.from_optional(**given, seed=None) == SamplingParams(**given)
+    bias = SamplingParams.from_optional(logit_bias={"5": 200, 7: -500.0, "9": 1}).logit_bias
+    assert bias == {5: 100.0, 7: -100.0, 9: 1.0}
+    for options, message in (
+        ({"temprature": 1}, "SamplingParams has no temprature"),
+        ({"logit_bias": {"five": 1}}, "logit_bias is {'five': 1}; give a mapping from token id"),
+        ({"logit_bias": {"5": float("nan")}}, r"logit_bias\[5\] is nan; give a finite number"),
+        ({"logit_bias": {"5": "1"}}, r"logit_bias\[5\] is '1'; give a finite number"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\]; give a mapping"),
+        ({"n": 0}, "n is 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SamplingParams.from_optional(**options)  # type: ignore[arg-type]
+
+
+def test_extra_arguments_are_kept() -> None:
+    mine = {"trace": "abc"}
+    params = SamplingParams(extra_args=mine)
+    mine["trace"] = "changed"
+    assert params.extra_args == params.clone(n=2).extra_args == {"trace": "abc"}

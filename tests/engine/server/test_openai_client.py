@@ -305,6 +305,7 @@ def test_what_is_refused(
         ({"messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]}, "messages"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinkin": True}}}, "chat_template_kwargs"),
         ({"extra_body": {"add_generation_prompt": True, "continue_final_message": True}}, "continue_final_message"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}}, "response_format"),
