@@ -122,12 +122,12 @@ void AddressSpace::push(Transaction& transaction, std::size_t slot, std::vector<
   transaction.on_revert([self = shared_from_this(), slot, before] { self->slots_[slot].columns.resize(before); });
 }
 
-void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t count) {
+void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t count, std::uint64_t tag) {
   const std::vector<Column>& mapped = slots_.at(slot).columns;
   const PoolCounts counts = pool_->counts();
   if (this->columns(slot) + count > shape_.run_pages) throw std::logic_error("grew a slot past its end");
   if (lanes() * count > counts.free + counts.absent) throw std::logic_error("grew a slot past the pool's budget");
-  std::vector<Column> columns(count, Column{std::vector<PageId>(lanes()), Access::kReadWrite});
+  std::vector<Column> columns(count, Column{std::vector<PageId>(lanes()), Access::kReadWrite, tag});
   std::vector<PageId> taken, created;
   for (std::size_t lane = 0; lane < lanes(); ++lane) {
     const PageId* after = mapped.empty() ? nullptr : &mapped.back().pages[lane];
@@ -147,7 +147,7 @@ void AddressSpace::attach(Transaction& transaction, std::size_t slot, const Page
   std::vector<Column> columns;
   for (const std::vector<PageId>& column : pages.columns) {
     if (column.size() != lanes()) throw std::logic_error("attached a column of another shape");
-    columns.push_back({column, access});
+    columns.push_back({column, access, 0});
     for (const PageId page : column) pool_->retain(page);
   }
   transaction.on_revert([pool = pool_, pages] {
@@ -190,6 +190,12 @@ void AddressSpace::remove(Transaction& transaction, std::size_t slot, std::size_
     std::vector<Column>& columns = self->slots_[slot].columns;
     columns.insert(columns.begin() + at, removed.begin(), removed.end());
   });
+}
+
+bool AddressSpace::has_older(std::size_t slot, std::size_t from, std::uint64_t tag) const {
+  for (std::size_t i = std::max(from, first(slot)); i < columns(slot); ++i)
+    if (slots_[slot].columns[i - first(slot)].tag < tag) return true;
+  return false;
 }
 
 Pages AddressSpace::pages(std::size_t slot, std::size_t from, std::size_t to) const {

@@ -53,13 +53,17 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
 
   // These change the books and add to the transaction what the worker has to do. The caller has checked that the pool
   // and the slot have room; std::logic_error otherwise.
-  void grow(Transaction& transaction, std::size_t slot, std::size_t count);
+  // `tag` marks the new columns.
+  void grow(Transaction& transaction, std::size_t slot, std::size_t count, std::uint64_t tag = 0);
   void shrink(Transaction& transaction, std::size_t slot, std::size_t count);  // takes the last columns
   void retire(Transaction& transaction, std::size_t slot, std::size_t count);  // takes the first columns
   // Where the next column of a slot without any is to be.
   void place(Transaction& transaction, std::size_t slot, std::size_t column);
   // Appends pages that somebody holds, as one range of columns.
   void attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access);
+
+  // Whether a column of the slot from `from` on was grown with a smaller tag.
+  bool has_older(std::size_t slot, std::size_t from, std::uint64_t tag) const;
 
   // The pages of columns [from, to) of the slot.
   Pages pages(std::size_t slot, std::size_t from, std::size_t to) const;
@@ -75,6 +79,7 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   struct Column {
     std::vector<PageId> pages;  // one per lane
     Access access;
+    std::uint64_t tag;
   };
   struct Slot {
     std::size_t first = 0;

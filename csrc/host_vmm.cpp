@@ -385,7 +385,9 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   if (!room_for_mappings(s, 2, flags & kMapRestore ? kReservedMappings / 2 : kReservedMappings)) return kOutOfMemory;
   const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
-  if (!map_fixed(address, size, PROT_NONE, MAP_SHARED, fd, memory.offset)) return from_errno();
+  // It has no access yet as far as callers are told, but a kernel may be reading past what it uses here.
+  const int protection = reservation_protection(reservation.strict);
+  if (!map_fixed(address, size, protection, MAP_SHARED, fd, memory.offset)) return from_errno();
   reservation.mappings.emplace(address, Mapping{size, handle, fd, memory.offset, Access::kNone});
   memory.mappings += 1;
   s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;

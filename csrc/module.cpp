@@ -340,9 +340,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("tensor_bytes", &AddressSpace::tensor_bytes)
       .def("first", &AddressSpace::first, "slot"_a)
       .def("columns", &AddressSpace::columns, "slot"_a)
-      .def("grow", &AddressSpace::grow, "transaction"_a, "slot"_a, "count"_a)
+      .def("grow", &AddressSpace::grow, "transaction"_a, "slot"_a, "count"_a, "tag"_a = 0)
       .def("shrink", &AddressSpace::shrink, "transaction"_a, "slot"_a, "count"_a)
       .def("retire", &AddressSpace::retire, "transaction"_a, "slot"_a, "count"_a)
+      .def("has_older", &AddressSpace::has_older, "slot"_a, "begin"_a, "tag"_a,
+           "Whether a column of the slot from `begin` on was grown with a smaller tag.")
       .def("place", &AddressSpace::place, "transaction"_a, "slot"_a, "column"_a)
       .def(
           "attach",

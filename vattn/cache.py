@@ -222,6 +222,8 @@ class KVCache(PoolMember):
         """
         slot = self._checked_slot(reqid)
         self._pool.execute(lambda change: self._prefixes.retract(change, slot))
+        if not self._fences.capturing(self._fences.handle(None)):
+            self._backer.maintain()
 
     @atomic
     def fork(self, reqid: int) -> int:
@@ -385,9 +387,6 @@ class KVCache(PoolMember):
         change = self._pool.change()
         self._fences.freed(slot, handle)
         self._slots.leave(change, slot)
-        stays = self.config.deferred_reclamation and not self.config.zero_on_free
-        if not stays or not self._bands.begins(slot):
-            self._slots.leaving[slot] = None
         self._backer.maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,7 +226,8 @@ class Backer:
 
     def maintain(self) -> None:
         """Keeps some pages free, and the start of an idle slot backed, for upcoming requests."""
-        leaving = [slot for slot in self._slots.leaving if self._fences.passed(slot)]
+        slots = self._slots
+        leaving = [slot for slot in slots.leaving if slot in slots.idle and self._fences.passed(slot)]
         if leaving:
             self.in_background(lambda change: self._reclaimer.vacate(change, leaving))
         low, ledger = self._low_water, self._ledger

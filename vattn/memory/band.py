@@ -29,6 +29,7 @@ class BandPages:
         band: the kinds of tensors of the band, and its window.
         slots: number of slots.
         used_tokens: as in `SharedBlocks`.
+        tenancy: as in `Bands`; all bands of a cache share this list, and none of them changes it.
         guard_rows: as in `Bands`.
 
     Attributes:
@@ -37,8 +38,17 @@ class BandPages:
         rows: access to the tensors as plain bytes.
     """
 
-    def __init__(self, band: Band, slots: int, pool: PagePool, used_tokens: Mapping[int, int], guard_rows: int) -> None:
+    def __init__(
+        self,
+        band: Band,
+        slots: int,
+        pool: PagePool,
+        used_tokens: Mapping[int, int],
+        tenancy: Sequence[int],
+        guard_rows: int,
+    ) -> None:
         self.band = band
+        self._tenancy = tenancy
         self.spaces = [
             _native.AddressSpace(
                 pool.driver.native,
@@ -187,6 +197,24 @@ class BandPages:
             rows.append(rows[-1] + 1 if self.shared.index.get(key) else 0)
         return rows
 
+    def kept(self, slot: int) -> int:
+        """The depth at which the cached blocks end that the idle slot begins with; 0 without any."""
+        mine = self.shared[slot]
+        cached = self.shared.published_prefix(slot)
+        return mine.start + cached if cached else 0
+
+    def inherited(self, slot: int) -> bool:
+        """Whether the slot has pages, other than cached blocks, that an ended request may have written: private pages
+        from before its current use and the pause ahead of that, or blocks that are not cached if it is idle.
+        """
+        tenancy = self._tenancy[slot]
+        idle = tenancy % 2 == 0
+        if idle and self.shared.published_prefix(slot) < len(self.shared[slot].blocks):
+            return True
+        stop = self.shared[slot].stop
+        since = tenancy if idle else tenancy - 1
+        return any(space.has_older(slot, stop * columns, since) for space, columns in self._spaces())
+
     def seen_blocks(self, slot: int, end: int, start: int) -> list[PageBlock]:
         """Blocks of the slot before depth `end` that queries from token `start` on see."""
         first = self.band.floor(start) // self.band.block_tokens
@@ -214,14 +242,14 @@ class BandPages:
         for (kind, space), count in zip(self._kinds(), self._lacking(slot, tokens, start), strict=True):
             if count:
                 self._place(change, space, slot, kind.columns(self.band.floor(start)))
-                space.grow(change.transaction, slot, count)
+                space.grow(change.transaction, slot, count, self._tenancy[slot])
 
     def grow_eagerly(self, change: Change, slot: int, columns: int) -> None:
         """Plans the growth that `eager_growth` counts."""
         for space, count in zip(self.spaces, self._eager(slot, columns), strict=True):
             if count:
                 self._place(change, space, slot, 0)
-                space.grow(change.transaction, slot, count)
+                space.grow(change.transaction, slot, count, self._tenancy[slot])
 
     def put(self, change: Change, slot: int, blocks: Sequence[PageBlock], end: int) -> None:
         """Plans that the slot holds these blocks, the last of which ends at depth `end`, and nothing after them."""
@@ -244,15 +272,12 @@ class BandPages:
         for space, count in zip(self.spaces, columns, strict=True):
             space.shrink(change.transaction, slot, count)
 
-    def unmap(
-        self, change: Change, slot: int, pages: int, needed: int, keep: int | None, guard: Callable[[], object]
-    ) -> bool:
+    def unmap(self, change: Change, slot: int, pages: int, needed: int, keep: int, guard: Callable[[], object]) -> bool:
         """Plans to unmap `pages` pages of the slot past `needed` tokens, starting with the last: a few more, or fewer
         if there are not enough.
 
         Args:
-            keep: how many of its blocks stay; None unmaps all blocks that its request does not use (cached ones stay
-                cached without being mapped).
+            keep: how many of its blocks stay.
             guard: called before anything is planned.
 
         Returns:
@@ -260,10 +285,10 @@ class BandPages:
         """
         shared = self.shared
         blocks = shared[slot].blocks
-        count, least = len(blocks), len(shared.used(slot)) if keep is None else keep
+        count = len(blocks)
         columns = self.surplus(slot, needed, pages)
         freed = private = sum(columns[i] * space.lanes for i, space in enumerate(self.spaces))
-        while count > least and (freed < pages or keep is None):
+        while count > keep and freed < pages:
             count -= 1
             block = blocks[count]
             if not block.users and not block.published and len(block.slots) == 1:

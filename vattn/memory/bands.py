@@ -81,14 +81,19 @@ class Bands:
         block_tokens: tokens per block.
         windowed: whether any band has a sliding window.
         used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any.
+        tenancy: per slot, how often it was taken and left: odd while a request has it. Pages are marked with it as they
+            are mapped, which tells those of a request from those of the one before it.
     """
 
     def __init__(self, layout: Layout, pool: PagePool, guard_rows: int) -> None:
         self.block_tokens = layout.bands[0].block_tokens
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
+        self.tenancy = [0] * layout.slots
         self._driver = pool.driver
-        self._bands = [BandPages(band, layout.slots, pool, self.used_tokens, guard_rows) for band in layout.bands]
+        self._bands = [
+            BandPages(band, layout.slots, pool, self.used_tokens, self.tenancy, guard_rows) for band in layout.bands
+        ]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
 
@@ -154,6 +159,10 @@ class Bands:
     def outlives_at(self, slot: int, default: int) -> int:
         """The first token whose query no longer sees the first mapped block of some band; at most the default."""
         return min([band.outlives_at(slot, default) for band in self._bands] + [default])
+
+    def inherited(self, slot: int) -> bool:
+        """Whether the slot has pages, other than cached blocks, that an ended request may have written."""
+        return any(band.inherited(slot) for band in self._bands)
 
     def has_surplus(self, slot: int, tokens: int) -> bool:
         """Whether the slot has pages past `tokens` tokens."""
@@ -387,17 +396,30 @@ class Bands:
             band.cut(change, slot, depth)
         return bool(cut)
 
-    def cut_behind_windows(self, change: Change, slot: int, guard: Callable[[], object]) -> bool:
-        """Plans to unmap the private pages of an idle slot in bands whose mapped range does not begin with the first
-        token, because no request can start with them; returns whether there were any.
+    def vacate(
+        self, change: Change, slot: int, guard: Callable[[], object], *, keep_cached: bool, keep_parked: bool
+    ) -> bool:
+        """Plans to unmap pages of an idle slot; returns whether there were any.
+
+        Args:
+            guard: called before anything is planned.
+            keep_cached: cached blocks stay.
+            keep_parked: so do all other pages with which a request can start; private pages behind a window are none.
         """
-        cut = [band for band in self._bands if not band.begins(slot)]
-        cut = [band for band in cut if band.reaches(slot, band.shared[slot].stop)]
-        if cut:
+
+        def end(band: BandPages) -> int | None:
+            if not keep_cached:
+                return 0
+            if not keep_parked:
+                return band.kept(slot)
+            return None if band.begins(slot) else band.shared[slot].stop
+
+        ends = [(band, depth) for band in self._bands if (depth := end(band)) is not None and band.reaches(slot, depth)]
+        if ends:
             guard()
-        for band in cut:
-            band.cut(change, slot, band.shared[slot].stop)
-        return bool(cut)
+        for band, depth in ends:
+            band.cut(change, slot, depth)
+        return bool(ends)
 
     def unmap(
         self,
@@ -408,7 +430,6 @@ class Bands:
         guard: Callable[[], object],
         *,
         idle: bool,
-        cached: bool,
     ) -> bool:
         """Plans to unmap pages of the slot past `needed` tokens until none are missing; returns whether it unmaps any.
 
@@ -416,14 +437,13 @@ class Bands:
             missing: returns the number of pages that are still missing.
             guard: called before anything is planned.
             idle: no request has the slot, so blocks that are neither cached nor used are unmapped too.
-            cached: also unmap cached blocks, which stay cached without being mapped, even when no page is missing.
         """
         unmapped = False
         for band in self._bands:
             pages = missing()
-            if pages > 0 or cached:
+            if pages > 0:
                 keep = band.shared.cached_prefix(slot) if idle else len(band.shared.used(slot))
-                unmapped |= band.unmap(change, slot, pages, needed, None if cached else keep, guard)
+                unmapped |= band.unmap(change, slot, pages, needed, keep, guard)
         return unmapped
 
     def retire(self, change: Change, slot: int, start: int) -> None:

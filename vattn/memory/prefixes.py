@@ -169,6 +169,8 @@ class Prefixes:
         for shared, block in known.published:
             if block.published:
                 shared.retract(change, block)
+                if self._config.zero_on_free:  # what idle slots have of it is cached no more
+                    self._slots.leaving.update(dict.fromkeys(each for each in block.slots if each in self._slots.idle))
         tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
 

@@ -141,7 +141,7 @@ class Reclaimer:
                 for slot in tuple(block.slots):
                     if self._slots.known[slot].rewound:
                         self._fences.guard_running(change, handle)
-                    self._fences.guard(change, slot)
+                    self._guard(change, slot)()
                     band.cut(change, slot, block.depth)
                     self._shrunk(slot)
                 band.shared.evict(change, block)
@@ -178,13 +178,13 @@ class Reclaimer:
         This unmaps the rest in bands that have more blocks, or whose mapped range cannot be grown to what the slot's
         queries see. If the slot's pages have to be zeroed, it applies to all bands.
         """
-        unzeroed = slot in self._slots.unzeroed
-        start = None if unzeroed else self._slots.start[slot]
+        leaving = slot in self._slots.leaving
+        start = None if leaving else self._slots.start[slot]
         if self._bands.cut(change, slot, count, self._guard(change, slot), unseen_from=start):
             self._shrunk(slot)
-        if unzeroed:
-            change.on_revert(lambda: self._slots.unzeroed.update({slot: None}))
-            del self._slots.unzeroed[slot]
+        if leaving:
+            change.on_revert(lambda: self._slots.leaving.update({slot: None}))
+            del self._slots.leaving[slot]
 
     def retire(self, change: Change, slot: int) -> None:
         """Plans to unmap the pages that have left the slot's windows."""
@@ -192,14 +192,18 @@ class Reclaimer:
         self._shrunk(slot)
 
     def vacate(self, change: Change, slots: Sequence[int]) -> None:
-        """Plans to unmap useless pages of idle slots: all pages, or those with which no request can start."""
-        leaving = self._slots.leaving
+        """Plans to unmap what has to leave idle slots, whose fences have passed."""
+        leaving, config = self._slots.leaving, self._config
         change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
         for slot in slots:
             del leaving[slot]
-            if not self._config.deferred_reclamation or self._config.zero_on_free:
-                self._unmap(change, slot, self._ledger.budget, cached=not self._config.deferred_reclamation)
-            if self._bands.cut_behind_windows(change, slot, self._guard(change, slot)):
+            if self._bands.vacate(
+                change,
+                slot,
+                self._guard(change, slot),
+                keep_cached=config.deferred_reclamation,
+                keep_parked=not config.zero_on_free,
+            ):
                 self._shrunk(slot)
 
     def stuck_pages(self) -> int:
@@ -210,13 +214,10 @@ class Reclaimer:
         private = sum(map(self._bands.private_pages, open_slots))
         return private + self._bands.left_over_pages([*open_slots, *self._slots.length])
 
-    def _unmap(self, change: Change, slot: int, pages: int, *, cached: bool = False) -> int:
+    def _unmap(self, change: Change, slot: int, pages: int) -> int:
         """Plans to unmap pages past the slot's length until `pages` pages are freed; returns how many become free.
 
         The worker waits for the slot's fences. An open slot keeps its pages.
-
-        Args:
-            cached: whether cached blocks at the start of an idle slot are unmapped too (they stay cached).
         """
         if self._fences.is_open(slot):
             return 0
@@ -228,15 +229,23 @@ class Reclaimer:
             self._slots.backed(self._slots.length.get(slot, 0)),
             self._guard(change, slot),
             idle=slot in self._slots.idle,
-            cached=cached,
         )
         if unmapped:
             self._shrunk(slot)
         return self._pool.free_pages - before
 
     def _guard(self, change: Change, slot: int) -> Callable[[], None]:
-        """A function that makes the worker wait for the slot's fences."""
-        return lambda: self._fences.guard(change, slot)
+        """A function to be called before anything is unmapped in the slot: the worker waits for the slot's fences, and
+        what has to leave has to do so again if it comes back.
+        """
+        leaving = self._slots.leaving
+
+        def guard() -> None:
+            self._fences.guard(change, slot)
+            if slot in leaving:
+                change.on_revert(lambda: leaving.update({slot: None}))
+
+        return guard
 
     def _shrunk(self, slot: int) -> None:
         self._ledger.count(slot)

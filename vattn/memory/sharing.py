@@ -157,6 +157,11 @@ class SharedBlocks:
         blocks = self._slots[slot].blocks
         return next((i for i, block in enumerate(blocks) if not block.published and not block.users), len(blocks))
 
+    def published_prefix(self, slot: int) -> int:
+        """How many blocks of the slot, from its first on, are in the index."""
+        blocks = self._slots[slot].blocks
+        return next((i for i, block in enumerate(blocks) if not block.published), len(blocks))
+
     # Changes
 
     def end_moved(self, slot: int, before: int) -> None:

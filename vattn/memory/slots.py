@@ -68,8 +68,8 @@ class SlotTable:
         ready: tokens that the worker has finished backing.
         known: what is known of the requests' tokens.
         pending: the ticket of the last background growth.
-        leaving: idle slots with pages to unmap as soon as no kernel reads them.
-        unzeroed: active slots that still have another request's pages, which must leave so that they can be zeroed.
+        leaving: slots with pages of an ended request that have to be unmapped: in an idle slot as soon as no kernel
+            reads them; in an active one, which `zero_on_free` alone has here, by the first step of its request.
         idle: the idle slots, in the order in which they are chosen and reclaimed.
     """
 
@@ -85,7 +85,6 @@ class SlotTable:
         self.known = [Known()] * slots
         self.pending: dict[int, int] = {}
         self.leaving: dict[int, None] = {}
-        self.unzeroed: dict[int, None] = {}
         self.idle = IdleSlots()
         for slot in range(slots):
             self.idle.add(slot, 0, 0, 0, 0, None)
@@ -109,7 +108,7 @@ class SlotTable:
             start = target
         bands = self._bands
         return (
-            slot in self.unzeroed
+            slot in self.leaving
             or bands.stop(slot) * bands.block_tokens > length
             or (bands.windowed and not bands.sees(slot, start))
         )
@@ -130,21 +129,21 @@ class SlotTable:
 
     def take(self, change: Change, slot: int, length: int, *, start: int | None = None, origin: int = 0) -> None:
         """Gives an idle slot to a request."""
-        known, leaving = self.known[slot], slot in self.leaving
+        known, leaving, tenancy = self.known[slot], slot in self.leaving, self._bands.tenancy[slot]
 
         def undo() -> None:
             for books in (self.length, self.start, self.origin, self.limit):
                 books.pop(slot, None)
-            self.unzeroed.pop(slot, None)
             self.known[slot] = known
+            self._bands.tenancy[slot] = tenancy
             if leaving:
                 self.leaving[slot] = None
 
         change.on_revert(undo)
         self.idle.remove(slot)
-        if leaving and self._config.zero_on_free:
-            self.unzeroed[slot] = None  # kernels that read its pages may still be launched
-        self.leaving.pop(slot, None)
+        self._bands.tenancy[slot] = tenancy + 1
+        if not self._config.zero_on_free:
+            self.leaving.pop(slot, None)
         self.length[slot] = length
         self.start[slot] = length if start is None else start
         store(self.origin, slot, origin)
@@ -153,20 +152,24 @@ class SlotTable:
     def leave(self, change: Change, slot: int) -> None:
         """Makes a slot idle when its request ends."""
         length, start, origin = self.length[slot], self.start[slot], self.origin.get(slot, 0)
-        unzeroed = slot in self.unzeroed
+        leaving, tenancy = slot in self.leaving, self._bands.tenancy[slot]
 
         def undo() -> None:
             self.length[slot], self.start[slot] = length, start
             store(self.origin, slot, origin)
-            if unzeroed:
-                self.unzeroed[slot] = None
-            self.leaving.pop(slot, None)
+            self._bands.tenancy[slot] = tenancy
+            if not leaving:
+                self.leaving.pop(slot, None)
 
         change.on_revert(undo)
         self._bands.use(change, slot, 0)
         self.know(change, slot, Known())
         del self.length[slot], self.limit[slot], self.start[slot]
         self.origin.pop(slot, None)
+        self._bands.tenancy[slot] = tenancy + 1
+        stays = self._config.deferred_reclamation and not self._config.zero_on_free
+        if not stays or not self._bands.begins(slot):
+            self.leaving[slot] = None
         self.idle.add(slot, *self._bands.facts(slot))
 
     def give_up(self, change: Change, slot: int) -> None:
@@ -225,6 +228,9 @@ class SlotTable:
         """Computes the limit of an active slot."""
         length = self.length[slot]
         ready = self.ready[slot] - self._config.guard_rows
+        if slot in self.leaving:
+            self.limit[slot] = -1
+            return
         if self.leftover(slot):
             limit, used = min(length, ready), self._bands.used_tokens.get(slot, 0)
             if self._bands.stop(slot) * self._bands.block_tokens > used:
@@ -267,8 +273,9 @@ class SlotTable:
         for slot in dict.fromkeys((*before, *range(self.count))):
             if slot not in self.length:
                 self.idle.add(slot, *self._bands.facts(slot))
-        for slot in [slot for slot in self.leaving if slot in self.length]:
-            del self.leaving[slot]
+        if not self._config.zero_on_free:
+            for slot in [slot for slot in self.leaving if slot in self.length]:
+                del self.leaving[slot]
         self.limit = {}
         for slot in self.length:
             self.set_limit(slot)
@@ -282,7 +289,7 @@ class SlotTable:
         bands = self._bands
         active, idle = set(self.length), set(self.idle)
         assert active == set(self.limit), "limits are not those of the active slots"
-        assert set(self.leaving) <= idle, "the pages of a running request are to go"
+        assert self._config.zero_on_free or set(self.leaving) <= idle, "the pages of a running request are to go"
         assert not active & idle, "a slot is both active and idle"
         assert active | idle == set(range(self.count)), "a slot is neither active nor idle"
         assert active == set(self.start), "starts are not those of the active slots"
@@ -292,6 +299,10 @@ class SlotTable:
             entry, facts = self.idle[slot], bands.facts(slot)
             same = (entry.blocks, entry.extent, entry.pages, entry.private) == facts[:4]
             assert same, "an idle slot is chosen by what it does not have"
+        assert all(bands.tenancy[slot] % 2 == (slot in active) for slot in range(self.count)), "a tenancy is miscounted"
+        if self._config.zero_on_free:
+            kept = [slot for slot in range(self.count) if slot not in self.leaving and bands.inherited(slot)]
+            assert not kept, f"pages of a request that has ended are still in slots {kept}"
         for slot, known in enumerate(self.known):
             assert len(known.tokens) == len(known.keys) * bands.block_tokens, "tokens without keys"
             assert len(known.tokens) <= bands.used_tokens.get(slot, 0), "tokens are known that are not in blocks"

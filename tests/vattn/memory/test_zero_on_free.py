@@ -15,6 +15,7 @@ from faults import FaultyTable
 
 import vattn
 from vattn import _native, drivers
+from vattn.memory.slots import SlotTable
 
 PAGES = 4
 PAGE = 4096
@@ -198,4 +199,161 @@ def test_a_cache_that_zeroes_needs_a_pool_that_does() -> None:
     pool = vattn.PagePool(66 * PAGE, device=target.DEVICE, page_size=PAGE)
     with pytest.raises(vattn.ConfigError, match="zero_on_free=True needs a pool"):
         cache(pool=pool)
+    pool.close()
+
+
+SECRET = 1234.5
+
+
+def faulty(**options: Any) -> tuple[vattn.KVCache, FaultyTable, vattn.PagePool]:
+    """A cache whose driver calls can fail; 16 tokens per page in each of two tensors."""
+    table = FaultyTable()
+    pages = options.pop("pages", 24)
+    pool = vattn.PagePool(pages * PAGE, page_size=PAGE, zero_on_free=True, table=table.addresses)
+    plain = {"head_dim": 64, "max_context_len": 64, "eager_pages": 0, "watermark": 0, "memory_budget": pages * PAGE}
+    return cache(pool=pool, **plain | options), table, pool
+
+
+def secrets(mine: vattn.KVCache, slot: int, length: int) -> int:
+    """Tokens of a slot in which another request's rows are seen."""
+    return sum(int((tensor[slot, :length] == SECRET).any((1, 2)).sum()) for tensor in mine.layer(0))
+
+
+@target.host_only
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("eager_pages", [0, 1])
+@pytest.mark.parametrize("lengths", [(32, 5), (32, 20), (48, 40)])
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_what_failed_in_the_background_shows_nobody_anothers_rows(
+    nth: int, lengths: tuple[int, int], eager_pages: int, overlap: bool
+) -> None:
+    mine, table, pool = faulty(overlap=overlap, eager_pages=eager_pages)
+    before, after = lengths
+    other = mine.alloc_reqid()
+    mine.step({other: 16})
+    first = mine.alloc_reqid()
+    mine.step({first: before})
+    for tensor in mine.layer(0):
+        tensor[first, :before] = SECRET
+    table.fail(nth, code=2, name="cuMemMap")
+    mine.free_reqid(first)
+    second = mine.alloc_reqid()
+    assert second == first
+    mine.check()
+    try:
+        mine.step({second: after})
+    except vattn.OutOfPages:
+        mine.step({second: after})
+    table.heal()
+    assert secrets(mine, second, after) == 0
+    mine.check()
+    mine.close()
+    pool.close()
+
+
+@target.host_only
+def test_pages_that_come_back_after_their_slot_was_forgotten_leave_again() -> None:
+    """They were to go to another slot ahead of its growth. That fails after nothing was left in theirs."""
+    mine, table, pool = faulty(overlap=True, pages=8)
+    other = mine.alloc_reqid()
+    mine.step({other: 16})
+    pool.drain()
+    first = mine.alloc_reqid()
+    mine.step({first: 16})
+    for tensor in mine.layer(0):
+        tensor[first, :16] = SECRET
+    pool.drain()
+    table.fail(1, name="cuMemUnmap")
+    mine.free_reqid(first)
+    pool.mapper.wait(pool.mapper.last)
+    table.fail(1, name="cuMemMap")
+    mine.step({other: 17}, {other: 64})  # ahead of 64 tokens, it takes the pages that could not leave
+    second = mine.alloc_reqid()
+    assert second == first
+    mine.check()
+    mine.step({second: 16})
+    assert secrets(mine, second, 16) == 0
+    mine.check()
+    mine.close()
+    pool.close()
+
+
+@target.host_only
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ended_first", ["parent", "child"])
+def test_blocks_that_requests_shared_leave_with_the_last_of_them(overlap: bool, ended_first: str) -> None:
+    with cache(overlap=overlap, eager_pages=0) as mine:
+        parent = mine.alloc_reqid()
+        mine.step({parent: 100})
+        for tensor in mine.layer(0):
+            tensor[parent, :100] = SECRET
+        child = mine.fork(parent)
+        for reqid in (parent, child) if ended_first == "parent" else (child, parent):
+            mine.free_reqid(reqid)
+            mine.check()
+        assert mine.stats().parked_pages == 0
+        assert secrets(mine, parent, 128) == secrets(mine, child, 128) == 0
+
+
+@target.host_only
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_that_are_retracted_leave_idle_slots(overlap: bool) -> None:
+    with cache(overlap=overlap, eager_pages=0) as mine:
+        first = mine.alloc_reqid()
+        mine.step({first: 100})
+        for tensor in mine.layer(0):
+            tensor[first, :96] = SECRET
+        mine.commit(first, list(range(96)))
+        second, cached = mine.admit(list(range(100)))
+        assert cached == 96
+        mine.free_reqid(second)
+        mine.retract(first)
+        mine.check()
+        assert secrets(mine, second, 128) == 0
+        mine.free_reqid(first)
+        mine.check()
+        assert mine.stats().parked_pages == 0
+        assert secrets(mine, first, 128) == 0
+
+
+@target.host_only
+def test_the_first_step_removes_what_came_back_even_if_it_adds_no_token() -> None:
+    mine, table, pool = faulty(overlap=True)
+    other = mine.alloc_reqid()
+    first = mine.alloc_reqid()
+    mine.step({first: 48, other: 1})
+    for tensor in mine.layer(0):
+        tensor[first, :48] = SECRET
+    mine.commit(first, list(range(16)))
+    table.delay = 0.03  # the worker is still busy with what comes after 16 tokens of the other request
+    mine.step({other: 16})
+    table.fail(1, name="cuMemUnmap")
+    mine.free_reqid(first)
+    second, cached = mine.admit(list(range(20)))
+    assert (second, cached) == (first, 16)
+    table.delay = 0
+    pool.mapper.wait(pool.mapper.last)
+    mine.step({second: 16})
+    assert secrets(mine, second, 48) == 2 * 16, "of the prefix that it was admitted with, and of no more"
+    mine.check()
+    mine.close()
+    pool.close()
+
+
+@target.host_only
+def test_check_sees_pages_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = SlotTable.refresh
+    monkeypatch.setattr(SlotTable, "refresh", lambda self, passed: (self.leaving.clear(), true(self, passed)))
+    mine, table, pool = faulty(overlap=True, max_batch_size=2)
+    first = mine.alloc_reqid()
+    mine.step({first: 48})
+    pool.drain()
+    table.fail(1, name="cuMemUnmap")
+    mine.free_reqid(first)
+    with pytest.raises(AssertionError, match="has ended"):
+        mine.check()
+    mine.alloc_reqid()
+    with pytest.raises(AssertionError, match="has ended"):
+        mine.check()
+    mine.close()
     pool.close()
