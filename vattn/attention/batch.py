@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,29 +64,25 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The spans of a step in the order of their rows, spans of one token first.
+    """The spans of a step in the order of their rows.
 
-    The order makes the single tokens (mostly decodes) one block of rows, and every longer chunk a slice. Index tensors
+    Any order is correct. Those of one token (mostly decodes) at the front are one block of rows, which kernels and
+    caches handle in one call; each span after them is a slice, so `pack` puts spans of one token first. Index tensors
     and masks are built once and shared by all layers.
     """
 
     spans: tuple[Span, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def __post_init__(self) -> None:
-        lengths = [len(span) for span in self.spans]
-        singles = self.num_singles
-        assert all(n > 1 for n in lengths[singles:]), "spans of one token come first"
-
     @classmethod
     def pack(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> PackedBatch:
-        """A batch of `spans` in the required order: a stable sort, spans of one token first."""
+        """A batch of `spans` in the fastest order: a stable sort, spans of one token first."""
         return cls(tuple(sorted(spans, key=lambda s: len(s) > 1)), torch.device(device))
 
     @cached_property
     def num_singles(self) -> int:
-        """The number of spans of one token; they are rows `[0, num_singles)`."""
-        return sum(len(span) == 1 for span in self.spans)
+        """The number of spans of one token at the front; they are rows `[0, num_singles)`."""
+        return sum(1 for _ in itertools.takewhile(lambda span: len(span) == 1, self.spans))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -103,7 +100,7 @@ class PackedBatch:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The spans of one token and the longer ones, as two groups; an empty group is left out.
+        """The spans of one token at the front and the others, as two groups; an empty group is left out.
 
         They are separate because kernels split the keys over the device for single queries only.
         """
@@ -118,12 +115,12 @@ class PackedBatch:
 
     @cached_property
     def uniform_groups(self) -> tuple[Group, ...]:
-        """`groups` for kernels that need spans of equal length: every longer span is a group of its own."""
-        singles = tuple(group for group in self.groups if group.max_query == 1)
+        """`groups` for kernels that need spans of equal length: every span of the second is a group of its own."""
+        singles = self.groups[:1] if self.num_singles else ()
         return singles + tuple(Group.of([span], row, self.device) for span, row in self.chunks())
 
     def chunks(self) -> list[tuple[Span, int]]:
-        """The spans of more than one token, each with its first row."""
+        """The spans after the single tokens at the front, each with its first row."""
         row = self.num_singles
         rows = []
         for span in self.spans[row:]:

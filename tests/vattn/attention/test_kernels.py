@@ -81,7 +81,7 @@ def poison(kv: KVBackend) -> None:
                 side.fill_(float("nan"))
 
 
-def batches() -> Iterator[PackedBatch]:
+def batches(packed: bool) -> Iterator[PackedBatch]:
     """Prefill in chunks, then mixed steps, then decodes: slots in changing order, one of them across blocks of 256."""
     steps: list[dict[int, int]] = [
         {3: 70, 0: 17},
@@ -93,15 +93,17 @@ def batches() -> Iterator[PackedBatch]:
     ]
     lengths = dict.fromkeys(range(SLOTS), 0)
     for step in steps:
-        yield PackedBatch.pack([Span(slot, lengths[slot], end) for slot, end in step.items()])
+        spans = [Span(slot, lengths[slot], end) for slot, end in step.items()]
+        yield PackedBatch.pack(spans) if packed else PackedBatch(tuple(spans))
         lengths |= step
 
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 20, 1000])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
-def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | None) -> None:
+def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | None, packed: bool) -> None:
     if name == "torch_flash" and softcap is not None:
         pytest.skip("it has none")
     kernel_fakes.need_operator_for(name, kv)
@@ -112,7 +114,7 @@ def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | No
     poison(backend)
     generator = torch.Generator().manual_seed(0)
     params = AttentionParams(scale=0.3, window=window, softcap=softcap)
-    for batch in batches():
+    for batch in batches(packed):
         backend.prepare({span.slot: span.end for span in batch.spans})
         for layer in range(LAYERS):
             key, value = (torch.randn(batch.num_tokens, HEADS, DIM, generator=generator) for _ in range(2))

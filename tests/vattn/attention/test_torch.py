@@ -70,12 +70,24 @@ def by_hand(query: Tensor, store: Store, batch: PackedBatch, params: AttentionPa
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 7, 18, 19, 1000])
+@pytest.mark.parametrize("order", ["packed", "mixed", "singles last"])
 def test_against_the_definition(
-    kernel: attention.Attention, group: int, v_dim: int, softcap: float | None, with_sinks: bool, window: int | None
+    kernel: attention.Attention,
+    group: int,
+    v_dim: int,
+    softcap: float | None,
+    with_sinks: bool,
+    window: int | None,
+    order: str,
 ) -> None:
-    """Decodes, a first chunk and later chunks in one batch, with every option."""
+    """Decodes, a first chunk and later chunks in one batch, with every option and in any order."""
     spans = [Span(0, 0, 1), Span(3, 12, 30), Span(1, 40, 41), Span(2, 0, 19), Span(4, 62, 64)]
-    batch = PackedBatch.pack(spans)
+    if order == "mixed":
+        batch = PackedBatch(tuple(spans))
+    else:
+        batch = PackedBatch.pack(spans)
+        if order == "singles last":
+            batch = PackedBatch(batch.spans[::-1])
     store = Store(5, 8, v_dim, torch.float32)
     generator = torch.Generator().manual_seed(1)
     # Laid out as models give it: a transposed view.
@@ -140,6 +152,15 @@ def test_pack_puts_single_tokens_first_and_keeps_the_order() -> None:
     assert batch.slots.tolist() == [1, 3, 0, 0, 2, 2, 2]
     assert batch.positions.tolist() == [4, 0, 0, 1, 3, 4, 5]
     assert [(span.slot, row) for span, row in batch.chunks()] == [(0, 2), (2, 4)]
+
+
+def test_a_batch_in_another_order_has_single_tokens_among_its_chunks() -> None:
+    batch = PackedBatch((Span(3, 0, 1), Span(0, 0, 2), Span(1, 4, 5)))
+    assert (batch.num_singles, batch.num_tokens) == (1, 4)
+    assert [(span.slot, row) for span, row in batch.chunks()] == [(0, 1), (1, 3)]
+    assert [(group.rows, group.max_query) for group in batch.groups] == [(slice(0, 1), 1), (slice(1, 4), 2)]
+    uniform = [(group.rows, group.slots.tolist()) for group in batch.uniform_groups]
+    assert uniform == [(slice(0, 1), [3]), (slice(1, 3), [0]), (slice(3, 4), [1])]
 
 
 def test_masks_are_built_once_per_step() -> None:
