@@ -260,6 +260,26 @@ class KVCache(PoolMember):
         return slot
 
     @atomic
+    def unshare(self, reqid: int) -> None:
+        """Gives a request pages of its own in place of its token blocks, with the same contents, so that all of its
+        tokens may be written; `step` does so for the tokens past a length that goes down.
+
+        What it committed stays cached. The copy passes through temporary tensors as large as the request. On CUDA, the
+        kernels of the last step must have been launched, on torch's current stream, which also runs the copy.
+
+        Raises:
+            InvalidSlot: the slot is not allocated.
+            OutOfPages: the budget does not have enough pages. Nothing changed.
+            StreamCapturing: the current stream is capturing a CUDA graph. Nothing changed.
+            DriverError: a driver call failed. Nothing changed.
+        """
+        slot = self._checked_slot(reqid)
+        if self._bands.stop(slot):
+            handle = self._fences.uncaptured(None, "unshare was called")
+            self._fences.launched()
+            self._backer.unshare(slot, handle)
+
+    @atomic
     def evict_prefixes(self) -> int:
         """Evicts every cached token block that no running request uses.
 

@@ -156,27 +156,38 @@ class Backer:
         handle: int | None,
     ) -> None:
         """Sets the lengths and backs the slots in `needs`, some of which have left-over blocks."""
-        slots, bands = self._slots, self._bands
-        blocks = {slot: slots.length[slot] // bands.block_tokens for slot in leftover}
-        # If the last block is partly left over, its live tokens are copied to the pages that replace it.
-        with self._fences.on_stream(handle):
-            saved = {
-                slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
-                for slot, count in blocks.items()
-                if slots.length[slot] % bands.block_tokens
-            }
-        replaced: list[int] = []
+        slots, block_tokens = self._slots, self._bands.block_tokens
+        kept = {slot: slots.length[slot] // block_tokens for slot in leftover}
 
         def plan(change: Change) -> None:
-            change.on_revert(replaced.clear)
-            replaced[:] = saved
             slots.set_lengths(change, lengths, lowered)
-            for slot, count in blocks.items():
+            for slot, count in kept.items():
                 self.keep_only(change, slot, count, handle)
             self.grow(change, needs, now=True, handle=handle)
             for slot in needs:
-                if slots.known[slot].rewound:
-                    slots.know(change, slot, replace(slots.known[slot], rewound=False))
+                self._settle_rewound(change, slot)
+
+        self._replace(plan, kept, handle)
+        for slot in needs:
+            slots.ready[slot] = self._bands.extent(slot)
+
+    def _replace(self, plan: Plan, kept: Mapping[int, int], handle: int | None) -> None:
+        """Executes a plan after which slots have only their first `kept` blocks and private pages: the live tokens of
+        the others are copied to the pages that replace them.
+        """
+        slots, bands = self._slots, self._bands
+        with self._fences.on_stream(handle):
+            saved = {
+                slot: bands.save(slot, count * bands.block_tokens, slots.length[slot], slots.start[slot])
+                for slot, count in kept.items()
+                if count * bands.block_tokens < slots.length[slot]
+            }
+        replaced: list[int] = []
+
+        def planned(change: Change) -> None:
+            change.on_revert(replaced.clear)
+            replaced[:] = saved
+            plan(change)
 
         def write_saved() -> None:
             with self._fences.on_stream(handle):
@@ -186,10 +197,13 @@ class Backer:
 
         if saved:
             self._pool.repair(write_saved)
-        self.execute(plan)
+        self.execute(planned)
         write_saved()
-        for slot in needs:
-            slots.ready[slot] = bands.extent(slot)
+
+    def _settle_rewound(self, change: Change, slot: int) -> None:
+        """Notes that all blocks that the slot's request does not use have left the slot."""
+        if self._slots.known[slot].rewound:
+            self._slots.know(change, slot, replace(self._slots.known[slot], rewound=False))
 
     def _release_windows(self, slots: Sequence[int], handle: int | None) -> None:
         """Queues the unmapping of what has left the windows of these slots; the worker waits for launched kernels."""
@@ -286,6 +300,25 @@ class Backer:
         if self._bands.used(slot) > count:
             self._bands.use(change, slot, count)
         self._reclaimer.cut(change, slot, count)
+
+    def unshare(self, slot: int, handle: int | None) -> None:
+        """Replaces the blocks of an active slot by private pages with the same contents.
+
+        Raises:
+            OutOfPages, StreamCapturing, DriverError: nothing changed.
+        """
+        slots, bands = self._slots, self._bands
+        target = slots.backed(slots.length[slot])
+
+        def plan(change: Change) -> None:
+            slots.know(change, slot, replace(slots.known[slot], tokens=[], keys=[], rewound=True))
+            self.keep_only(change, slot, 0, handle)
+            self.grow(change, {slot: target}, now=True, handle=handle)
+            self._settle_rewound(change, slot)
+
+        self._replace(plan, {slot: 0}, handle)
+        slots.ready[slot] = bands.extent(slot)
+        slots.set_limit(slot)
 
     def execute(self, plan: Plan) -> int:
         """`PagePool.execute`, which reclaims all parked and cached pages if the machine is out of memory."""

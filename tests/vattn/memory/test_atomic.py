@@ -84,6 +84,7 @@ CALLS: dict[str, Callable[[Scene], object]] = {
     "commit": lambda s: s.cache.commit(s.second, s.ids[:90]),
     "retract": lambda s: s.cache.retract(s.first),
     "fork": lambda s: s.cache.fork(s.first),
+    "unshare": lambda s: s.cache.unshare(s.second),
     "free_reqid": lambda s: s.cache.free_reqid(s.second),
     "evict_prefixes": lambda s: s.cache.evict_prefixes(),
     "trim": lambda s: s.cache.trim(),

@@ -215,6 +215,45 @@ def test_with_everything_referenced_nothing_is_evicted(cache: vattn.KVCache) -> 
     assert cache.evict_prefixes() == 0
 
 
+@pytest.mark.parametrize("whose", ["first", "second"])
+def test_what_is_unshared_is_written_by_one_alone(cache: vattn.KVCache, whose: str) -> None:
+    first = run(cache, PROMPT, value=7)
+    second, cached = cache.admit(PROMPT)
+    cache.step({second: 200})
+    mine, other = (first, second) if whose == "first" else (second, first)
+    cache.unshare(mine)
+    assert cache.page_map()[mine].shared == 0
+    assert cache.stats().owned_pages == 8 * PAGES
+    assert holds(cache, mine, 0, cached, 7)
+    for layer in range(2):
+        for tensor in cache.layer(layer):
+            tensor[mine, :cached] = 5
+    assert holds(cache, other, 0, cached, 7)
+    cache.unshare(mine)  # again, which is nothing
+    assert holds(cache, mine, 0, cached, 5)
+    assert cache.admit(PROMPT).cached_tokens == cached, "what was committed stays"
+    cache.commit(mine, PROMPT)  # the same tokens are cached already: its own pages are not published
+
+
+def test_no_budget_to_unshare_changes_nothing() -> None:
+    with make(memory_budget=(4 + 4) * PAGES * PAGE - PAGE) as cache:
+        first = run(cache, PROMPT, value=7)
+        second, cached = cache.admit(PROMPT)
+        cache.step({second: 200})
+        before = cache.page_map()
+        with pytest.raises(vattn.OutOfPages, match=r"1 .* are missing"):
+            cache.unshare(second)
+        assert cache.page_map() == before
+        assert holds(cache, second, 0, cached, 7)
+        cache.check()
+        cache.free_reqid(first)
+        launched(cache)
+        cache.unshare(second)
+        cache.check()
+    with make() as cache, pytest.raises(vattn.InvalidSlot):
+        cache.unshare(0)
+
+
 def test_evict_prefixes_frees_what_nobody_uses(cache: vattn.KVCache) -> None:
     cache.free_reqid(run(cache, PROMPT))
     launched(cache)

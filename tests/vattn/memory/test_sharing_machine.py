@@ -156,6 +156,29 @@ class SharingMachine(Machine):
 
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
+    def unshare(self, data: st.DataObject) -> None:
+        """Then all of its tokens can be written, and nobody else sees it."""
+        reqid = data.draw(st.sampled_from(sorted(self.ids)))
+        if self.attempt(data, lambda: self.cache.unshare(reqid) or True) is None:
+            return
+        length = self.computed[reqid]
+        assert self.cache._bands.stop(reqid) == 0
+        self.assert_seen(reqid, length)
+        rows = [
+            tensor[reqid, 0 if window is None else max(0, length - window + 1) : length]
+            for layer, window in enumerate(self.windows)
+            for tensor in self.cache.layer(layer)
+        ]
+        kept = [each.clone() for each in rows]
+        for each in rows:
+            each.fill_(-1)
+        for other in self.computed.keys() - {reqid}:
+            self.assert_seen(other, self.computed[other])
+        for each, before in zip(rows, kept, strict=True):
+            each.copy_(before)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         reqid = data.draw(st.sampled_from(sorted(self.ids)))
         self.cache.free_reqid(reqid)
