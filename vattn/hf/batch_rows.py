@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vattn.cache import KVCache
-from vattn.errors import InvalidLength, NoFreeSlot
+from vattn.errors import InvalidLength, NoFreeSlot, VattnError
 
 
 class BatchRows:
@@ -40,6 +40,7 @@ class BatchRows:
         self.length = 0
         self.start = 0
         self._caches: list[KVCache] = []
+        self._claimed = True  # whether all slots are allocated
         self._first: dict[KVCache, int] = {}  # of caches with a window: the first token that is every row's own
         self._equal = [[0] * count for _ in range(count)]  # tokens from the start in which two rows are the same
 
@@ -48,15 +49,26 @@ class BatchRows:
         """Slots that a cache needs: the capacity, and a spare one for exchanging rows."""
         return self.capacity + (self.capacity > 1)
 
-    def add(self, cache: KVCache) -> None:
-        """Adds a new cache: allocates its slots and backs the rows' tokens."""
+    def prepare(self, cache: KVCache) -> None:
+        """Allocates the slots of a new cache and backs the rows' tokens."""
         _claim(cache)
         if self.length:
             cache.step(dict.fromkeys(range(self.count), self.length))
-        self._caches.append(cache)
 
-    def step(self, length: int) -> None:
-        """Backs `length` tokens of every row, in all caches or none."""
+    def add(self, cache: KVCache) -> None:
+        """Adds a cache that is prepared."""
+        self._caches = sorted([*self._caches, cache], key=lambda each: _window(each) is not None)
+
+    def step(self, length: int, *, recording: bool = False) -> None:
+        """Backs `length` tokens of every row, in all caches or none.
+
+        Args:
+            recording: the rows can still go back to where they could go before.
+
+        Raises:
+            OutOfPages, DriverError: tokens cannot be backed. Nothing changed.
+            InvalidLength: a window at a lower length reaches tokens whose memory was given back. Nothing changed.
+        """
         before, done = self.length, 0
         for cache, window in self._windows():
             if 0 < length < before and max(0, length - window + 1) < self._first.get(cache, 0):
@@ -65,21 +77,55 @@ class BatchRows:
                     f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
                     "reset"
                 )
-        rows = dict.fromkeys(range(self.count), length)
+        self._claim()
+        # Only layers with windows refuse to go back, and what shares blocks loses what it goes back from.
+        caches = self._caches if length > before else self._caches[::-1]
+        start = min(self.start, length) if recording else min(before, length)
         try:
-            for cache in self._caches:
-                cache.step(rows)
+            for cache in caches:
+                self._step(cache, start, length)
                 done += 1
-        except BaseException:
-            for cache in self._caches[:done]:
-                cache.step(dict.fromkeys(range(self.count), before))
+        except BaseException as error:
+            if length > before or isinstance(error, VattnError):
+                for cache in caches[:done]:
+                    cache.step(self._all(before))
+            else:
+                self.start, self.length = start, length
             raise
         if length < before:
             self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
         if not length:
             self._first.clear()
-        self.start = min(before, length)
-        self.length = length
+        self.start, self.length = start, length
+
+    def _step(self, cache: KVCache, start: int, length: int) -> None:
+        """Backs `length` tokens of every row in a cache, which can go back to `start` then."""
+        before = self.length
+        if not start < before < length or _window(cache) is None:
+            cache.step(self._all(length))
+            return
+        cache.step(self._all(start))  # a step can be taken back to where it began
+        try:
+            cache.step(self._all(length))
+        except BaseException:
+            cache.step(self._all(before))
+            raise
+
+    def release_past(self) -> None:
+        """Rows that are longer after the next step cannot go back behind their present length."""
+        self.start = self.length
+
+    def unshare(self) -> None:
+        """Gives every row pages of its own, so that all of its tokens may be written. A failure changes no contents.
+
+        Raises:
+            OutOfPages: the budget does not have enough pages.
+        """
+        self._claim()
+        for cache in self._caches:
+            for row in range(self.count):
+                cache.unshare(row)
+        self._equal = [[0] * self.count for _ in range(self.count)]
 
     def arrived(self, start: int) -> None:
         """Records that tokens were copied in: in layers with a window only those that queries from `start` on see."""
@@ -100,6 +146,7 @@ class BatchRows:
             OutOfPages, DriverError: a row could not be replaced; all rows are empty now.
         """
         assert len(sources) <= self.capacity
+        self._claim()
         length, old = self.length, self.count
         equal = [[length if a == b else self._equal[a][b] for b in sources] for a in sources]
         moves = {row: source for row, source in enumerate(sources) if row != source}
@@ -107,9 +154,9 @@ class BatchRows:
         try:
             if start < length:
                 for cache, window in self._windows():
-                    if new := {row: length for row in moves if row >= old}:
-                        cache.step(new)
-                        self.start = length  # that step gave back what only earlier queries see
+                    if len(sources) > old:
+                        cache.step(self._all(self.start))  # a step can be taken back to where it began
+                        cache.step(dict.fromkeys(range(len(sources)), length))
                     first = max(start, self.start - window + 1)
                     _copy(_tails(cache, first, length), moves)
                     if start < first:
@@ -128,14 +175,27 @@ class BatchRows:
 
     def trim(self) -> int:
         """Returns the memory of unused and of empty rows to the machine, and the number of its bytes."""
+        self._claim()
         unused = range(self.count if self.length else 0, self.slots)
         given = 0
+        self._claimed = False
         for cache in self._caches:
             for slot in unused:
                 cache.free_reqid(slot)
             given += cache.trim()
-            _claim(cache)
+        self._claim()
         return given
+
+    def _all(self, length: int) -> dict[int, int]:
+        """This length for every row."""
+        return dict.fromkeys(range(self.count), length)
+
+    def _claim(self) -> None:
+        """Allocates the slots that a call may have left free."""
+        if not self._claimed:
+            for cache in self._caches:
+                _claim(cache)
+            self._claimed = True
 
     def _windows(self) -> Iterator[tuple[KVCache, int]]:
         for cache in self._caches:
@@ -157,6 +217,7 @@ class BatchRows:
     def _fork(self, caches: Sequence[KVCache], moves: dict[int, int]) -> None:
         """Performs each move when no other move needs the row that it replaces; a cycle goes through the spare slot."""
         spare = self.capacity
+        self._claimed = False
         while moves:
             needed = set(moves.values())
             row = next((row for row in moves if row not in needed), None)
@@ -167,13 +228,15 @@ class BatchRows:
             _replace(caches, row, moves.pop(row))
         for cache in caches:
             cache.step({spare: 0})
+        self._claimed = True
 
     def _abandon(self) -> None:
         """Empties all rows after a failure in which some were lost."""
+        self._claimed = False
+        self._claim()
         for cache in self._caches:
-            _claim(cache)
             cache.step(dict.fromkeys(range(self.slots), 0))
-        self.length = 0
+        self.start = self.length = 0
         self._equal = [[0] * self.count for _ in range(self.count)]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig, budget_bytes, resolve
-from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, StreamCapturing, VattnError
+from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength, OutOfPages, VattnError
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.decoding import Coded
@@ -25,9 +26,9 @@ from vattn.quantised import Scales, quantise, quantised_groups
 from vattn.stats import CacheStats
 
 # A saved layer: its length, the first token that is still stored, the element type of its keys, and `View.stored` from
-# that token on. A saved cache: the start of the last forward pass, and its layers.
+# that token on. A saved cache: the start of the last forward pass, `Storage.recording`, and its layers.
 SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
-Saved = tuple[int, list[SavedLayer | None]]
+Saved = tuple[int, list[bool], list[SavedLayer | None]]
 
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
@@ -44,6 +45,22 @@ class Shape:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> Shape:
+        """The shape of an update.
+
+        Raises:
+            ConfigError: they are not K and V of the same tokens.
+        """
+        given = [f"{list(each.shape)} in {each.dtype} on {each.device}" for each in (key, value)]
+        if (
+            not key.ndim == value.ndim == 4
+            or key.shape[:3] != value.shape[:3]
+            or key.device != value.device
+            or not (key.is_floating_point() and value.is_floating_point())
+        ):
+            raise ConfigError(
+                f"keys {given[0]} and values {given[1]}; both are [batch, num_kv_heads, tokens, head_dim] of "
+                "floating-point numbers, alike but for the head sizes"
+            )
         # Under autocast K may have a wider type than V; the wider one represents both exactly.
         dtype = torch.promote_types(key.dtype, value.dtype)
         return cls(key.shape[1], key.shape[3], value.shape[3], dtype, key.device)
@@ -65,15 +82,32 @@ class View:
 
     Attributes:
         scales: scales of the codes of K and of V, `[batch, num_kv_heads, max_context_len, 1]`; None without codes.
-        accepts: batch, heads, both head sizes and the type of K of an update that needs no further checks.
+        shape: batch, heads and both head sizes.
+        dtype: the element type of keys and values.
+        accepts: the element types that it represents without loss.
         decodes: whether SDPA's decode steps are computed as `vattn.hf.decoding` says.
     """
 
     keys: Tensor
     values: Tensor
     scales: tuple[Tensor, Tensor] | None
-    accepts: tuple[int, int, int, int, torch.dtype]
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    accepts: frozenset[torch.dtype]
     decodes: bool
+
+    def takes(self, key: Tensor, value: Tensor) -> bool:
+        """Whether an update with these K and V needs no further checks."""
+        if len(key.shape) != 4:
+            return False
+        batch, heads, tokens, head_dim = key.shape
+        v_head_dim = self.shape[3]
+        return (
+            self.shape == (batch, heads, head_dim, v_head_dim)
+            and value.shape == (batch, heads, tokens, v_head_dim)
+            and key.dtype in self.accepts
+            and value.dtype in self.accepts
+        )
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -104,7 +138,7 @@ class View:
     def coded(self, first: int, end: int) -> tuple[Coded, Coded]:
         """K and V of tokens `[first, end)`, of which codes are stored."""
         keys, values, *scales = (tensor.narrow(2, first, end - first) for tensor in self.stored)
-        return Coded(keys, scales[0], self.accepts[-1]), Coded(values, scales[1], self.accepts[-1])
+        return Coded(keys, scales[0], self.dtype), Coded(values, scales[1], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -131,13 +165,20 @@ class Storage:
 
     A tensor that shows this memory keeps it alive (`_Lease`): a cache is left to such tensors instead of being closed.
     The contents of a tensor that a user asked for (`part`) never change: before they would, the storage moves to other
-    memory. Tensors returned by an update belong to the model, which has finished with them before anything changes.
+    memory. It may be written, so no other row shares its pages: they are made the row's own before it is handed out,
+    and the storage moves before rows are forked. Tensors returned by an update belong to the model, which only reads
+    them, so rows may share them, and has finished with them before anything changes.
+
+    An exception from outside, such as a KeyboardInterrupt, leaves the tokens of before or of after a call, or none. So
+    what a call changes here is stored last, in adjacent assignments without a call between them, where CPython handles
+    no signals.
 
     Attributes:
         views: per layer; None until its first update.
         lengths: tokens per layer, which differ only during a forward pass.
         end: the length after the forward pass under way; -1 if tokens were taken back since.
         ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
+        recording: per layer whether tokens behind its window stay until the next crop.
     """
 
     def __init__(
@@ -156,6 +197,7 @@ class Storage:
         self.lengths = [0] * num_layers
         self.end = -1
         self.ungraded = [self.max_context_len] * num_layers
+        self.recording = [False] * num_layers
         self._config = config
         self._settings = settings
         self._max_batch_size = max_batch_size
@@ -167,7 +209,6 @@ class Storage:
         self._places: dict[int, _Place] = {}
         self._leases: dict[KVCache, _Lease] = {}
         self._lent: weakref.WeakSet[_Lease] = weakref.WeakSet()  # of tensors that `part` gave, of the caches now used
-        self._left: weakref.WeakSet[KVCache] = weakref.WeakSet()  # to tensors
         self._closed = False
         self._forked: ForkedProcess | None = None
         _storages.add(self)
@@ -210,24 +251,22 @@ class Storage:
         """Checks an update that is the first of its layer or differs from earlier ones, and makes memory for it."""
         self.check_open()
         shape, batch = Shape.of(key, value), key.shape[0]
-        place = self._places.get(index)
-        if self.views[index] is not None and place is not None and not place.shape.holds(shape):
+        held = self._places[index].shape if index in self._places else None
+        if self.views[index] is not None and held is not None and not held.holds(shape):
             raise ConfigError(
-                f"layer {index} holds {place.shape}; the update has {shape}. A cache serves one model: make one per "
-                "model"
+                f"layer {index} holds {held}; the update has {shape}. A cache serves one model: make one per model"
             )
         if batch != self.count:
             self._set_batch(batch)
         if self.views[index] is None:
-            if place is None or not place.shape.holds(shape):
+            if held is None or not held.holds(shape):
                 try:
                     self._place(index, shape)
                 except BaseException:  # in the first forward pass: only the layers before this one have tokens
-                    self.lengths = [0] * len(self.lengths)
-                    self.end = -1
+                    self._lose()
                     self.settle()
                     raise
-            self._show(index)
+            self._show([index])
         view = self.views[index]
         assert view is not None
         return view
@@ -245,9 +284,10 @@ class Storage:
                 f"{start} tokens and {tokens} more are over max_context_len={self.max_context_len}; make the cache "
                 "with a larger one: only address space depends on it"
             )
+        recording = any(self.recording)
         if start < self._rows.length:
-            self._rows.step(start)
-        self._rows.step(start + tokens)
+            self._rows.step(start, recording=recording)
+        self._rows.step(start + tokens, recording=recording)
         self.end = start + tokens
         view = self.views[index]
         assert view is not None
@@ -261,18 +301,25 @@ class Storage:
         """
         self.check_open()
         after = [min(length, lengths.get(index, length)) for index, length in enumerate(self.lengths)]
-        if after != self.lengths and max(after):
-            self._detach()
-        if self._rows is not None and max(after) < self._rows.length:
-            self._rows.step(max(after))
-        self.lengths = after
-        self.ungraded = [
+        longest = max(after)
+        ungraded = [
             self.max_context_len if length <= first else first
             for length, first in zip(after, self.ungraded, strict=True)
         ]
-        if not max(after):
-            self._detach()  # to empty memory
-        self.end = -1
+        if after != self.lengths:
+            if longest:
+                self._detach()
+            elif self._lent:
+                self._move(range(self.count), 0)
+        before = self.lengths, self.ungraded, self.end
+        self.lengths, self.ungraded, self.end = after, ungraded, -1
+        try:
+            self.settle()
+        except VattnError:
+            self.lengths, self.ungraded, self.end = before
+            raise
+        if self._rows is not None and any(self.recording):
+            self._rows.release_past()
 
     def first_kept(self, index: int) -> int:
         """The first token of a layer that is still stored."""
@@ -282,12 +329,16 @@ class Storage:
     def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
         """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update."""
         self.check_open()
-        view = self.views[index]
-        if view is None:
+        if self.views[index] is None:
             return None
-        if view.scales is None:
-            lease = _Lease(self._places[index].cache)
-            view = self._view(index, lease)
+        place = self._places[index]
+        if place.scales is not None:
+            view = self.views[index]
+            assert view is not None
+        else:
+            self._unshare()
+            lease = _Lease(place.cache)
+            view = self._view(place, lease, self.count)
             self._lent.add(lease)
         return view.read(first, end)
 
@@ -298,8 +349,8 @@ class Storage:
             ConfigError: rows, tokens or shapes differ from those stored, or the layer's type cannot hold the new one.
         """
         self.check_open()
-        name, view = ("keys", "values")[which], self.views[index]
-        if view is None:
+        name = ("keys", "values")[which]
+        if self.views[index] is None:
             raise ConfigError(f"layer {index} has no {name} before its first update; give them to update()")
         shape = self._places[index].shape
         dim = (shape.head_dim, shape.v_head_dim)[which]
@@ -313,12 +364,22 @@ class Storage:
             )
         if torch.promote_types(shape.dtype, rows.dtype) != shape.dtype:
             raise ConfigError(f"layer {index} holds {shape}; it cannot hold {name} in {rows.dtype} without loss")
+        if self._shows(index, which, first, rows):
+            return  # `layer.keys *= 2` assigns what it has written to
         new = rows.detach().clone()  # they may be a part of what is replaced
         self._detach()
+        self._unshare()
         view = self.views[index]
         assert view is not None
         with torch.no_grad():
             view.store_part(which, new, first)
+
+    def _shows(self, index: int, which: int, first: int, rows: Tensor) -> bool:
+        """Whether rows are this layer's present memory of K (0) or V (1) from token `first` on."""
+        view = self.views[index]
+        assert view is not None
+        mine = (view.keys, view.values)[which].narrow(2, first, rows.shape[2])
+        return (rows.data_ptr(), rows.stride(), rows.dtype) == (mine.data_ptr(), mine.stride(), mine.dtype)
 
     def saved(self) -> Saved:
         """The stored tokens, as views."""
@@ -329,12 +390,12 @@ class Storage:
             length, first = self.lengths[index], self.first_kept(index)
             if view is not None and length:
                 stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
-                layers[index] = (length, first, view.accepts[-1], stored)
-        return (0 if self._rows is None else self._rows.start), layers
+                layers[index] = (length, first, view.dtype, stored)
+        return (0 if self._rows is None else self._rows.start), self.recording.copy(), layers
 
     def restore(self, saved: Saved) -> None:
         """Copies the saved tokens of a cache for the same model into this one, which is empty."""
-        start, layers = saved
+        start, self.recording, layers = saved
         for index, layer in enumerate(layers):
             if layer is None:
                 continue
@@ -375,15 +436,15 @@ class Storage:
             raise ConfigError(f"{len(sources)} rows; the cache was made for max_batch_size={self._max_batch_size}")
         self.settle()
         if len(sources) > self._rows.capacity or self._lent:
-            self._move(sources)
-        else:
-            try:
-                self._rows.select(sources)
-            except BaseException:
-                self.lengths = [0] * len(self.lengths)
-                self.end = -1
-                raise
-        self._show_all()
+            self._move(sources, max(self.lengths))
+            return
+        shown = self._shown()
+        try:
+            self._rows.select(sources)
+            self._show(shown)
+        except BaseException:
+            self._lose()
+            raise
 
     def _set_batch(self, batch: int) -> None:
         """Changes the number of rows of an empty cache."""
@@ -395,65 +456,87 @@ class Storage:
             raise ConfigError(
                 f"{batch} rows, beams included; the cache was made for max_batch_size={self._max_batch_size}"
             )
-        if self._rows is not None and batch <= self._rows.capacity:
-            self._rows.step(0)
-            self._rows.resize(batch)
+        if self._rows is None:
+            self._rows = BatchRows(self._max_batch_size or batch, batch)
+        elif batch > self._rows.capacity:
+            self._move(range(batch), 0)
         else:
-            left = self._reserve(self._max_batch_size or batch, batch, 0)
-            self._show_all()
-            self._retire(left)
-            return
-        self._show_all()
+            shown, none = self._shown(), [None] * len(self.views)
+            self._rows.step(0)
+            self.views = [*none]  # the next update shows what an interrupt leaves out
+            self._rows.resize(batch)
+            self._show(shown)
+
+    def _unshare(self) -> None:
+        """Gives every row pages of its own, before anything but an update writes to them."""
+        assert self._rows is not None
+        try:
+            self._rows.unshare()
+        except OutOfPages as error:
+            error.add_note(
+                "rows that share pages get pages of their own before a layer's keys or values are handed out or "
+                "assigned, since they may be written; raise memory_budget, or select fewer rows"
+            )
+            raise
 
     def _detach(self) -> None:
         """Leaves the memory to tensors from `part`, if there are any, and continues in a copy."""
         if self._lent:
-            try:
-                self._move(range(self.count))
-            except OutOfPages as error:
+            self._move(range(self.count), max(self.lengths))
+
+    def _move(self, sources: Sequence[int], length: int) -> None:
+        """Moves the first `length` tokens of the rows `sources` to another reservation, of at least the present
+        capacity. A failure changes nothing.
+        """
+        assert self._rows is not None
+        try:
+            rows, places, leases = self._reserve(max(self._rows.capacity, len(sources)), len(sources), length)
+        except OutOfPages as error:
+            if self._lent:
                 error.add_note(
                     "keys and values that were taken from the cache still show its memory, so that it has to move; "
                     "delete them, or keep clones"
                 )
-                raise
+            raise
+        views: list[View | None] = [None] * len(self.views)
+        try:
+            rows.arrived(min(self._rows.start, length))
+            for index in self._shown():
+                view = views[index] = self._view(places[index], leases[places[index].cache], rows.count)
+                self._copy(index, view, sources, length)
+        except BaseException:
+            _close(leases)
+            raise
+        lengths, end = [min(each, length) for each in self.lengths], self.end if self.end == length else -1
+        left, shown, lent = self._leases, {lease.cache for lease in self._lent}, weakref.WeakSet[_Lease]()
+        self._rows, self._places, self._leases, self._lent = rows, places, leases, lent
+        self.views, self.lengths, self.end = views, lengths, end
+        self._retire(left, shown)
 
-    def _move(self, sources: Sequence[int]) -> None:
-        """Moves the rows `sources` to another reservation, of at least the present capacity."""
-        assert self._rows is not None
-        length, start = max(self.lengths), self._rows.start
-        left = self._reserve(max(self._rows.capacity, len(sources)), len(sources), length)
-        self._rows.arrived(start)
-        rows = torch.tensor(sources)
-        for index in self._shown():
-            self._take_over(index, rows, length)
-        self._retire(left)
-
-    def _take_over(self, index: int, rows: Tensor, length: int) -> None:
-        """Copies these rows of a layer from its old view to its present memory, which becomes its view."""
+    def _copy(self, index: int, view: View, sources: Sequence[int], length: int) -> None:
+        """Copies the first `length` tokens of these rows of a layer to another memory."""
         first, old = self.first_kept(index), self.views[index]
         assert old is not None
-        self._show(index)
-        view = self.views[index]
-        assert view is not None
         if first < length:
+            rows = torch.tensor(sources)
             with torch.no_grad():
                 for tensor, source in zip(view.stored, old.stored, strict=True):
                     kept = source.narrow(2, first, length - first)
                     tensor.narrow(2, first, length - first).copy_(kept[rows.to(source.device)])
 
-    def _retire(self, caches: Sequence[KVCache]) -> None:
-        """Closes unused caches; one that tensors still show is freed with the last of them, as is one that a capture
-        keeps from being closed.
-        """
-        shown = {lease.cache for lease in self._lent}
-        self._lent = weakref.WeakSet()
-        for cache in caches:
-            lease = weakref.ref(self._leases.pop(cache))
-            if lease() is None and cache not in shown:
-                with contextlib.suppress(StreamCapturing):  # its pages leave after the capture
-                    cache.close()
-                    continue
-            self._left.add(cache)
+    def _lose(self) -> None:
+        """Empties a cache whose rows may be lost."""
+        lengths, views = [0] * len(self.lengths), [None] * len(self.views)
+        self.lengths, self.views, self.end = lengths, [*views], -1
+
+    def _retire(self, leases: dict[KVCache, _Lease], shown: Set[KVCache]) -> None:
+        """Closes unused caches. One that tensors still show is freed with the last of them."""
+        while leases:
+            cache, lease = leases.popitem()
+            alive = weakref.ref(lease)
+            del lease
+            if alive() is None and cache not in shown:
+                _close([cache])
 
     def _check_even(self) -> None:
         lengths = {self.lengths[index] for index in self._shown()}
@@ -473,11 +556,22 @@ class Storage:
         if self._pool is None:
             self._find_pool(shape)
         groups, scales = self._groups(shape, alike, window)
-        assert self._pool is not None
-        cache = KVCache(_kv_config(groups, shape.device, self._rows.slots, self._settings), pool=self._pool)
+        cache = self._make(_kv_config(groups, shape.device, self._rows.slots, self._settings), self._rows)
+        places = self._places | {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
+        leases = self._leases | {cache: _Lease(cache)}
         self._rows.add(cache)
-        self._leases[cache] = _Lease(cache)
-        self._places |= {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
+        self._places, self._leases = places, leases
+
+    def _make(self, config: KVConfig, rows: BatchRows) -> KVCache:
+        """A cache with the rows' slots and tokens, which is closed if it cannot have them: a traceback may keep it."""
+        assert self._pool is not None
+        cache = KVCache(config, pool=self._pool)
+        try:
+            rows.prepare(cache)
+        except BaseException:
+            _close([cache])
+            raise
+        return cache
 
     def _find_pool(self, shape: Shape) -> None:
         """Chooses the pool, assuming that all layers have this shape.
@@ -493,9 +587,9 @@ class Storage:
         settings["memory_budget"] = budget
         config = _kv_config(groups, shape.device, self._rows.slots, settings)
         page_size = resolve(config)[0].page_size
-        self._owns_pool = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
-        if self._owns_pool:
-            self._pool = PagePool(
+        owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
+        if owns:
+            pool = PagePool(
                 budget,
                 device=shape.device,
                 page_size=page_size,
@@ -503,8 +597,8 @@ class Storage:
                 zero_on_free=config.zero_on_free,
             )
         else:
-            self._pool = shared_pool(budget, shape.device, page_size, config.guard)
-        self._settings = settings
+            pool = shared_pool(budget, shape.device, page_size, config.guard)
+        self._pool, self._owns_pool, self._settings = pool, owns, settings
 
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None
@@ -520,47 +614,48 @@ class Storage:
         )
         return quantised_groups([group], shape.dtype) if self._quantised else ([group], {})
 
-    def _reserve(self, capacity: int, count: int, length: int) -> list[KVCache]:
-        """Replaces all caches by new ones for this many rows of this length; returns the old ones. A failure changes
-        nothing.
+    def _reserve(
+        self, capacity: int, count: int, length: int
+    ) -> tuple[BatchRows, dict[int, _Place], dict[KVCache, _Lease]]:
+        """Memory like the present one for this many rows of this length: rows, places and leases. A failure leaves
+        nothing behind.
         """
         rows = BatchRows(capacity, count)
-        caches = {}
-        for old in self.open_caches():
-            caches[old] = KVCache(replace(old.config, max_batch_size=rows.slots), pool=self._pool)
-            rows.add(caches[old])
-        rows.step(length)
-        self._rows = rows
-        self._leases |= {cache: _Lease(cache) for cache in caches.values()}
-        self._places = {index: replace(place, cache=caches[place.cache]) for index, place in self._places.items()}
-        return list(caches)
+        caches: dict[KVCache, KVCache] = {}
+        try:
+            for old in self.open_caches():
+                caches[old] = self._make(replace(old.config, max_batch_size=rows.slots), rows)
+                rows.add(caches[old])
+            rows.step(length)
+        except BaseException:
+            _close(caches.values())
+            raise
+        places = {index: replace(place, cache=caches[place.cache]) for index, place in self._places.items()}
+        return rows, places, {cache: _Lease(cache) for cache in caches.values()}
 
     def _shown(self) -> list[int]:
         return [index for index, view in enumerate(self.views) if view is not None]
 
-    def _show_all(self) -> None:
-        for index in self._shown():
-            self._show(index)
+    def _show(self, layers: Iterable[int]) -> None:
+        for index in layers:
+            place = self._places[index]
+            self.views[index] = self._view(place, self._leases[place.cache], self.count)
 
-    def _show(self, index: int) -> None:
-        self.views[index] = self._view(index, self._leases[self._places[index].cache])
-
-    def _view(self, index: int, lease: _Lease) -> View:
-        """The rows in use of a layer, as tensors that hold the lease."""
-        place = self._places[index]
+    def _view(self, place: _Place, lease: _Lease, count: int) -> View:
+        """The first `count` rows of a layer, as tensors that hold the lease."""
         shape = place.shape
-        keys, values = (
-            tensor.transpose(1, 2).narrow(0, 0, self.count) for tensor in place.cache.lend(place.layer, lease)
-        )
+        keys, values = (tensor.transpose(1, 2).narrow(0, 0, count) for tensor in place.cache.lend(place.layer, lease))
         scales = None
         if place.scales is not None:
             per_key, per_value = place.scales.views(place.cache.lend(place.scales.layer, lease)[0])
-            scales = per_key.transpose(1, 2)[: self.count], per_value.transpose(1, 2)[: self.count]
+            scales = per_key.transpose(1, 2)[:count], per_value.transpose(1, 2)[:count]
         return View(
             keys,
             values,
             scales,
-            (self.count, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, shape.dtype),
+            (count, shape.num_kv_heads, shape.head_dim, shape.v_head_dim),
+            shape.dtype,
+            _represented(shape.dtype),
             decodes=shape.device.type == "cpu" and self._config._attn_implementation in ("sdpa", "vattn"),
         )
 
@@ -605,15 +700,21 @@ class Storage:
     def close(self) -> None:
         if self._closed:
             return
-        caches = self.open_caches()
-        self.views = [None] * len(self.views)
-        self._places.clear()
-        self._rows = None
-        self._closed = True
-        self._retire(caches)
-        if self._pool is not None and self._owns_pool and not self._left:
-            self._pool.close()
-        self._pool = None
+        self.check_open()
+        leases, shown = self._leases, {lease.cache for lease in self._lent}
+        pool, views = self._pool if self._owns_pool else None, [None] * len(self.views)
+        self._closed, self.views, self._places, self._leases, self._rows, self._pool = (
+            True,
+            [*views],
+            {},
+            {},
+            None,
+            None,
+        )
+        self._retire(leases, shown)
+        if pool is not None:
+            with contextlib.suppress(VattnError):  # it ends with the last cache that tensors show
+                pool.close()
 
     def __str__(self) -> str:
         if self._forked is not None:
@@ -629,6 +730,25 @@ def _refuse_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+def _close(caches: Iterable[KVCache]) -> None:
+    """Closes caches; one that cannot be closed now gives its memory back by a later call on any pool."""
+    for cache in caches:
+        with contextlib.suppress(VattnError):
+            cache.close()
+
+
+@functools.cache
+def _represented(dtype: torch.dtype) -> frozenset[torch.dtype]:
+    """The floating-point types whose values a type represents without loss."""
+    types = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
+    promoted = set()
+    for each in types:
+        with contextlib.suppress(RuntimeError):  # types of 8 bits and less are not promoted
+            if torch.promote_types(dtype, each) == dtype:
+                promoted.add(each)
+    return frozenset(promoted | {dtype})
 
 
 def _kv_config(groups: Sequence[TensorGroup], device: torch.device, slots: int, settings: dict[str, Any]) -> KVConfig:

@@ -9,6 +9,8 @@ config but taken from the first update of each layer.
 
 from __future__ import annotations
 
+import copy
+import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -19,9 +21,10 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from vattn.config import KVConfig
-from vattn.errors import ConfigError, UnsupportedModel, VattnError
+from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnError
 from vattn.hf.decoding import DecodedKeys
 from vattn.hf.storage import Saved, Storage, View
+from vattn.integers import as_int, shown
 from vattn.memory.pool import PagePool
 from vattn.quantised import KVCacheDtype
 from vattn.stats import CacheStats
@@ -41,14 +44,14 @@ _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
 
 
-class VirtualCache(Cache):
+class VirtualCache(DynamicCache):
     """A transformers cache whose memory grows with its tokens, in place.
 
     Rows are contiguous in virtual memory. Pages are mapped as tokens arrive; those for the next token are mapped while
     the model computes. Batch size, heads, head sizes, element type and device are those of the first update. Supports
-    everything that `generate()` does with a `DynamicCache`; beams share the pages of their common prefix. Decode steps
-    on a CPU attend by vattn's own kernels where these can compute them (`vattn.hf.decoding`); the model itself is not
-    changed.
+    everything that `generate()` does with a `DynamicCache`, which is its base class because code asks for one before it
+    crops, for example; beams share the pages of their common prefix. Decode steps on a CPU attend by vattn's own
+    kernels where these can compute them (`vattn.hf.decoding`); the model itself is not changed.
 
     Also a context manager that closes the cache. The memory is freed with the last reference, too.
 
@@ -116,7 +119,8 @@ class VirtualCache(Cache):
         }
         quantised = kv_cache_dtype == "int8"
         self._storage = Storage(config, settings, max_batch_size, pool, len(kinds), windows, quantised=quantised)
-        super().__init__(layers=[_layer(self._storage, index, kind) for index, kind in enumerate(kinds)])
+        # Not DynamicCache's, whose layers these replace.
+        Cache.__init__(self, layers=[_layer(self._storage, index, kind) for index, kind in enumerate(kinds)])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -128,13 +132,15 @@ class VirtualCache(Cache):
 
         Returns:
             K and V `[batch, num_kv_heads, tokens, head_dim]`: views of the cache's memory for this forward pass. They
-            may outlive it, but their contents change with the cache; keep `layers[i].keys` and `values` instead. If new
-            tokens require gradients, copies through which the gradients flow.
+            are to be read: rows may share their pages. They may outlive it, but their contents change with the cache;
+            keep `layers[i].keys` and `values` instead, or write to these. If new tokens require gradients, copies
+            through which the gradients flow.
 
         Raises:
             OutOfPages: the budget lacks pages. Nothing was stored; the cache is as before the forward pass.
             InvalidLength: more than `max_context_len` tokens.
-            ConfigError: rows or shapes differ from those in the cache; it may be another model's update.
+            ConfigError: rows or shapes differ from those in the cache, which may be another model's; or K and V are not
+                those of the same tokens.
             CacheClosed: the cache is closed.
         """
         if torch.compiler.is_compiling():
@@ -161,24 +167,39 @@ class VirtualCache(Cache):
                 releases of transformers.
 
         Raises:
-            InvalidLength: a sliding window at the new length would reach tokens whose memory was given back. Nothing
-                changed; the tokens of the last forward pass, and a few more, can always be cropped.
+            InvalidLength: a sliding window at the new length would reach tokens whose memory was given back; or this is
+                not a whole number. Nothing changed; the tokens of the last forward pass, and a few more, can always be
+                cropped, and after `activate_past_recording` all tokens since then or since the last crop.
         """
         lengths = enumerate(self._storage.lengths)
         self._storage.cut({index: _kept(length, tokens_to_remove) for index, length in lengths})
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replaces row i by row `beam_idx[i]`. Short differences are copied, long ones are mapped (`BatchRows`)."""
-        self._storage.select(beam_idx.tolist())
+        """Replaces row i by row `beam_idx[i]`. Short differences are copied, long ones are mapped (`BatchRows`).
+
+        Raises:
+            ConfigError: these are not row numbers, or more than `max_batch_size`. Nothing changed.
+            OutOfPages, DriverError: a row could not be replaced. The cache is empty, or nothing changed.
+        """
+        self._storage.select(_row_numbers(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row; the copies share its pages if `max_batch_size` reserved rows for them."""
-        self._storage.select([row for row in range(self._storage.count) for _ in range(repeats)])
+        """Repeats every row; the copies share its pages if `max_batch_size` reserved rows for them. Errors are those of
+        `reorder_cache`.
+        """
+        try:
+            times = as_int(repeats)
+        except TypeError as error:
+            raise ConfigError(f"repeats: {error}") from None
+        self._storage.select([row for row in range(self._storage.count) for _ in range(times)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`: row numbers, or a mask."""
-        kept = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._storage.select(kept.tolist())
+        """Keeps the rows `indices`: row numbers, or a mask. Errors are those of `reorder_cache`."""
+        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+            if indices.shape != (self._storage.count,) and any(self._storage.lengths):
+                raise ConfigError(f"a mask {list(indices.shape)} of {self._storage.count} rows; give a flag per row")
+            indices = indices.nonzero().flatten()
+        self._storage.select(_row_numbers(indices))
 
     @property
     def max_context_len(self) -> int:
@@ -216,23 +237,24 @@ class VirtualCache(Cache):
     ) -> None:
         self.close()
 
+    def __copy__(self) -> VirtualCache:
+        """An independent cache with the same tokens: two caches cannot have one memory."""
+        return _load(self._config, self._arguments, self._storage.saved())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
-        """An independent cache with the same tokens."""
-        saved = self._storage.saved()
-        copied = memo[id(self)] = VirtualCache(self._config, **self._arguments)
-        copied._storage.restore(saved)
+        copied = memo[id(self)] = copy.copy(self)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keys and values as independent tensors, and the cache's arguments except for the pool."""
-        start, layers = self._storage.saved()
+        start, recording, layers = self._storage.saved()
         kept = [
             None
             if layer is None
             else (*layer[:3], tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in layer[3]))
             for layer in layers
         ]
-        return _load, (self._config, self._arguments | {"pool": None}, (start, kept))
+        return _load, (self._config, self._arguments | {"pool": None}, (start, recording, kept))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Keys, values and sliding window of every layer, as `DynamicCache` yields and accepts them."""
@@ -266,10 +288,13 @@ class VirtualLayer(CacheLayerMixin):
         """K of all tokens, `[batch, num_kv_heads, tokens, head_dim]`; None before the first update.
 
         Writing to it changes the cache, unless it is stored in 8 bits and this is a copy. It may be kept: its contents
-        do not change with the cache. An assignment replaces K of all tokens.
+        do not change with the cache. An assignment replaces K of all tokens. Rows that share pages, as beams do, get
+        pages of their own first.
 
         Raises:
             ConfigError: an assigned tensor has another shape, or a type that the layer's cannot represent.
+            OutOfPages: the budget has no pages for rows of their own, or for a copy beside tensors that were kept.
+                Nothing changed.
         """
         return self._part(0)
 
@@ -289,7 +314,7 @@ class VirtualLayer(CacheLayerMixin):
     @property
     def dtype(self) -> torch.dtype:
         """Element type of keys and values."""
-        return self._shown().accepts[-1]
+        return self._shown().dtype
 
     @property
     def device(self) -> torch.device:
@@ -302,12 +327,13 @@ class VirtualLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         storage, index = self._storage, self._index
         view = storage.views[index]
-        batch, heads, tokens, key_dim = key_states.shape
-        if view is None or (batch, heads, key_dim, value_states.shape[3], key_states.dtype) != view.accepts:
+        if view is None or not view.takes(key_states, value_states):
+            view = None  # a traceback would keep its memory
             view = storage.observe(index, key_states, value_states)
-        start = storage.lengths[index]
+        start, tokens = storage.lengths[index], key_states.shape[2]
         end = start + tokens
         if end != storage.end:
+            view = None
             view = storage.advance(index, tokens)
         first = self._first_seen(start)
         if torch.is_grad_enabled() and (
@@ -401,14 +427,41 @@ class VirtualSlidingLayer(VirtualLayer):
         super().__init__(storage, index)
         self.sliding_window = window
 
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave the window are kept until the next `crop`, so that it can go back to them."""
+        return self._storage.recording[self._index]
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        self._storage.recording[self._index] = recording
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
     def _first_seen(self, start: int) -> int:
         return max(0, start - self.sliding_window + 1)
 
 
-def _kept(length: int, tokens_to_remove: int) -> int:
+def _kept(length: int, tokens_to_remove: object) -> int:
     """The tokens of a layer that remain after `crop`."""
-    tokens_to_remove = int(tokens_to_remove)  # assisted generation passes a tensor in older releases of transformers
-    return max(0, length + tokens_to_remove) if tokens_to_remove <= 0 else min(length, tokens_to_remove)
+    try:
+        tokens = as_int(tokens_to_remove)  # assisted generation passes a tensor in older releases of transformers
+    except TypeError as error:
+        raise InvalidLength(f"tokens_to_remove: {error}") from None
+    return max(0, length + tokens) if tokens <= 0 else min(length, tokens)
+
+
+def _row_numbers(indices: object) -> list[int]:
+    try:
+        rows = torch.as_tensor(indices)
+        if rows.ndim == 1 and not rows.numel():
+            return []
+        if rows.ndim == 1 and not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool):
+            return rows.tolist()
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ConfigError(f"{shown(indices)} are no row numbers; give a tensor of integers with one dimension")
 
 
 def _text_config(model_or_config: Any) -> PretrainedConfig:
@@ -478,9 +531,16 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> VirtualCache:
-    """Restores a pickled cache."""
+    """A cache with these tokens."""
     cache = VirtualCache(config, **arguments)
-    cache._storage.restore(saved)
+    try:
+        cache._storage.restore(saved)
+    except BaseException as error:
+        # The traceback may live long: it must keep neither this cache nor tensors of the copied one.
+        del saved
+        traceback.clear_frames(error.__traceback__)
+        cache.close()
+        raise
     return cache
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
 from vattn import cpu
+from vattn.hf.batch_rows import BatchRows
 from vattn.memory.fences import sync_refusal
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
@@ -242,6 +246,82 @@ def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
             cache.check()
 
 
+def _kept_in_the_way(cache: vattn.VirtualCache) -> None:
+    kept = cache.layers[0].keys
+    try:
+        cache.crop(-1)
+    finally:
+        del kept
+
+
+def _update(cache: vattn.VirtualCache, tokens: int) -> None:
+    cache.update(*[torch.zeros(1, 2, tokens, 64)] * 2, 0)
+
+
+# What exceeds a budget of 100 pages, in a pool of the cache's own or of its user, after 200 tokens, which take 52.
+FAILURES: dict[str, Callable[[vattn.VirtualCache], object]] = {
+    "update": lambda cache: _update(cache, 700),
+    "crop": _kept_in_the_way,
+    "more rows": lambda cache: cache.batch_repeat_interleave(9),
+    "other shapes": lambda cache: (cache.reset(), cache.update(*[torch.zeros(1, 2, 900, 32)] * 2, 1)),
+}
+
+
+@pytest.mark.parametrize("failure", ["first update", "copy", *FAILURES])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_cache_can_be_closed_where_its_budget_was_exceeded(failure: str, own: bool) -> None:
+    """In the except block, whose traceback keeps what the call had; nothing of it is left, and no pool is in use."""
+    if failure == "copy" and own:
+        pytest.skip("a copy has a budget of its own")
+    before = target.usage()
+    pool = None if own else vattn.PagePool(100 * 4096, page_size=4096)
+    options = {"memory_budget": 100 * 4096, "page_size": 4096} if own else {"pool": pool}
+    cache = vattn.VirtualCache(LlamaConfig(num_hidden_layers=2), max_context_len=2000, **options)
+    try:
+        if failure == "first update":
+            _update(cache, 900)
+        _update(cache, 200)
+        (copy.deepcopy if failure == "copy" else FAILURES[failure])(cache)
+    except vattn.OutOfPages:
+        cache.close()
+        if pool is not None:
+            pool.close()
+        assert target.usage() == before
+    else:
+        pytest.fail("the budget was enough")
+
+
+@pytest.mark.parametrize("point", ["prepare", "add"])
+def test_what_is_half_made_is_closed(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the caches of a larger reservation, of which the second one fails, none is left in the traceback."""
+    pool = vattn.PagePool("4MiB", page_size=4096)
+    model = make_model("gemma3")
+    with vattn.VirtualCache(model, max_context_len=256, pool=pool) as cache:
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        pages = pool.free_pages
+        true, left = getattr(BatchRows, point), 1
+
+        def fail(rows: BatchRows, inner: vattn.KVCache) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+            true(rows, inner)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchRows, point, fail)
+            try:
+                cache.batch_repeat_interleave(3)
+            except KeyboardInterrupt:
+                assert pool.free_pages == pages
+                cache.check()
+        assert cache.get_seq_length() == 20
+        cache.batch_repeat_interleave(3)
+        cache.check()
+    pool.close()
+
+
 def test_crop_by_a_tensor() -> None:
     """As assisted generation passes it in older releases of transformers."""
     model = make_model("llama")
@@ -250,6 +330,108 @@ def test_crop_by_a_tensor() -> None:
         cache.crop(torch.tensor(-2))  # type: ignore[arg-type]
         model(input_ids=torch.tensor([[6]]), past_key_values=cache, use_cache=True)
         assert cache.get_seq_length() == 4
+
+
+def forward(model: transformers.PreTrainedModel, cache: Any, tokens: int, seed: int) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor(make_prompts([tokens], seed=seed)), past_key_values=cache).logits
+    return logits
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_recording_lets_a_crop_go_back_as_far_as_a_dynamic_cache(family: str, copied: Any) -> None:
+    """Several forward passes beyond the window, then a crop that takes all of them back, again and again."""
+    model = make_model(family)
+    theirs = DynamicCache(config=model.config)
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(vattn.VirtualCache(model, **OPTIONS))
+        for cache in (ours, theirs):
+            forward(model, cache, 60, 0)
+            cache.activate_past_recording()
+            assert all(cache.is_recording_past(i) for i, sliding in enumerate(cache.is_sliding) if sliding)
+        for turn, (passes, gone) in enumerate([(40, -38), (25, 0), (30, -30), (1, 0), (3, -1), (50, -50)]):
+            for step in range(passes):
+                got, want = (forward(model, cache, 1, turn * 100 + step) for cache in (ours, theirs))
+                torch.testing.assert_close(got, want)
+            if copied is not None:
+                ours = stack.enter_context(copied(ours))
+            for cache in (ours, theirs):
+                cache.crop(gone)
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            ours.check()
+        got, want = (forward(model, cache, 7, 999) for cache in (ours, theirs))
+        torch.testing.assert_close(got, want)
+        # A crop ends what was recorded, as it does there.
+        assert ours.stats().owned_pages < 60
+
+
+def test_recording_ends() -> None:
+    model = make_model("mistral-window")
+    with vattn.VirtualCache(model, **OPTIONS | {"layout": "fused"}) as cache:
+        cache.activate_past_recording()
+        for step in range(100):
+            forward(model, cache, 1, step)
+        (inner,) = cache._storage.open_caches()
+        recorded = inner.stats().owned_pages
+        for layer in cache.layers:
+            layer.record_past = False  # as generate() leaves a cache
+        forward(model, cache, 1, 100)
+        forward(model, cache, 1, 101)
+        inner.check()
+        assert inner.stats().owned_pages < recorded / 2
+        with pytest.raises(vattn.InvalidLength):
+            cache.crop(-90)
+
+
+def test_an_assistant_with_a_window_takes_its_drafts_back() -> None:
+    """It drafts token by token, past its window, and goes back behind the drafts that were not taken."""
+    model, assistant = make_model("llama"), make_model("mistral-window")
+    want = model.generate(IDS, **GREEDY | {"max_new_tokens": 40})
+    assistant.generation_config.num_assistant_tokens = 12
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0
+    made = []
+
+    class Made(vattn.VirtualCache):
+        def __init__(self, config: Any = None, **options: Any) -> None:
+            super().__init__(config, **OPTIONS)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.generation.utils.DynamicCache", Made)
+        got = model.generate(IDS, assistant_model=assistant, **GREEDY | {"max_new_tokens": 40})
+    assert torch.equal(got, want)
+    assert len(made) == 2
+    for cache in made:
+        cache.close()
+
+
+def test_blt_looks_up_its_prompt() -> None:
+    """It wraps its cache in an EncoderDecoderCache, which crops DynamicCaches only."""
+    part = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    part |= {"intermediate_size": 48, "vocab_size": 300, "max_position_embeddings": 256, "cross_attn_k": 2}
+    config = transformers.BltConfig(
+        vocab_size=300, max_position_embeddings=256, patch_in_forward=False, patch_size=3, patching_mode="static",
+        encoder_hash_byte_group_size=[2, 3], encoder_hash_byte_group_vocab=64, patcher_config=dict(part),
+        encoder_config={**part, "hidden_size_global": 64}, decoder_config={**part, "hidden_size_global": 64},
+        global_config={**part, "hidden_size": 64},
+    )  # fmt: skip
+    config.num_hidden_layers = 4  # without it, DynamicCache refuses the config
+    torch.manual_seed(0)
+    model = transformers.BltForCausalLM(config).eval()
+    ids = torch.arange(5, 25)[None]
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": 8,
+        "pad_token_id": 0,
+        "prompt_lookup_num_tokens": 3,
+    }
+    want = model.generate(ids, **options)
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        assert isinstance(cache, DynamicCache)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+        cache.check()
 
 
 # What it refuses

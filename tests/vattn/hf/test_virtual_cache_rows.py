@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scripts
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
@@ -52,11 +55,19 @@ class Naive:
         self.held = [[change(tensor) for tensor in layer] for layer in self.held]
 
 
-def compare(cache: vattn.VirtualCache, naive: Naive) -> None:
-    for layer, held, window in zip(cache.layers, naive.held, naive.windows, strict=True):
+def shown(cache: vattn.VirtualCache, layer: int) -> tuple[Tensor, Tensor]:
+    """What a layer's next query sees, without an end to what rows share, as `keys` and `values` would."""
+    length = cache.get_seq_length()
+    view = cache._storage.views[layer]
+    assert view is not None
+    return view.read(cache.layers[layer]._first_seen(length), length)
+
+
+def compare(cache: vattn.VirtualCache, naive: Naive, *, taken: bool = True) -> None:
+    for index, (layer, held, window) in enumerate(zip(cache.layers, naive.held, naive.windows, strict=True)):
         assert layer.get_seq_length() == naive.length
         first = 0 if window is None else max(0, naive.length - window + 1)
-        for got, want in zip((layer.keys, layer.values), held, strict=True):
+        for got, want in zip((layer.keys, layer.values) if taken else shown(cache, index), held, strict=True):
             assert torch.equal(got, want[:, :, first:])
     cache.check()
 
@@ -79,8 +90,10 @@ def test_random_operations(seed: int, layers: str, reserved: int | None) -> None
     naive = Naive(dims, windows)
     forked = 0
     last, moved = 0, False  # tokens of the last forward pass that are left; rows changed since
-    for _ in range(60):
-        action = rng.choice(["update"] * 4 + ["reorder"] * 3 + ["crop", "select", "repeat", "reset", "copy", "trim"])
+    for _ in range(80):
+        action = rng.choice(
+            ["update"] * 6 + ["reorder"] * 4 + ["repeat"] * 2 + ["crop", "select", "reset", "copy", "trim", "write"]
+        )
         if action == "update" or not naive.length:
             batch = naive.batch if naive.length else rng.randint(1, 5)
             count = rng.choice([1, 1, 2, 17, 40])
@@ -101,7 +114,7 @@ def test_random_operations(seed: int, layers: str, reserved: int | None) -> None
             except vattn.InvalidLength:
                 assert layers == "windows", "only windows are given back"
                 assert gone > last or moved, "the last forward pass cannot be cropped"
-                compare(cache, naive)
+                compare(cache, naive, taken=False)
                 continue
             last -= gone
             naive.each(lambda tensor, kept=kept: tensor[:, :, :kept])
@@ -132,8 +145,14 @@ def test_random_operations(seed: int, layers: str, reserved: int | None) -> None
             cache = other
         elif action == "trim":
             cache.trim()
+        elif action == "write":
+            index, side, row = rng.randrange(3), rng.randrange(2), rng.randrange(naive.batch)
+            tensor = (cache.layers[index].keys, cache.layers[index].values)[side]
+            naive.held[index][side][row, :, -tensor.shape[2] :].neg_()
+            tensor[row].neg_()
+            del tensor
         if naive.length:
-            compare(cache, naive)
+            compare(cache, naive, taken=rng.random() < 0.2)
         else:
             assert cache.get_seq_length() == 0
     assert forked, "no row was ever a fork of another"
@@ -155,6 +174,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common() -> None:
     assert shared.shared_pages == 6 * 2 * HEADS  # whole blocks of 16 tokens, K and V
     assert shared.owned_pages < alone.owned_pages / 2
     cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    assert cache.stats().shared_pages == shared.shared_pages
     assert torch.equal(cache.layers[0].keys[:, :, :100], keys[[2, 2, 2, 2]])
     cache.close()
 
@@ -194,4 +214,230 @@ def test_a_move_that_runs_out_of_pages_leaves_an_empty_cache() -> None:
     cache.check()
     cache.update(keys, keys, 0)
     assert torch.equal(cache.layers[0].keys, keys)
+    cache.close()
+
+
+# What is written to keys and values
+
+MOVES: dict[str, tuple[str, list[int]]] = {
+    "repeated": ("batch_repeat_interleave(2)", [0, 0, 1, 1]),
+    "replaced": ("reorder_cache(torch.tensor([0, 0]))", [0, 0]),
+    "swapped": ("reorder_cache(torch.tensor([1, 0]))", [1, 0]),
+    "selected": ("batch_select_indices(torch.tensor([1, 1, 0]))", [1, 1, 0]),
+}
+WRITES: dict[str, tuple[str, str]] = {
+    "assigned": ("layer.keys = new", "keys = new"),
+    "one row": ("layer.keys[0] = 7", "keys[0] = 7"),
+    "in place": ("layer.keys.mul_(2)", "keys.mul_(2)"),
+    "augmented": ("layer.keys *= 2", "keys *= 2"),
+    "later": ("mine = layer.keys; cache.crop(-1); cache.update(last, last, 0); mine.mul_(2)", ""),
+}
+SCRIPT = """
+import torch, vattn
+from transformers import LlamaConfig
+
+torch.manual_seed(0)
+cache = vattn.VirtualCache(
+    LlamaConfig(num_hidden_layers=1), max_context_len=200, max_batch_size=4, memory_budget="8MiB", page_size=4096
+)
+keys = torch.randn(2, 2, 100, 64)
+cache.update(keys, -keys, 0)
+cache.{move}
+keys = keys[{rows}]
+assert cache.stats().shared_pages or {swapped}
+new, last = torch.randn_like(keys), keys[:, :, -1:]
+layer = cache.layers[0]
+{write}
+{same}
+assert torch.equal(layer.keys, keys)
+cache.check()
+cache.reorder_cache(torch.arange(len(keys)).flip(0))
+keys = keys.flip(0)
+assert torch.equal(layer.keys, keys)
+cache.close()
+"""
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("move", MOVES)
+def test_rows_that_share_pages_are_written_alone(move: str, write: str) -> None:
+    how, rows = MOVES[move]
+    code, same = WRITES[write]
+    script = SCRIPT.format(move=how, rows=rows, write=code, same=same, swapped=move == "swapped")
+    done = scripts.run(script)
+    assert done.returncode == 0, done.stderr or done.returncode
+
+
+@pytest.mark.parametrize("tokens", [5, 100])
+@pytest.mark.parametrize("assigned", [True, False])
+def test_what_was_written_is_not_taken_for_what_rows_shared(tokens: int, assigned: bool) -> None:
+    """Rows that were equal are not, once one was written: a row that replaces another is copied."""
+    cache, _ = filled(2, tokens)
+    cache.reorder_cache(torch.tensor([0, 0]))
+    layer = cache.layers[0]
+    if assigned:
+        layer.keys = torch.cat([layer.keys[:1], -layer.keys[1:]])
+    else:
+        layer.keys[1].neg_()
+    keys = layer.keys.clone()
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(layer.keys, keys[[1, 1]])
+    cache.close()
+
+
+def test_a_swap_can_be_read_without_a_page_left() -> None:
+    """Rows that changed places share nothing, but are mapped read-only."""
+    cache, keys = filled(2, 100, memory_budget="8MiB", max_batch_size=2)
+    pages = cache.stats().owned_pages
+    cache.close()
+    cache, keys = filled(2, 100, memory_budget=(pages + 2 * 2 * HEADS) * 4096, overlap=False, max_batch_size=2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    blocker = vattn.VirtualCache(LlamaConfig(num_hidden_layers=1), max_context_len=200, pool=cache._storage._pool)
+    blocker.update(keys[:1, :, :16], keys[:1, :, :16], 0)
+    assert cache.stats().free_pages == 0
+    cache.layers[0].keys.add_(1)
+    assert torch.equal(cache.layers[0].keys, keys[[1, 0]] + 1)
+    assert torch.equal(cache.layers[0].values, keys[[1, 0]])
+    blocker.close()
+    cache.close()
+
+
+def test_keys_that_the_budget_does_not_hold_apart() -> None:
+    cache, keys = filled(1, 100, memory_budget=60 * 4096, max_batch_size=4)
+    cache.batch_repeat_interleave(4)
+    before = cache.stats()
+    keys = keys.repeat_interleave(4, dim=0)
+    for attempt in (lambda: cache.layers[0].keys, lambda: setattr(cache.layers[0], "values", keys)):
+        with pytest.raises(vattn.OutOfPages) as caught:
+            attempt()
+        assert "pages of their own" in caught.value.__notes__[0]
+        assert all(torch.equal(side, keys) for side in shown(cache, 0))
+        cache.check()
+    assert cache.stats().shared_pages <= before.shared_pages
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert torch.equal(cache.layers[0].keys, keys[:2])
+    cache.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_what_only_reads_leaves_rows_shared(kv_cache_dtype: str) -> None:
+    cache, keys = filled(2, 1500, kv_cache_dtype=kv_cache_dtype, max_batch_size=4, max_context_len=2000)
+    cache.batch_repeat_interleave(2)
+    shared = cache.stats().shared_pages
+    assert shared
+    last = keys[[0, 0, 1, 1]][:, :, :1]
+    for _ in range(3):
+        cache.update(last, last, 0)
+    for copied in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        copied.close()
+    if kv_cache_dtype == "int8":  # a copy
+        assert cache.layers[0].keys.shape[2] == 1503
+    assert cache.stats().shared_pages == shared
+    cache.close()
+
+
+def test_codes_of_rows_that_share_pages_are_assigned_alone() -> None:
+    cache, _ = filled(1, 1500, kv_cache_dtype="int8", max_batch_size=2, max_context_len=2000)
+    cache.batch_repeat_interleave(2)
+    assert cache.stats().shared_pages
+    want = cache.layers[0].keys
+    want[1].neg_()
+    cache.layers[0].keys = want
+    torch.testing.assert_close(cache.layers[0].keys, want)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(cache.layers[0].keys, want.flip(0))
+    cache.close()
+
+
+# What is refused
+
+
+def mixed(**options: Any) -> vattn.VirtualCache:
+    """A full layer, then one with a window of 20."""
+    kinds = ["full_attention", "sliding_attention"]
+    config = MistralConfig(num_hidden_layers=2, sliding_window=20, layer_types=kinds)
+    return vattn.VirtualCache(config, **OPTIONS | options)
+
+
+def test_a_crop_that_is_refused_leaves_beams_as_they_were() -> None:
+    """The full layer goes back into what its rows share, and forth again."""
+    with mixed() as cache:
+        keys = torch.randn(2, HEADS, 190, 64)
+        for first, end in ((0, 80), (80, 120), (120, 180), (180, 190)):
+            for layer in range(2):
+                cache.update(keys[:, :, first:end], keys[:, :, first:end], layer)
+            if end == 120:
+                cache.reorder_cache(torch.tensor([0, 0]))
+        keys[1, :, :120] = keys[0, :, :120]
+        with pytest.raises(vattn.InvalidLength, match="memory was given back"):
+            cache.crop(-90)
+        assert torch.equal(shown(cache, 0)[0], keys)
+        assert torch.equal(shown(cache, 1)[0], keys[:, :, -19:])
+        cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+        assert torch.equal(shown(cache, 0)[0], torch.cat([keys, keys[:, :, :1]], dim=2))
+        cache.check()
+
+
+def test_rows_that_are_repeated_go_back_as_far_as_before() -> None:
+    with mixed(max_batch_size=4) as cache:
+        keys = torch.randn(2, HEADS, 100, 64)
+        for part in (keys[:, :, :60], keys[:, :, 60:]):
+            for layer in range(2):
+                cache.update(part, part, layer)
+        cache.batch_repeat_interleave(2)
+        cache.crop(-40)
+        keys = keys[:, :, :60].repeat_interleave(2, dim=0)
+        assert torch.equal(cache.layers[0].keys, keys)
+        assert torch.equal(cache.layers[1].keys, keys[:, :, -19:])
+        cache.check()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "why"),
+    [
+        (lambda cache: cache.crop(-1.5), vattn.InvalidLength, "whole number"),
+        (lambda cache: cache.crop(None), vattn.InvalidLength, "whole number"),
+        (lambda cache: cache.layers[0].crop("1"), vattn.InvalidLength, "whole number"),
+        (lambda cache: cache.batch_repeat_interleave(1.5), vattn.ConfigError, "whole number"),
+        (lambda cache: cache.batch_repeat_interleave(-1), vattn.ConfigError, "no rows are left"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0.0, 1.0])), vattn.ConfigError, "no row numbers"),
+        (lambda cache: cache.reorder_cache(torch.tensor([[0, 1]])), vattn.ConfigError, "no row numbers"),
+        (lambda cache: cache.reorder_cache(torch.tensor([True, True])), vattn.ConfigError, "no row numbers"),
+        (lambda cache: cache.reorder_cache("01"), vattn.ConfigError, "no row numbers"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), vattn.ConfigError, "a flag per row"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2])), vattn.ConfigError, "do not exist"),
+    ],
+)
+def test_calls_with_other_than_numbers(call: Callable[[Any], object], error: type[Exception], why: str) -> None:
+    cache, keys = filled(2, 10)
+    with pytest.raises(error, match=why):
+        call(cache)
+    assert torch.equal(cache.layers[0].keys, keys)
+    cache.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (torch.zeros(2, HEADS, 3, 64), torch.zeros(2, HEADS, 1, 64)),
+        (torch.zeros(2, HEADS, 3, 64), torch.zeros(1, HEADS, 3, 64)),
+        (torch.zeros(2, HEADS, 3, 64), torch.zeros(2, 1, 3, 64)),
+        (torch.zeros(2, HEADS, 64), torch.zeros(2, HEADS, 64)),
+        (torch.zeros(2, HEADS, 3, 64), torch.zeros(2, HEADS, 3, 64, dtype=torch.int64)),
+    ],
+    ids=["tokens", "rows", "heads", "dimensions", "type"],
+)
+def test_keys_and_values_that_do_not_belong_together(key: Tensor, value: Tensor, first: bool) -> None:
+    """Nothing is broadcast."""
+    cache, keys = filled(2, 10)
+    if first:
+        cache.close()
+        cache = vattn.VirtualCache(LlamaConfig(num_hidden_layers=1), **OPTIONS)
+    with pytest.raises(vattn.ConfigError, match=r"alike but for the head sizes"):
+        cache.update(key, value, 0)
+    if not first:
+        with pytest.raises(vattn.ConfigError, match="holds 2 KV heads"):
+            cache.update(keys, keys.double(), 0)
+        assert torch.equal(cache.layers[0].keys, keys)
     cache.close()

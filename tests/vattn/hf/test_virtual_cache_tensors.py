@@ -171,6 +171,21 @@ def test_assigned_keys_and_values_are_attended_to(family: str, dtype: str) -> No
     ours.close()
 
 
+def test_an_augmented_assignment_needs_no_other_memory(model: transformers.PreTrainedModel) -> None:
+    with filled(model, memory_budget=30 * 4096, layout="layer") as cache:
+        want = cache.layers[0].values * 0.5
+        cache.layers[0].values *= 0.5
+        assert torch.equal(cache.layers[0].values, want)
+        kept = cache.layers[0].values
+        with pytest.raises(vattn.OutOfPages) as caught:
+            cache.layers[0].values = want * 2
+        assert "still show" in caught.value.__notes__[0]
+        assert torch.equal(cache.layers[0].values, want)
+        del kept, caught
+        cache.layers[0].values = want * 2
+        assert torch.equal(cache.layers[0].values, want * 2)
+
+
 def test_assignments_that_it_cannot_hold(model: transformers.PreTrainedModel) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache, pytest.raises(vattn.ConfigError, match="before its first"):
         cache.layers[0].keys = torch.zeros(2, 2, 40, 8)

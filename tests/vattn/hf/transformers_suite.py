@@ -32,8 +32,6 @@ KNOWN = {
     "is for layers of full or sliding-window attention": "a model that is refused",
     "stays on the model's device": "offloading",
     "An assignment replaces values": "keys of another shape assigned to a layer",
-    "to be an instance of <class 'transformers.cache_utils.DynamicCache'>": "isinstance(..., DynamicCache)",
-    "is not an instance of <class 'transformers.cache_utils": "isinstance(..., DynamicCache)",
 }
 _ENVIRONMENT = "VATTN_TRANSFORMERS_SUITE"
 
