@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -17,6 +17,10 @@ demo: $(VENV)/.installed
 # A process per core, each with one thread: two threads on two cores wait for each other under any other load.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# The same in its long form: everything that `make test` proves in a shorter one (an hour or two on two cores).
+check-long: $(VENV)/.installed
+	VATTN_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # While developing: all but the slow tests.
 test-fast: $(VENV)/.installed

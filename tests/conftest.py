@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import PAGED_WINDOWS
+from effort import LONG, effort
 
 from vattn.engine.kv.make import BACKENDS
 
@@ -14,8 +15,11 @@ collect_ignore = ["clients"]  # they run in an environment of their own: `make c
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: one that starts last keeps a worker busy after the others are done."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests first: one that starts last keeps a worker busy after the others are done. Long ones if asked for."""
+    if not LONG:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -25,6 +29,13 @@ KVS = (*BACKENDS, PAGED_WINDOWS)
 @pytest.fixture(params=KVS)
 def kv(request: pytest.FixtureRequest) -> str:
     """Every test that takes this runs over every backend."""
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture(params=effort(("virtual", "paged"), KVS))
+def main_kv(request: pytest.FixtureRequest) -> str:
+    """For what hardly depends on the backend and takes long: two backends, and all of them in a long run."""
     backend: str = request.param
     return backend
 

@@ -72,6 +72,7 @@ assert max(tails.check("torch_sdpa", kind) for kind in tails.KINDS) <= tails.TOL
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_part_runs_over_the_stub() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     command = [sys.executable, "-c", REHEARSAL]

@@ -384,10 +384,10 @@ def run_all(llm: LLM) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_generate(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_generate(main_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    with small_llm(kv, speculative_config=drafts) as llm:
+    with small_llm(main_kv, speculative_config=drafts) as llm:
         want = run_all(llm)
         interrupted = 0
         for moment in moments(lambda: run_all(llm)):
@@ -450,9 +450,11 @@ def drive(llm: LLM) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_step_fails_what_ran_and_the_rest_goes_on(
+    main_kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 2)
-    with small_llm(kv) as llm:
+    with small_llm(main_kv) as llm:
         want = run_all(llm)
         for moment in moments(lambda: drive(llm)):
             with Interrupter(moment).watching():

@@ -51,9 +51,9 @@ def test_late_arrivals(kv: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
-def test_preemption(family: str, kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption(family: str, main_kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
-    prompts = make_prompts([20, 21, 22, 23])
+    kv, prompts = main_kv, make_prompts([20, 21, 22, 23])
     # Two pages of a layer, or several blocks.
     longest = 256 if sizes(family, kv) else 128 if kv == "virtual" else 88
     max_tokens = longest - 28

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 
 import pytest
+from effort import effort
 
 from vattn import CacheStats, CallStats, _native, drivers
 
 DEVICE = os.environ.get("VATTN_TEST_DEVICE", "cpu")
-EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", "50"))  # runs of what is random
+EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", effort(25, 200)))  # runs of what is random
 host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the host driver")
 
 if DEVICE != "cpu":
