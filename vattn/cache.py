@@ -460,7 +460,7 @@ class KVCache(PoolMember):
         return self._bands.block_tokens
 
     def capacity(self) -> Capacity:
-        """What the budget can hold. A new cache logs it (logger `"vattn"`, level INFO)."""
+        """What the budget can hold, in which layout and pages. A new cache logs it (logger `"vattn"`, level INFO)."""
         layout, guard, longest = self.layout, self.config.guard_rows, self.config.max_context_len
         budget = self._ledger.budget
 
@@ -473,6 +473,10 @@ class KVCache(PoolMember):
             requests=min(layout.slots, budget // layout.pages(1 + guard)),
             tokens=layout.slots * longest if requests >= layout.slots else requests * longest + alone(rest),
             longest_context=alone(budget),
+            layout=layout.name,
+            page_size=layout.page_size,
+            page_tokens=layout.page_tokens,
+            usual_waste=layout.usual_waste,
         )
 
     @reading
@@ -485,7 +489,6 @@ class KVCache(PoolMember):
         held = self._pool.free_pages + takeable + self._ledger.owned
         return min(self._ledger.budget, held) - self._ledger.needed
 
-    @reading
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The
         result may be a few pages too high.
@@ -502,6 +505,19 @@ class KVCache(PoolMember):
             InvalidSlot: `reqid` is not allocated.
             InvalidLength: a number is not an integer, or no slot can have that length.
         """
+        # An engine asks about every request in every step, and mostly about a token of a page that it has.
+        if (
+            type(num_tokens) is type(reqid) is int
+            and (chunk_tokens is None or (type(chunk_tokens) is int and chunk_tokens >= 0))
+            and not self._closed
+            and self._pool.settled
+            and self._within_pages(reqid, num_tokens)
+        ):
+            return 0
+        return self._pages_needed(num_tokens, reqid, chunk_tokens)
+
+    @reading
+    def _pages_needed(self, num_tokens: int, reqid: int | None, chunk_tokens: int | None) -> int:
         num_tokens = self._checked_length(num_tokens, "num_tokens")
         chunk = num_tokens if chunk_tokens is None else self._checked_length(chunk_tokens, "chunk_tokens", most=None)
         slots = self._slots
@@ -523,10 +539,14 @@ class KVCache(PoolMember):
         counts, stocked = self._pool.native.counts(), self._pool.mapper.stocked
         slots, ledger, bands = self._slots, self._ledger, self._bands
         requests = [(slot, length, slots.start.get(slot, 0)) for slot, length in slots.length.items()]
+        owned, live_bytes = ledger.owned, bands.live_bytes(requests)
+        # With windows, what the last step's queries saw is live, and the next ones need less.
+        needed = max(ledger.needed, -(-live_bytes // self.layout.page_size))
         return CacheStats(
             page_size=self.layout.page_size,
             budget_pages=ledger.budget,
-            owned_pages=ledger.owned,
+            owned_pages=owned,
+            surplus_pages=max(0, owned - needed),
             parked_pages=ledger.parked,
             cached_pages=ledger.cached,
             shared_pages=bands.shared_pages,
@@ -537,7 +557,7 @@ class KVCache(PoolMember):
             peak_mapped_pages=ledger.peak,
             reserved_bytes=self.layout.reserved_bytes,
             live_tokens=sum(slots.length.values()),
-            live_bytes=bands.live_bytes(requests),
+            live_bytes=live_bytes,
             query_tokens=self._prefixes.query_tokens,
             hit_tokens=self._prefixes.hit_tokens,
             kernel_mappings=_native.host_usage().kernel_mappings,
@@ -643,6 +663,17 @@ class KVCache(PoolMember):
             self._slots.set_limit(slot)
         self._backer.prepare_idle_slot()
         return slot
+
+    def _within_pages(self, slot: int, length: int) -> bool:
+        """Whether a slot surely can grow to `length` in the pages that its tokens need anyway."""
+        slots, bands = self._slots, self._bands
+        before = slots.length.get(slot, 0)
+        return (
+            0 < before <= length <= self.config.max_context_len
+            and not bands.windowed
+            and bands.used_tokens.get(slot, 0) <= before - before % bands.block_tokens
+            and self.layout.pages(slots.backed(length)) == self.layout.pages(slots.backed(before))
+        )
 
     def _by_slot(self, lengths: Sequence[int]) -> dict[int, int]:
         try:

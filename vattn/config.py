@@ -14,9 +14,14 @@ from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, chec
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
-# An automatic page size uses at most half of the kernel's mappings and covers at least this many tokens: with smaller
-# pages, driver calls cost more than the memory that they save.
-_MIN_AUTO_BLOCK_TOKENS = 64
+# An automatic page size covers at least so many tokens, and a token takes at most so many pages: with smaller pages,
+# driver calls cost more than the memory that they save. On the host a page takes about 10 us of the worker's time.
+_MIN_PAGE_TOKENS = 16
+_MOST_TOKEN_PAGES = 8
+
+# An automatic layout is the fastest to read with which requests leave at most this share of the budget unused when all
+# slots run.
+_MOST_WASTE = 1 / 4
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
@@ -48,11 +53,13 @@ class KVConfig:
         memory_utilization: that share, over 0 and up to 1; the rest is for the model's activations. "auto" is 0.9 on
             CUDA and 0.5 on the host, whose memory is shared with other programs.
         page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest that
-            covers at least 64 tokens and with which the budget cannot exhaust the kernel's table of mappings. On CUDA a
-            multiple of the device's granularity (2 MiB), which "auto" takes.
+            covers at least 16 tokens, that needs at most 8 pages for a token, and with which the budget takes at most
+            half of the kernel's table of mappings. On CUDA a multiple of the device's granularity (2 MiB), which "auto"
+            takes.
         layout: "layer" (a K and a V tensor per layer), "sliced" (a K and a V tensor for all layers) or "fused" (one
-            tensor), in descending order of tokens per page. "auto" takes the first with which the budget gives every
-            slot a token block.
+            tensor), in descending order of tokens per page. "auto" takes the first with which the last blocks of
+            requests leave at most a quarter of the budget unused when every slot has a request; if there is none, the
+            layout and the pages that leave least unused.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
             on the CPU, where attention reads it fastest, and NHD on CUDA, whose kernels expect it.
         block_tokens: most tokens that a page may cover. With a fixed page size it determines the layout, with a fixed
@@ -265,7 +272,8 @@ def resolve(
     else:
         sizes = list(device.page_sizes)
 
-    # Lazily, as building a layout is the slowest part and the first one usually fits.
+    open_size = len(sizes) > 1
+    # Lazily, as building a layout is the slowest part and one of the first usually fits.
     candidates: Iterable[Layout] = (build_layout(config, name, size) for name in names for size in sizes)
     if config.block_tokens is not None:
         candidates = list(candidates)
@@ -278,31 +286,10 @@ def resolve(
             )
         coarsest = max(c.page_tokens for c in fine)
         candidates = [c for c in fine if c.page_tokens == coarsest]
-
-    def pages(candidate: Layout) -> int:
-        slot = sum(kind.lanes * kind.run_pages for kind in candidate.kinds)
-        return min(budget // candidate.page_size, slot * candidate.slots)
-
-    mapping_limit = device.mapping_limit()
-
-    def comfortable(candidate: Layout) -> bool:
-        # A page without a neighbour takes a mapping of its own, and so does the rest of every run.
-        mappings = pages(candidate) + candidate.lanes * candidate.slots
-        return (
-            (mapping_limit is None or mappings <= mapping_limit // 2)
-            and pages(candidate) >= candidate.pages(1) * candidate.slots
-            and (len(sizes) == 1 or config.block_tokens is not None or candidate.page_tokens >= _MIN_AUTO_BLOCK_TOKENS)
-        )
-
-    tried = []
-    for candidate in candidates:
-        tried.append(candidate)
-        if comfortable(candidate):
-            chosen = candidate
-            break
-    else:
-        chosen = min(tried, key=lambda c: c.pages(1) * c.page_size)
-    if pages(chosen) < chosen.pages(1):
+        open_size = False
+    chosen = _choose(candidates, budget, device.mapping_limit(), open_size=open_size)
+    pages = _pages(chosen, budget)
+    if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
@@ -310,4 +297,40 @@ def resolve(
             f"({format_bytes(need)}) for a slot's first token; give or free more memory, or choose smaller pages or a "
             "finer layout ('sliced', 'fused')"
         )
-    return chosen, pages(chosen)
+    return chosen, pages
+
+
+def _choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None, *, open_size: bool) -> Layout:
+    """The best layout: the first one that is cheap to map and wastes little, or else the one that wastes least.
+
+    Args:
+        candidates: from the fastest to read to the finest, each with its pages in ascending size.
+        budget: bytes.
+        open_size: whether the page size is to be chosen, and not only the layout.
+    """
+
+    def mappings(candidate: Layout) -> int:
+        # A page without a neighbour takes a mapping of its own, and so does the rest of every run that has one.
+        pages = _pages(candidate, budget)
+        return pages + min(pages, candidate.lanes * candidate.slots)
+
+    def waste(candidate: Layout) -> float:
+        return candidate.usual_waste * candidate.slots / max(1, _pages(candidate, budget) * candidate.page_size)
+
+    tried = []
+    for candidate in candidates:
+        fits = mapping_limit is None or mappings(candidate) <= mapping_limit // 2
+        cheap = not open_size or (
+            candidate.page_tokens >= _MIN_PAGE_TOKENS
+            and candidate.bytes_per_token <= _MOST_TOKEN_PAGES * candidate.page_size
+        )
+        if fits and cheap and waste(candidate) <= _MOST_WASTE:
+            return candidate
+        tried.append((not fits, 0 if fits else mappings(candidate), waste(candidate), candidate))
+    return min(tried, key=lambda each: each[:3])[3]
+
+
+def _pages(layout: Layout, budget: int) -> int:
+    """Pages of a budget in bytes, and no more than all slots need at full length."""
+    slot = sum(kind.lanes * kind.run_pages for kind in layout.kinds)
+    return min(budget // layout.page_size, slot * layout.slots)

@@ -171,9 +171,21 @@ class Layout:
         """Bytes of address space."""
         return self.slots * sum(kind.lanes * kind.run_pages * self.page_size for kind in self.kinds)
 
+    @functools.cached_property
+    def _lasting(self) -> tuple[tuple[int, int], ...] | None:
+        """Lanes and bytes of a row by kind, where no layer has a window."""
+        if any(band.window is not None for band in self.bands):
+            return None
+        return tuple((kind.lanes, kind.row_bytes) for kind in self.kinds)
+
     def pages(self, tokens: int, start: int = 0) -> int:
         """Pages that back tokens `[0, tokens)` of a slot, without blocks that no query from `start` on sees."""
-        return sum(band.pages(tokens, start) for band in self.bands)
+        if self._lasting is None:
+            return sum(band.pages(tokens, start) for band in self.bands)
+        pages = 0  # for every request in every step
+        for lanes, row_bytes in self._lasting:
+            pages -= lanes * (-tokens * row_bytes // self.page_size)
+        return pages
 
     def most_pages(self, tokens: int, chunk: int = 1) -> int:
         """The most pages that a slot takes while it grows to `tokens` tokens, by up to `chunk` at a time."""
@@ -190,6 +202,11 @@ class Layout:
         """
         ends = sum(kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) for kind in self.kinds)
         return ends + sum((band.block_tokens - 1) * band.token_bytes for band in self.bands if band.window is not None)
+
+    @property
+    def usual_waste(self) -> int:
+        """Bytes that a request holds unused on average, if all lengths are as likely: half of the most."""
+        return self.worst_waste // 2
 
 
 def build(

@@ -23,6 +23,8 @@ class CacheStats:
         page_size: bytes of a page.
         budget_pages: the most that may be mapped.
         owned_pages: pages of running requests; shared ones count once.
+        surplus_pages: owned pages that the requests do not need: mapped ahead, or left from a longer request in the
+            same slot. Like parked pages, they are for any step that needs them.
         parked_pages: pages still mapped for no request, and in no cached token block.
         cached_pages: pages of cached token blocks that no running request uses; they need not be mapped.
         shared_pages: owned pages that several running requests share.
@@ -50,6 +52,7 @@ class CacheStats:
     page_size: int
     budget_pages: int
     owned_pages: int
+    surplus_pages: int
     parked_pages: int
     cached_pages: int
     shared_pages: int
@@ -88,6 +91,11 @@ class CacheStats:
         return self.owned_pages * self.page_size
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes that running requests need: `owned_bytes` without the surplus."""
+        return (self.owned_pages - self.surplus_pages) * self.page_size
+
+    @property
     def parked_bytes(self) -> int:
         """Bytes mapped under slots without a request."""
         return self.parked_pages * self.page_size
@@ -114,30 +122,42 @@ class CacheStats:
 
     @property
     def waste(self) -> float:
-        """Share of the running requests' pages that holds no live token, 0 to 1."""
-        return 1 - self.live_bytes / self.owned_bytes if self.owned_bytes else 0.0
+        """Share of the pages that running requests need which holds no live token, 0 to 1: the ends of last pages."""
+        return 1 - self.live_bytes / self.needed_bytes if self.needed_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The requests and tokens that fit a cache's budget; `str` gives a sentence.
+    """The requests and tokens that fit a cache's budget, and how they lie in memory; `str` gives a sentence.
 
     Attributes:
         budget_bytes: the budget.
         requests: most concurrent requests: slots that can have their first token block at the same time.
         tokens: most tokens at a time, in as few requests as possible.
         longest_context: most tokens of a single request that runs alone.
+        layout: the layout, given or chosen.
+        page_size: bytes of a page, given or chosen.
+        page_tokens: whole tokens that a page covers; 0 where a token is larger than a page.
+        usual_waste: bytes that a request leaves unused in its last pages, on average.
     """
 
     budget_bytes: int
     requests: int
     tokens: int
     longest_context: int
+    layout: str
+    page_size: int
+    page_tokens: int
+    usual_waste: int
 
     def __str__(self) -> str:
+        pages = f"pages of {format_bytes(self.page_size)}"
+        if self.page_tokens:
+            pages += f" for {self.page_tokens:,} token{'s' * (self.page_tokens > 1)}"
         return (
             f"{format_bytes(self.budget_bytes)} hold {self.tokens:,} tokens: of up to {self.requests:,} requests at a "
-            f"time, of up to {self.longest_context:,} tokens"
+            f"time, of up to {self.longest_context:,} tokens; layout {self.layout}, {pages}, of which a request leaves "
+            f"{format_bytes(self.usual_waste)} unused on average"
         )
 
 

@@ -31,7 +31,7 @@ class KVStats:
     Attributes:
         reserved_bytes: address space; only `physical_bytes` of it are backed by memory.
         physical_bytes, peak_physical_bytes: memory that the backend holds, now and at its peak.
-        used_bytes: the part that running requests hold; shared memory counts once.
+        used_bytes: the part that running requests need, which no other can have; shared memory counts once.
         live_bytes: bytes of the cached tokens of running requests; shared ones count once.
         map_calls: driver calls that mapped memory, since the start.
         wait_seconds: time that `prepare` waited for the driver, since the start.

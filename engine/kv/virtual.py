@@ -101,7 +101,7 @@ class VirtualKV(ContiguousKV):
             reserved_bytes=stats.reserved_bytes,
             physical_bytes=stats.created_bytes,
             peak_physical_bytes=max(stats.peak_mapped_bytes, stats.created_bytes),
-            used_bytes=stats.owned_bytes,
+            used_bytes=stats.needed_bytes,
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
             wait_seconds=stats.wait_seconds,

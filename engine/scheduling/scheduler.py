@@ -195,7 +195,8 @@ class Scheduler:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
-        free = self.kv.available()
+        # Looked up for the first claim: most steps grow no request beyond what it has.
+        free = self.kv.available() if self.proposer is not None else None
         alone = len(self.running) + len(self.waiting) == 1
         chunk = self.long_prefill if self.long_prefill and not alone else budget
         entries: dict[Request, Entry] = {}
@@ -207,7 +208,13 @@ class Scheduler:
             draft = self._draft(request, spare, free)
             spare -= len(draft)
             end += len(draft)
-            while request.slot is not None and (claim := self.kv.needed(end, request.slot)) > free:
+            while request.slot is not None and (claim := self.kv.needed(end, request.slot)):
+                if free is None:
+                    free = self.kv.available()
+                if claim <= free:
+                    free -= claim
+                    claims[request] = claim
+                    break
                 before = self.kv.available()
                 victim = self.preempt_last()
                 free += self.kv.available() - before + claims.pop(victim, 0)
@@ -215,15 +222,14 @@ class Scheduler:
                 preempted.append(victim)
             if request.slot is not None and end > start:
                 entries[request] = Entry(request, start, end, draft)
-                claims[request] = claim
                 budget -= end - start
-                free -= claim
 
         # Memory that was just taken from a request must not go to a newcomer.
         admit = admit and not preempted
-        room = self._room() if self.waiting and admit else 0
+        comes = bool(self.waiting) and admit and budget > 0 and len(self.running) < self.max_num_seqs
+        room = self._room() if comes else 0
         underway = _Underway(
-            self.running if self.waiting and admit else (), self.kv.prefix_block_tokens if self.prefix_caching else None
+            self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
         held = 0  # requests at the head of the queue that will fork the slot of one that computes their prompt
         while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
@@ -383,9 +389,9 @@ class Scheduler:
         needed = sum(request.num_uncomputed_tokens for request in [*self.running, *comers])
         return max(0, self.max_num_batched_tokens - needed)
 
-    def _draft(self, request: Request, most: int, free: int) -> tuple[int, ...]:
+    def _draft(self, request: Request, most: int, free: int | None) -> tuple[int, ...]:
         """A draft for a decoding request, if `free` units of memory can hold it."""
-        if not most or self.proposer is None or request.state is not State.DECODING:
+        if not most or self.proposer is None or free is None or request.state is not State.DECODING:
             return ()
         draft = self.proposer.propose(request, most)
         return draft if self.kv.needed(request.num_tokens + len(draft), request.slot) <= free else ()

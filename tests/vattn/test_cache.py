@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -307,6 +308,45 @@ def test_pages_needed_and_available_agree_with_step() -> None:
         assert cache.pages_needed(100) == 2 * COLUMN
         assert cache.total_pages == 8 * COLUMN
         cache.step({reqid: 8 * 64})
+
+
+@pytest.mark.parametrize("guard_rows", [0, 100])
+@pytest.mark.parametrize("sliding_window", [None, 100])
+def test_pages_needed_is_the_same_with_and_without_a_look_at_the_books(
+    guard_rows: int, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most calls ask for a token in a page that the slot needs anyway, and are answered without a call to the pool."""
+    looks = 0
+    rng = random.Random(0)
+    with make(guard_rows=guard_rows, sliding_window=sliding_window, max_batch_size=6) as cache:
+        look = cache._pages_needed
+
+        def counted(*args: Any) -> int:
+            nonlocal looks
+            looks += 1
+            return look(*args)
+
+        monkeypatch.setattr(cache, "_pages_needed", counted)
+        tokens = list(range(700))
+        first, _ = cache.admit(tokens)
+        cache.step({first: 650})
+        cache.commit(first, tokens[:650])
+        slots = [first, cache.admit(tokens)[0], cache.fork(first)]
+        for _ in range(300):
+            slot, before = rng.choice(slots), looks
+            length = next(each.length for each in cache.page_map() if each.reqid == slot)
+            asked = max(0, length + rng.choice((-200, -1, 0, 1, 1, 1, 2, 100)))
+            chunk = rng.choice((None, 1, 64))
+            assert cache.pages_needed(asked, slot, chunk) == look(asked, slot, chunk)
+            if sliding_window is not None or asked < length:
+                assert looks == before + 1
+            if rng.random() < 0.5 and not (sliding_window and asked < length):
+                cache.step({slot: min(asked, 890)})
+        assert looks == 300 if sliding_window else looks < 200
+        with pytest.raises(vattn.InvalidSlot):
+            cache.pages_needed(1, 5)
+        with pytest.raises(vattn.InvalidLength):
+            cache.pages_needed(1001, first)
 
 
 def test_misuse_is_refused_by_type(cache: vattn.KVCache) -> None:

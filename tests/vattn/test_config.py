@@ -155,6 +155,66 @@ def test_auto_layout_gives_every_slot_a_block_and_keeps_clear_of_the_mapping_lim
     assert large.name == "layer"
 
 
+LLAMA: dict[str, Any] = {
+    "num_layers": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "max_context_len": 8192,
+    "kv_order": "NHD",
+}
+
+
+def test_auto_takes_the_smallest_pages_that_are_cheap_to_map() -> None:
+    small = BASE | {"num_layers": 5, "head_dim": 32, "max_batch_size": 8, "max_context_len": 2048}
+    for budget in ("4MiB", "1GiB"):
+        made, _ = resolve(vattn.KVConfig(**small | {"memory_budget": budget}))
+        assert (made.name, made.page_size, made.page_tokens) == ("layer", 4096, 32)
+    wide = {"num_kv_heads": 8, "head_dim": 256, "kv_order": "NHD", "memory_budget": "512MiB"}  # 4 KiB hold no token
+    made, _ = resolve(vattn.KVConfig(**small | wide))
+    assert made.page_tokens == 16
+    deep = LLAMA | {"max_batch_size": 1, "memory_budget": "128MiB", "kv_order": "HND"}  # 4 KiB hold 16, 32 for each
+    made, _ = resolve(vattn.KVConfig(**deep))
+    assert made.bytes_per_token == 8 * made.page_size
+
+
+@pytest.mark.parametrize(
+    ("slots", "budget", "layout"), [(8, "2GiB", "layer"), (16, "2GiB", "sliced"), (256, "1GiB", "fused")]
+)
+def test_auto_leaves_at_most_a_quarter_of_the_budget_in_last_blocks(
+    slots: int, budget: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pages of one size, as on CUDA. A request leaves half a page unused per lane: 64 MiB, 2 MiB or 1 MiB."""
+    monkeypatch.setattr(drivers.find("cpu"), "page_sizes", (2**21,))
+    made, _ = resolve(vattn.KVConfig(**LLAMA, max_batch_size=slots, memory_budget=budget))
+    assert made.name == layout
+    made, _ = resolve(vattn.KVConfig(**LLAMA, max_batch_size=slots, memory_budget=budget, layout="layer"))
+    assert made.name == "layer"  # what is asked for is not overruled
+
+
+def test_where_no_choice_is_good_auto_wastes_least() -> None:
+    made, pages = resolve(vattn.KVConfig(**LLAMA, max_batch_size=64, memory_budget="64MiB"))
+    assert (made.name, made.page_size) == ("sliced", 4096)
+    assert pages == 2**14
+
+
+def test_a_budget_that_no_page_size_maps_in_half_of_the_table_takes_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drivers.find("cpu"), "mapping_limit", lambda: 1024)
+    made, pages = resolve(vattn.KVConfig(**LLAMA, max_batch_size=64, memory_budget="4GiB"))
+    assert (made.page_size, pages) == (2**21, 2**11)
+    assert made.name != "layer"  # 64 MiB of the 64 MiB for a request
+
+
+def test_the_choice_is_explained() -> None:
+    with vattn.KVCache(vattn.KVConfig(**BASE)) as cache:
+        fits = cache.capacity()
+        assert (fits.layout, fits.page_size, fits.page_tokens) == ("layer", 4096, 64)
+        assert fits.usual_waste == 8 * (4096 - 64) // 2
+        assert "layout layer, pages of 4.0 KiB for 64 tokens, of which a request leaves 15.8 KiB unused" in str(fits)
+
+
 def test_budget_is_never_more_than_all_slots_need() -> None:
     made, pages = resolve(vattn.KVConfig(**BASE | {"memory_budget": "1TiB"}))
     assert pages * made.page_size == made.reserved_bytes

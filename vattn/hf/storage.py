@@ -677,6 +677,7 @@ class Storage:
             budget_pages=budget,
             free_pages=free,
             owned_pages=owned,
+            surplus_pages=sum(p.surplus_pages for p in parts),
             parked_pages=parked,
             cached_pages=cached,
             other_pages=budget - free - owned - parked - cached,

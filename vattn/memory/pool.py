@@ -239,6 +239,11 @@ class PagePool:
             self.call = call
             self.recover(None)
 
+    @property
+    def settled(self) -> bool:
+        """Whether the books can be read without a call: none is in progress, and the next one has nothing to mend."""
+        return self.call is None and self._refusal is None and not self._chores and not self.mapper.failed
+
     # With the lock held
 
     def is_inside(self) -> bool:

@@ -69,6 +69,23 @@ def test_chunked_prefill_is_mixed_with_decodes_in_order_of_arrival() -> None:
     ]
 
 
+def test_a_step_that_needs_no_memory_does_not_ask_for_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the books of a cache takes longer than planning the step, also while others wait for a slot."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    looks: list[int] = []
+    available = scheduler.kv.available
+    monkeypatch.setattr(scheduler.kv, "available", lambda: looks.append(1) or available())
+    for name in "abc":
+        scheduler.add(make(name, BLOCK, max_tokens=3 * BLOCK))
+    counts = []
+    for _ in range(1 + 2 * BLOCK):
+        before = len(looks)
+        plan = scheduler.schedule()
+        counts.append(len(looks) - before)
+        run(scheduler, plan)
+    assert [bool(count) for count in counts] == [True, True, False, False, False, True, False, False, False]
+
+
 def test_a_long_prompt_leaves_room_for_others_if_there_are_any() -> None:
     scheduler = make_scheduler()
     scheduler.long_prefill = 5

@@ -135,7 +135,8 @@ def test_an_automatic_budget_is_a_share_of_the_free_memory(stub: Stub) -> None:
         assert cache.total_pages == int(0.9 * 2**26) // 2**21
         assert (
             str(cache.capacity())
-            == "56.0 MiB hold 57,344 tokens: of up to 2 requests at a time, of up to 57,344 tokens"
+            == "56.0 MiB hold 57,344 tokens: of up to 2 requests at a time, of up to 57,344 tokens; layout layer, "
+            "pages of 2.0 MiB for 8,192 tokens, of which a request leaves 4.0 MiB unused on average"
         )
         cache.step({cache.alloc_reqid(): 40_000})
         # What another cache holds, or a model's weights, is not free any more.
