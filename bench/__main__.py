@@ -96,7 +96,8 @@ def publish(root: Path, *, check: bool) -> int:
         parts = find_parts()
         gpu = records.load_gpu(root / "bench" / "results", list(parts))
         about = {name: part.about for name, part in parts.items()}
-        stale = documents.update(root, committed, gpu, about, check=check)
+        drawn = {name: case.about for name, case in found.items() if case.draw_source is not None}
+        stale = documents.update(root, committed, drawn, gpu, about, check=check)
         stale += plot.update(root, found, committed, check=check)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -1,101 +1,166 @@
-"""The overview at the top of README: what vattn is worth to each kind of reader, from the committed records.
+"""The overview at the top of README: how long others take, and how much memory they hold, on every machine.
 
-Shorter bars are better, except in the panels of throughput, whose titles say so.
+All figures are over vattn's on the same machine, so that machines can be compared, and longer bars are better
+throughout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from bench.harness.records import Record
+from bench.harness import theme
+from bench.harness.records import Record, machine
 
-BENCHMARKS = ("cache", "memory", "step", "throughput")
+NEEDED = ("cache", "decode")  # of a machine that is shown; the others are shown where there are records
+WANTED = (*NEEDED, "serving", "throughput")
 
-# Legible on white and on black: the contrast of the text is above 4 with both.
-_TEXT, _OTHERS, _OURS = "#777777", "#9a9a9a", "#3b82f6"
-_ENGINES = {
-    "vllm": "vLLM (CPU build)",
-    "static": "vattn's engine, static",
-    "virtual": "vattn's engine",
-    "paged": "vattn's engine, paged",
-    "dynamic": "vattn's engine, dynamic",
-    "generate_batch": "transformers, generate_batch",
-    "generate": "transformers, generate",
-}
+_SHADES = (theme.OURS, "#8fb3f9", "#c3d5fb")
+_NOTE = "Longer bars: vattn is ahead. Each figure is over vattn's on the same machine."
 
-Bar = tuple[str, float]
+Ratios = dict[str, float]
+Machine = Mapping[str, Record]
 
 
-def draw(figure: Any, records: Mapping[str, Record]) -> None:
-    """Six panels of bars on a figure.
+@dataclass(frozen=True)
+class Panel:
+    """Bars over vattn's.
+
+    Attributes:
+        finding: the title.
+        measured: what the bars are.
+        sides: the bars of each machine.
+    """
+
+    finding: str
+    measured: str
+    sides: Sequence[Ratios]
+
+    @property
+    def rows(self) -> dict[str, list[tuple[int, float]]]:
+        """For each bar's name, the numbers of the machines that have it, and their figures."""
+        rows: dict[str, list[tuple[int, float]]] = {}
+        for number, ratios in enumerate(self.sides):
+            for name, ratio in ratios.items():
+                rows.setdefault(name, []).append((number, ratio))
+        return rows
+
+    @property
+    def height(self) -> float:
+        """In bars."""
+        return sum(len(found) + 0.45 for found in self.rows.values())
+
+
+def draw(figure: Any, machines: Mapping[str, Machine]) -> None:
+    """Panels of bars, one below the other.
 
     Args:
-        records: the record of each benchmark in `BENCHMARKS`, all of one machine.
+        machines: records by machine and benchmark; each machine has those in `NEEDED`.
     """
-    panels = figure.subplots(3, 2)
-    step, peak = _caches(records["cache"])
-    tokens = records["cache"]["figures"][-1]["context"]
-    _panel(panels[0, 0], f"generate(), {tokens:,} tokens:\nms per decode step", step)
-    _panel(panels[0, 1], f"generate(), {tokens:,} tokens:\nMiB resident at the peak", peak)
-    _panel(panels[1, 0], *_memory(records["memory"]))
-    _panel(panels[1, 1], *_step(records["step"]))
-    hardware = records["cache"]["hardware"]
-    figure.supxlabel(f"{hardware['cpu']}, {hardware['cores']} cores", color=_TEXT, fontsize=8)
-    for axes, name in zip(panels[2], ("short", "long"), strict=True):
-        rows = [row for row in records["throughput"]["figures"] if row["set"] == name]
-        speeds = sorted(((_ENGINES[row["engine"]], row["output tokens/s"]) for row in rows), key=lambda bar: -bar[1])
-        _panel(axes, f"throughput, {name} prompts:\noutput tokens/s, more is better", speeds)
+    panels = list(_panels(list(machines.values())))
+    figure.set_size_inches(theme.WIDTH, 0.8 + sum(0.25 * panel.height + 0.72 for panel in panels))
+    names = [machine(records["decode"]) for records in machines.values()]
+    all_axes = figure.subplots(len(panels), height_ratios=[panel.height for panel in panels])
+    for axes, panel in zip(all_axes, panels, strict=True):
+        _draw_panel(axes, panel, names)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=10)
+    figure.supxlabel(_NOTE, x=0.015, ha="left", fontsize=9.5, color=theme.QUIET)
+    # Titles begin at the edge of the figure, not of the axes, whose place is known once they are laid out.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in all_axes:
+        place = axes.get_position()
+        axes.title.set_position(((0.015 - place.x0) / place.width, 1))
 
 
-def _caches(record: Record) -> tuple[list[Bar], list[Bar]]:
-    """Time and memory of the caches of `generate()`, at the last context measured."""
+def _panels(machines: list[Machine]) -> Iterator[Panel]:
+    step = machines[0]["decode"]["figures"][-1]
+    attention = [_attention(records["decode"]) for records in machines]
+    yield Panel(
+        f"Following a block table makes attention {_span(attention, 'following a block table')} times as long",
+        f"time of attention for {step['batch']} requests of {step['context']:,} tokens",
+        attention,
+    )
+    context = machines[0]["cache"]["figures"][-1]["context"]
+    times, sizes = ([_caches(records["cache"], unit) for records in machines] for unit in ("ms", "MiB"))
+    yield Panel(
+        f"DynamicCache makes a step of generate() {_span(times, 'DynamicCache')} times as long",
+        f"time of a decode step at {context:,} tokens",
+        times,
+    )
+    yield Panel(
+        f"DynamicCache holds {_span(sizes, 'DynamicCache')} times as much memory",
+        f"memory of the process at {context:,} tokens",
+        sizes,
+    )
+    engines = [_engines(records) for records in machines]
+    if any(engines):
+        yield Panel(
+            f"Serving a model, vLLM on a CPU takes {_span(engines, 'vLLM')} times as long",
+            "time of 32 short requests; of a token, 8 clients",
+            engines,
+        )
+
+
+def _attention(record: Record) -> Ratios:
     row = record["figures"][-1]
-    names = {
-        "dynamic": "DynamicCache",
-        "static x2": "StaticCache, twice the length",
-        "static": "StaticCache, exact length",
-        "virtual": "VirtualCache",
-    }
-    step, peak = ([(name, row[f"{kind} {unit}"]) for kind, name in names.items()] for unit in ("ms", "MiB"))
-    return step, peak
+    names = {"paged": "following a block table", "gathered": "gathering blocks first", "torch": "torch's kernel"}
+    return {name: row[f"{side} over virtual"] for side, name in names.items()}
 
 
-def _memory(record: Record) -> tuple[str, list[Bar]]:
+def _caches(record: Record, unit: str) -> Ratios:
     row = record["figures"][-1]
-    length = record["parameters"]["max_model_len"]
-    bars = [
-        (f"static, {length:,} tokens for each", row["static MiB"]),
-        ("virtual", row["virtual MiB"]),
-        ("paged", row["paged MiB"]),
-        ("dynamic", row["dynamic MiB"]),
-    ]
-    return f"{row['requests']} requests, {row['mean tokens']:.0f} tokens on average:\nMiB held at the peak", bars
+    names = {"static": "StaticCache, exact size", "static x2": "StaticCache, twice the size", "dynamic": "DynamicCache"}
+    return {name: row[f"{kind} {unit}"] / row[f"virtual {unit}"] for kind, name in names.items()}
 
 
-def _step(record: Record) -> tuple[str, list[Bar]]:
-    bars = [
-        (f"{what}, {row['context']:,} tokens", row[column])
-        for row in (record["figures"][0], record["figures"][-1])
-        for what, column in (("block table", "block table us"), ("step()", "step us"))
-    ]
-    return f"before a step of {record['parameters']['requests']} requests:\nmicroseconds", bars
+def _engines(records: Machine) -> Ratios:
+    ratios: Ratios = {}
+    if "throughput" in records:
+        names = {
+            "paged": "paged, in vattn's engine",
+            "vllm": "vLLM, 32 requests",
+            "generate_batch": "generate_batch(), 32 requests",
+            "generate": "generate(), 32 requests",
+        }
+        rows = [row for row in records["throughput"]["figures"] if row["set"] == "short"]
+        times = {row["engine"]: row["over virtual"] for row in rows}
+        ratios |= {name: times[key] for key, name in names.items() if key in times}
+    if "serving" in records:
+        rows = [row for row in records["serving"]["figures"] if (row["model"], row["at a time"]) == ("large", 8)]
+        delays = {row["server"]: row["median ITL ms"] for row in rows}
+        if "vllm" in delays:
+            ratios["vLLM's server, 8 clients"] = delays["vllm"] / delays["vattn"]
+    return ratios
 
 
-def _panel(axes: Any, title: str, bars: Iterable[Bar]) -> None:
-    names, values = zip(*bars, strict=True)
-    colors = [_OURS if _is_ours(name) else _OTHERS for name in names]
-    drawn = axes.barh(range(len(names)), values, color=colors, height=0.7)
-    labels = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values]
-    axes.bar_label(drawn, labels, padding=3, color=_TEXT, fontsize=9)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(left=False, labelcolor=_TEXT, labelsize=9)
+def _span(sides: Sequence[Ratios], begin: str) -> str:
+    """The least and the largest figure of the bars whose names begin so."""
+    found = [ratio for ratios in sides for name, ratio in ratios.items() if name.startswith(begin)]
+    least, most = (f"{value:.2f}" for value in (min(found, default=1), max(found, default=1)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _draw_panel(axes: Any, panel: Panel, machines: list[str]) -> None:
+    place, ticks = 0.0, {}
+    longest = max(ratio for ratios in panel.sides for ratio in ratios.values())
+    for name, found in panel.rows.items():
+        ticks[name] = place + (len(found) - 1) / 2
+        for number, ratio in found:
+            axes.barh(place, ratio, height=0.86, color=_SHADES[number])
+            axes.text(max(ratio, 1) + 0.012 * longest, place, f"{ratio:.2f}", va="center", fontsize=9.5)
+            place += 1
+        place += 0.45
+    for number, name in enumerate(machines):
+        axes.barh(0, 0, color=_SHADES[number], label=name)  # for the legend
+    axes.axvline(1, color=theme.INK, linewidth=1.2)
+    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.set_xticks([0, 1], ["0", "vattn"])
+    axes.set_xlim(0, 1.1 * longest)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(values))
-    axes.set_xticks([])
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, color=_TEXT, fontsize=10, loc="left")
-
-
-def _is_ours(name: str) -> bool:
-    return name in ("VirtualCache", "virtual", "vattn's engine") or name.startswith("step()")
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.set_xlabel(panel.measured, fontsize=9.5, color=theme.QUIET, labelpad=1)
+    axes.set_title(panel.finding, x=-0.6, ha="left", fontsize=11, fontweight="bold")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import vattn
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -85,6 +86,14 @@ def _requests(cache: vattn.KVCache) -> Callable[[], None]:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for column in list(rows[0])[1:]:
-        axes.plot([row["slots"] for row in rows], [row[column] for row in rows], marker="o", label=column[:-3])
-    axes.set(xscale="log", xlabel="max_batch_size", ylabel="us per request", ylim=(0, None))
+    slots = [row["slots"] for row in rows]
+    columns = {"never used us": "slots that were never used", "with parked pages us": "slots with parked pages"}
+    for (column, label), name in zip(columns.items(), ("virtual", "paged"), strict=True):
+        axes.plot(slots, [row[column] for row in rows], **theme.style(name), label=label)
+    times = [row[column] for row in rows for column in columns]
+    axes.set_title(
+        f"Admitting a short request takes {min(times):.0f} to {max(times):.0f} us, "
+        f"with {slots[0]} slots as with {slots[-1]:,}"
+    )
+    axes.set(xlabel="slots of the cache", ylabel="microseconds per request", ylim=(0, 1.2 * max(times)))
+    theme.doublings(axes, slots)

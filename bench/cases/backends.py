@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.records import Record
@@ -103,11 +104,16 @@ def run(quick: bool) -> Report:
 
 
 def draw(axes: Any, record: Record) -> None:
-    styles = ("-", "--", ":")
-    for context, style in zip(dict.fromkeys(row["context"] for row in record["figures"]), styles, strict=False):
-        rows = [row for row in record["figures"] if row["context"] == context]
-        for color, kv in enumerate(("static", "dynamic", "paged", "virtual")):
-            speeds = [row[f"{kv} tokens/s"] for row in rows]
-            label = f"{kv}, {context} tokens"
-            axes.plot([row["batch"] for row in rows], speeds, f"C{color}{style}", marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="tokens/s")
+    context = record["figures"][-1]["context"]
+    rows = [row for row in record["figures"] if row["context"] == context]
+    batches = [row["batch"] for row in rows]
+    for kv in ("static", "dynamic", "paged"):
+        axes.plot(batches, [row[f"{kv} ms"] / row["virtual ms"] for row in rows], **theme.style(kv), label=kv)
+    theme.reference(axes, "virtual")
+    last = rows[-1]
+    paged, dynamic = (theme.more_time(last[f"{kv} ms"] / last["virtual ms"]) for kv in ("paged", "dynamic"))
+    axes.set_title(
+        f"A decode step of {last['batch']} requests of {context:,} tokens: paged takes {paged}, dynamic {dynamic}"
+    )
+    axes.set(xlabel="requests", ylabel="time of a step, over virtual's")
+    theme.doublings(axes, batches)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import qwen2
@@ -138,11 +139,20 @@ def run(quick: bool) -> Report:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for marker, backend in (("o", "paged"), ("x", "paged, used"), ("s", "virtual")):
+    labels = {"paged": "paged, fresh pool", "paged, used": "paged, pool in use", "virtual": "virtual"}
+    sizes = sorted({row["block tokens"] for row in record["figures"]})
+    for (backend, label), name in zip(labels.items(), ("other", "paged", "virtual"), strict=True):
         rows = [row for row in record["figures"] if row["backend"] == backend]
-        waste, times = ([row[column] for row in rows] for column in ("mean unused rows", "over static"))
-        axes.plot(waste, times, marker=marker, label=backend)
-        for row, x, y in zip(rows, waste, times, strict=True):
-            axes.annotate(row["block tokens"], (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="unused rows per request, mean (labels: tokens per block)", ylabel="attention over static's, time")
-    axes.set(xscale="symlog", ylim=(0, None))
+        if rows:
+            times = [row["over static"] for row in rows]
+            axes.plot([row["block tokens"] for row in rows], times, **theme.style(name), label=label)
+    theme.reference(axes, "static reservation")
+    paged = [row for row in record["figures"] if row["backend"].startswith("paged")]
+    least, most = (pick(paged, key=lambda row: row["block tokens"]) for pick in (min, max))
+    cost = max(row["over static"] for row in paged if row["block tokens"] == least["block tokens"])
+    axes.set_title(
+        f"Blocks of {least['block tokens']}: attention takes {theme.more_time(cost)} than with static; blocks of "
+        f"{most['block tokens']}: {most['mean unused rows']:.0f} rows of a request are unused"
+    )
+    axes.set(xlabel="tokens per block", ylabel="time of attention, over static's", ylim=(0, None))
+    theme.doublings(axes, sizes)

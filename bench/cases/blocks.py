@@ -7,8 +7,10 @@ either) over the demo's queue: the engine produces the tokens, and the backends 
 from __future__ import annotations
 
 from contextlib import closing
+from statistics import median
 from typing import Any
 
+from bench.harness import theme
 from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -93,7 +95,9 @@ def run(quick: bool) -> Report:
 
 def draw(axes: Any, record: Record) -> None:
     rows = sorted(record["figures"], key=lambda row: row["tokens"])
-    axes.bar(range(len(rows)), [row["blocks"] for row in rows], label="blocks used")
-    axes.axhline(record["parameters"]["static reservation in blocks"], color="black", label="reserved by static")
-    axes.set_xticks(range(len(rows)), [row["tokens"] for row in rows], fontsize=7)
-    axes.set(xlabel="requests, by their tokens", ylabel="blocks", yscale="log")
+    blocks = [row["blocks"] for row in rows]
+    reserved = record["parameters"]["static reservation in blocks"]
+    axes.bar(range(1, len(rows) + 1), blocks, color=theme.OURS, label="blocks that the request used")
+    axes.axhline(reserved, color=theme.INK, linewidth=1.5, label="blocks that static reserves")
+    axes.set_title(f"Half of the requests need at most {median(blocks):g} of the {reserved} blocks reserved for each")
+    axes.set(xlabel="requests, from the shortest to the longest", ylabel="blocks", ylim=(0, 1.05 * reserved))

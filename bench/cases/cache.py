@@ -21,6 +21,7 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import vattn
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -249,9 +250,23 @@ def _status(field: str) -> int:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for dtype, style in (("float32", "-"), ("bfloat16", "--")):
-        rows = [row for row in record["figures"] if row["dtype"] == dtype]
-        for color, kind in enumerate(("static", "dynamic", "static x2", "virtual")):
-            times = [row[f"{kind} ms"] for row in rows]
-            axes.plot([row["context"] for row in rows], times, f"C{color}{style}", marker="o", label=f"{kind}, {dtype}")
-    axes.set(xscale="log", xlabel="tokens", ylabel="ms per decode step", ylim=(0, None))
+    dtype = record["figures"][-1]["dtype"]
+    rows = [row for row in record["figures"] if row["dtype"] == dtype]
+    contexts = [row["context"] for row in rows]
+    caches = {
+        "virtual": ("virtual", "VirtualCache"),
+        "static": ("static", "StaticCache, exact size"),
+        "static x2": ("other", "StaticCache, twice the size"),
+        "dynamic": ("dynamic", "DynamicCache"),
+    }
+    for kind, (name, label) in caches.items():
+        axes.plot(contexts, [row[f"{kind} ms"] for row in rows], **theme.style(name), label=label)
+    dynamic, static = (
+        theme.more_time(rows[-1][f"{kind} ms"] / rows[-1]["virtual ms"]) for kind in ("dynamic", "static")
+    )
+    axes.set_title(
+        f"A decode step of generate() at {contexts[-1]:,} tokens, over VirtualCache's: DynamicCache {dynamic}, "
+        f"a StaticCache of the exact size {static}"
+    )
+    axes.set(xlabel="tokens in the cache", ylabel=f"milliseconds per step, {dtype}", ylim=(0, None))
+    theme.doublings(axes, contexts)

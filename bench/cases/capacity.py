@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.base import KVBackend
@@ -113,8 +114,13 @@ def _fill(backend: KVBackend, lengths: Iterable[int]) -> int:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for shift, case in ((-0.2, "equal"), (0.2, "mixed")):
-        places = [place + shift for place in range(len(rows))]
-        axes.bar(places, [row[f"sequences, {case}"] for row in rows], width=0.4, label=f"{case} lengths")
-    axes.set_xticks(range(len(rows)), [row["backend"] for row in rows])
-    axes.set(ylabel=f"sequences in {record['parameters']['budget']}")
+    names = {"virtual, layer": "virtual, a tensor per layer"}
+    theme.bars(
+        axes, {names.get(row["backend"], row["backend"]): row["sequences, mixed"] for row in rows}, ["virtual"], 0
+    )
+    fit = {row["backend"]: row["sequences, mixed"] for row in rows}
+    budget = record["parameters"]["budget"].replace("GiB", " GiB")
+    axes.set_title(
+        f"{budget} holds {fit['virtual']} sequences of mixed lengths with virtual, {fit['static']} with static"
+    )
+    axes.set(xlabel=f"sequences that fit into {budget}")

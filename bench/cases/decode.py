@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import QWEN2, TINY, qwen2
@@ -159,14 +160,20 @@ def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
 def draw(axes: Any, record: Record) -> None:
     batch = record["figures"][-1]["batch"]
     rows = [row for row in record["figures"] if row["batch"] == batch]
-    for side in list(_KERNELS)[1:]:
-        axes.plot(
-            [row["context"] for row in rows], [row[f"{side} over virtual"] for row in rows], marker="o", label=side
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(
-        xscale="log",
-        xlabel=f"tokens per request, {batch} requests",
-        ylabel="attention, time over virtual's",
-        ylim=(0, None),
+    contexts = [row["context"] for row in rows]
+    sides = {
+        "gathered": ("dynamic", "blocks gathered first"),
+        "torch": ("static", "contiguous, torch's kernel"),
+        "paged": ("paged", "block table"),
+        "neighbours": ("other", "table, blocks in order"),
+    }
+    for side, (name, label) in sides.items():
+        axes.plot(contexts, [row[f"{side} over virtual"] for row in rows], **theme.style(name), label=label)
+    theme.reference(axes, "contiguous (vattn)")
+    paged, gathered = (rows[-1][f"{side} over virtual"] for side in ("paged", "gathered"))
+    axes.set_title(
+        f"Attention for {batch} requests of {contexts[-1]:,} tokens: following a block table takes "
+        f"{theme.more_time(paged)}, gathering its blocks {theme.more_time(gathered)}"
     )
+    axes.set(xlabel=f"tokens per request, {batch} requests", ylabel="time of attention, over vattn's", ylim=(0, None))
+    theme.doublings(axes, contexts)

@@ -13,6 +13,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import TensorGroup, layout
@@ -144,13 +145,16 @@ def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
     static, paged = rows[0], rows[1]
     trace = list(static)[-1]
-    for backend, order in dict.fromkeys((row["backend"], row["kv order"]) for row in rows[2:]):
-        points = [row for row in rows if (row["backend"], row["kv order"]) == (backend, order)]
-        sizes, ratios = [row["page KiB"] for row in points], [row[trace] for row in points]
-        axes.plot(sizes, ratios, marker="o", label=f"{backend}, {order}")
-    axes.axhline(paged[trace], color="black", linestyle="--", label="paged, 16 tokens")
-    axes.set(
-        xscale="log",
-        xlabel="page size in KiB",
-        ylabel=f"physical over live bytes, trace '{trace}' (static: {static[trace]:.2f})",
+    largest = max(row["page KiB"] for row in rows)
+    waste = {"paged, blocks of 16 tokens": 100 * (paged[trace] - 1)}
+    for row in rows[2:]:
+        if row["page KiB"] == largest:
+            kind = row["backend"].removeprefix("virtual, ")
+            waste[f"virtual, {kind}, {row['kv order']}"] = 100 * (row[trace] - 1)
+    theme.bars(axes, waste, [name for name in waste if name.startswith("virtual")])
+    least = min(value for name, value in waste.items() if name.startswith("virtual"))
+    axes.set_title(
+        f"Pages of {largest / 1024:g} MiB waste {least:.1f} to {max(waste.values()):.0f} % of the memory, by layout; "
+        f"a static reservation wastes {100 * (static[trace] - 1):.0f} %"
     )
+    axes.set(xlabel="wasted memory, in % of what the tokens need")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -121,13 +122,14 @@ def _row(length: int, threads: int, rounds: int) -> Row:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for threads in dict.fromkeys(row["threads"] for row in record["figures"]):
+    for threads, name in zip(sorted({row["threads"] for row in record["figures"]}), ("virtual", "paged"), strict=False):
         rows = [row for row in record["figures"] if row["threads"] == threads]
-        axes.plot(
-            [row["tokens"] for row in rows],
-            [row["torch over native"] for row in rows],
-            marker="o",
-            label=f"{threads} threads",
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="tokens per request", ylabel="torch over native, time", ylim=(0, None))
+        tokens, ratios = ([row[column] for row in rows] for column in ("tokens", "torch over native"))
+        axes.plot(tokens, ratios, **theme.style(name), label=f"{threads} thread{'s' if threads > 1 else ''}")
+    theme.reference(axes, "vattn's kernel")
+    ratios = [row["torch over native"] for row in record["figures"]]
+    axes.set_title(
+        f"torch's decode attention takes {min(ratios):.1f} to {max(ratios):.1f} times as long as vattn's kernel"
+    )
+    axes.set(xlabel="tokens per request", ylabel="time of torch's, over vattn's", ylim=(0, None))
+    theme.doublings(axes, sorted({row["tokens"] for row in record["figures"]}))

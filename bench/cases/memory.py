@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from bench.harness import theme
 from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -77,6 +78,10 @@ def run(quick: bool) -> Report:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for kv in ("static", "dynamic", "paged", "virtual"):
-        axes.plot([row["requests"] for row in rows], [row[f"{kv} MiB"] for row in rows], marker="o", label=kv)
-    axes.set(xscale="log", yscale="log", xlabel="requests at a time", ylabel="MiB at the peak")
+    requests = [row["requests"] for row in rows]
+    for kv in ("static", "virtual", "paged", "dynamic"):
+        axes.plot(requests, [row[f"{kv} MiB"] for row in rows], **theme.style(kv), label=kv)
+    static, virtual, paged = (theme.number(rows[-1][f"{kv} MiB"]) for kv in ("static", "virtual", "paged"))
+    axes.set_title(f"For {requests[-1]} requests at a time static holds {static} MiB, virtual {virtual}, paged {paged}")
+    axes.set(yscale="log", xlabel="requests at a time", ylabel="MiB held at the peak")
+    theme.doublings(axes, requests)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -167,8 +168,20 @@ def _actions(latent: LatentAttention, shape: Shape, new: int, tokens: int) -> di
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for shift, way in ((-0.25, "absorbed"), (0, "expanded"), (0.25, "stored")):
+    ways = {
+        "absorbed": ("virtual", "over latents"),
+        "expanded": ("paged", "over keys and values made from latents"),
+        "stored": ("static", "over stored keys and values"),
+    }
+    for shift, (way, (name, label)) in zip((-0.27, 0, 0.27), ways.items(), strict=True):
         places = [place + shift for place in range(len(rows))]
-        axes.bar(places, [row[f"{way} ms"] for row in rows], width=0.25, label=way)
-    axes.set_xticks(range(len(rows)), [f"{row['new tokens']} of {row['context']}" for row in rows])
-    axes.set(yscale="log", xlabel="new tokens of a context", ylabel="ms, attention of a layer")
+        axes.bar(places, [row[f"{way} ms"] for row in rows], width=0.26, color=theme.color(name), label=label)
+    decodes = [row for row in rows if row["new tokens"] == 1]
+    row = decodes[-1] if decodes else rows[0]
+    axes.set_title(
+        f"{row['new tokens']} new token after {row['context']:,}: {theme.number(row['absorbed ms'])} ms over latents, "
+        f"{theme.number(row['expanded ms'])} if they are expanded first"
+    )
+    axes.set_xticks(range(len(rows)), [f"{row['new tokens']} of\n{row['context']:,}" for row in rows])
+    axes.grid(visible=False, axis="x")
+    axes.set(yscale="log", xlabel="new tokens of a context", ylabel="milliseconds, one layer")

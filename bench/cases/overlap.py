@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import qwen2
 from bench.harness.records import Record
@@ -149,6 +150,14 @@ def run(quick: bool) -> Report:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for label, latencies in record["series"].items():
-        axes.plot(latencies, label=label, linewidth=1)
-    axes.set(xlabel="iteration", ylabel="ms", ylim=(0, None))
+    threads = record["figures"][0]["threads"]
+    crossing = {row["mapping"]: row["crossing / other"] for row in record["figures"] if row["threads"] == threads}
+    series = {"synchronous": ("paged", "mapped when it is needed"), "overlapped": ("virtual", "mapped one step ahead")}
+    for mapping, (name, label) in series.items():
+        latencies = record["series"][f"{mapping}, {threads} threads"]
+        axes.plot(latencies, color=theme.color(name), linewidth=1.3, label=label)
+    axes.set_title(
+        f"A step that needs new pages takes {theme.more_time(crossing['synchronous'])} than others if it maps them, "
+        f"{theme.more_time(crossing['overlapped'])} if they were mapped ahead"
+    )
+    axes.set(xlabel=f"decode step, {threads} threads", ylabel="milliseconds", ylim=(0, None))

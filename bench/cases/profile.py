@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -155,11 +156,28 @@ def _profile(
 
 
 def draw(axes: Any, record: Record) -> None:
-    rows = record["figures"]
+    rows = record["figures"][::-1]
     labels = [f"{row['kv']}, {row['steps'].split()[1]}" for row in rows]
+    shown = {
+        "matrix products": theme.color("virtual"),
+        "attention": theme.color("paged"),
+        "KV writes": theme.color("another"),
+        "KV reads": theme.color("other"),
+        "rest of the model": theme.color("dynamic"),
+    }
+    parts = {name: [row[f"{name} %"] for row in rows] for name in shown}
+    parts["engine"] = [
+        sum(row[column] for column in row if column.endswith(" %") and column.removesuffix(" %") not in shown)
+        for row in rows
+    ]
     left = [0.0] * len(rows)
-    for column in (name for name in rows[0] if name.endswith(" %")):
-        widths = [row[column] * row["ms per step"] / 100 for row in rows]
-        axes.barh(labels, widths, left=left, label=column.removesuffix(" %"))
+    for name, widths in parts.items():
+        axes.barh(labels, widths, left=left, color=shown.get(name, theme.INK), label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(xlabel="ms per step")
+    decode = next(row for row in record["figures"] if row["kv"] == "virtual" and row["steps"].endswith("decode"))
+    axes.grid(visible=False, axis="y")
+    axes.set_title(
+        f"Matrix products take {decode['matrix products %']:.0f} % of a decode step, attention "
+        f"{decode['attention %']:.0f} %"
+    )
+    axes.set(xlabel="share of a step, in %")

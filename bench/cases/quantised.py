@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import qwen2
 from bench.harness.records import Record
@@ -178,8 +179,17 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
 
 
 def draw(axes: Any, record: Record) -> None:
-    for model in dict.fromkeys(row["model"] for row in record["figures"]):
+    models = list(dict.fromkeys(row["model"] for row in record["figures"]))
+    for model, name in zip(models, ("virtual", "paged"), strict=False):
         rows = [row for row in record["figures"] if row["model"] == model]
-        axes.plot([row["context"] for row in rows], [row["step ratio"] for row in rows], marker="o", label=model)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="tokens per request", ylabel="decode step, int8 over float", ylim=(0, None))
+        axes.plot(
+            [row["context"] for row in rows], [row["step ratio"] for row in rows], **theme.style(name), label=model
+        )
+    theme.reference(axes, "the model's own type")
+    last = record["figures"][-1]
+    axes.set_title(
+        f"8-bit codes take {100 * last['int8 B/token'] / last['float B/token']:.0f} % of the memory; a decode step "
+        f"takes {theme.more_time(last['step ratio'])}"
+    )
+    axes.set(xlabel="tokens per request", ylabel="time of a step, over the model's type", ylim=(0, None))
+    theme.doublings(axes, sorted({row["context"] for row in record["figures"]}))

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.models import QWEN2, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -249,9 +250,18 @@ def _row(server: str, model: str, limit: int, result: Mapping[str, float]) -> Ro
 
 
 def draw(axes: Any, record: Record) -> None:
-    for server in dict.fromkeys(row["server"] for row in record["figures"]):
-        rows = [row for row in record["figures"] if row["server"] == server and row["model"] == "large"]
-        axes.plot(
-            [row["at a time"] for row in rows], [row["output tokens/s"] for row in rows], marker="o", label=server
-        )
+    servers = {"vattn": ("virtual", "vattn serve"), "vllm": ("other", "vLLM's server"), "none": ("static", "no HTTP")}
+    large = [row for row in record["figures"] if row["model"] == "large"]
+    for server, (name, label) in servers.items():
+        rows = [row for row in large if row["server"] == server]
+        if rows:
+            speeds = [row["output tokens/s"] for row in rows]
+            axes.plot([row["at a time"] for row in rows], speeds, **theme.style(name), label=label)
+    fastest = {
+        server: max((row["output tokens/s"] for row in large if row["server"] == server), default=0)
+        for server in servers
+    }
+    most = max(row["at a time"] for row in large)
+    against = f", vLLM's {fastest['vllm']:.0f}" if fastest["vllm"] else ""
+    axes.set_title(f"{most} clients at a time: vattn's server makes {fastest['vattn']:.0f} tokens per second{against}")
     axes.set(xlabel="requests at a time", ylabel="output tokens per second", ylim=(0, None))

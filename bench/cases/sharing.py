@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases.plugin import ENGINES, environment, interpreter
+from bench.harness import theme
 from bench.harness.models import QWEN2, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -105,6 +106,8 @@ def _hear(engine: subprocess.Popen[str], word: str) -> str:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for row in rows:
-        axes.barh(row["memory"], row["requests/s"], label=row["memory"])
+    names = ("half of the memory for each", "one budget for both")
+    theme.bars(axes, dict(zip(names, (row["requests/s"] for row in rows), strict=True)), names[1:])
+    ratio = rows[1]["requests/s"] / rows[0]["requests/s"]
+    axes.set_title(f"Two engines that share one budget serve {ratio:.1f} times as many requests per second")
     axes.set(xlabel="requests per second")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -169,14 +170,16 @@ def _speed_up(figures: Sequence[Row], text: str, batch: int) -> float:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for model, kv in dict.fromkeys((row["model"], row["kv"]) for row in record["figures"]):
-        rows = [row for row in record["figures"] if (row["model"], row["kv"]) == (model, kv)]
-        axes.plot(
-            [row["tokens per step"] for row in rows],
-            [row["speed-up"] for row in rows],
-            marker="o",
-            linestyle="",
-            label=f"{model}, {kv}",
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xlabel="tokens per step of a request", ylabel="speed-up over plain decoding", ylim=(0, None))
+    cases = list(dict.fromkeys((row["model"], row["requests at a time"]) for row in record["figures"]))
+    for (model, batch), name in zip(cases, ("virtual", "paged", "other", "dynamic"), strict=False):
+        rows = [row for row in record["figures"] if (row["model"], row["requests at a time"]) == (model, batch)]
+        style = {**theme.style(name), "linestyle": ""}
+        tokens, speeds = ([row[column] for row in rows] for column in ("tokens per step", "speed-up"))
+        axes.plot(tokens, speeds, **style, label=f"{model}, {batch} at a time")
+    theme.reference(axes, "without drafts")
+    speeds = [row["speed-up"] for row in record["figures"]]
+    axes.set_title(
+        f"Drafts make decoding up to {max(speeds):.1f} times as fast; useless ones cost up to "
+        f"{100 * (1 - min(speeds)):.0f} %"
+    )
+    axes.set(xlabel="tokens per step of a request", ylabel="speed, over plain decoding", ylim=(0, None))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import vattn
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -136,6 +137,15 @@ def _fill_seconds(length: int, rounds: int) -> float:
 
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
-    for column, label in (("step us", "vattn step()"), ("block table us", "filling the block table")):
-        axes.plot([row["context"] for row in rows], [row[column] for row in rows], marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="us per iteration")
+    contexts = [row["context"] for row in rows]
+    for column, name, label in (
+        ("block table us", "paged", "filling a block table"),
+        ("step us", "virtual", "vattn's step()"),
+    ):
+        axes.plot(contexts, [row[column] for row in rows], **theme.style(name), label=label)
+    axes.set_title(
+        f"Preparing a step of 256 requests takes {rows[-1]['step us']:.0f} us at any length; filling a block table "
+        f"{rows[0]['block table us']:.0f} to {rows[-1]['block table us']:.0f}"
+    )
+    axes.set(xlabel="tokens per request", ylabel="microseconds per step", ylim=(0, None))
+    theme.doublings(axes, contexts)

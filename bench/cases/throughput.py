@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -148,11 +149,21 @@ def _goals(name: str, seconds: dict[str, list[float]]) -> list[Goal]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    sets = list(dict.fromkeys(row["set"] for row in record["figures"]))
-    for offset, name in enumerate(sets):
-        rows = [row for row in record["figures"] if row["set"] == name]
-        places = [place + 0.4 * offset for place in range(len(rows))]
-        axes.bar(places, [row["output tokens/s"] for row in rows], width=0.4, label=name)
-        if offset == 0:
-            axes.set_xticks(places, [row["engine"] for row in rows])
-    axes.set(ylabel="output tokens per second")
+    names = {
+        "virtual": "vattn, virtual",
+        "paged": "vattn, paged",
+        "static": "vattn, static",
+        "dynamic": "vattn, dynamic",
+        "vllm": "vLLM (CPU build)",
+        "generate_batch": "transformers, generate_batch",
+        "generate": "transformers, generate",
+    }
+    rows = [row for row in record["figures"] if row["set"] == "short"]
+    seconds = {names[row["engine"]]: row["seconds"] for row in rows}
+    theme.bars(axes, seconds, ["vattn, virtual"])
+    times = {row["engine"]: theme.number(row["seconds"]) for row in rows}
+    others = [f"{name} {times[key]}" for key, name in (("vllm", "vLLM"), ("generate", "generate()")) if key in times]
+    axes.set_title(
+        f"{record['parameters']['requests']} short requests: vattn takes {times['virtual']} s, {', '.join(others)}"
+    )
+    axes.set(xlabel="seconds; less is better")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.harness import theme
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
@@ -149,10 +150,22 @@ def _grow(model: Model, tokens: int) -> tuple[int, int, float]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for model in dict.fromkeys(row["model"] for row in record["figures"]):
-        rows = [row for row in record["figures"] if row["model"] == model]
-        tokens = [row["tokens"] for row in rows]
-        (line,) = axes.plot(tokens, [row["groups MiB"] for row in rows], marker="o", label=f"{model}, groups")
-        uniform = [row["uniform MiB"] for row in rows]
-        axes.plot(tokens, uniform, linestyle="--", color=line.get_color(), label=f"{model}, every token")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a request", ylabel="MiB that it holds")
+    tokens = max(row["tokens"] for row in record["figures"])
+    rows = [row for row in record["figures"] if row["tokens"] == tokens]
+    for shift, column, name, label in (
+        (-0.2, "uniform MiB", "static", "every token in every layer"),
+        (0.2, "groups MiB", "virtual", "behind a window, pages leave"),
+    ):
+        sizes = [row[column] / 1024 for row in rows]
+        places = [place + shift for place in range(len(rows))]
+        drawn = axes.barh(places, sizes, height=0.38, color=theme.color(name), label=label)
+        axes.bar_label(drawn, [theme.number(size) for size in sizes], padding=4)
+    shares = [100 * row["groups MiB"] / row["uniform MiB"] for row in rows]
+    axes.set_yticks(range(len(rows)), [row["model"] for row in rows])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.14)
+    axes.set_title(
+        f"Giving back what lies behind a sliding window leaves {min(shares):.0f} to {max(shares):.0f} % of the memory"
+    )
+    axes.set(xlabel=f"GiB that one request of {tokens:,} tokens holds")

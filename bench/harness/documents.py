@@ -1,8 +1,8 @@
-"""Tables in the documents, generated from the committed records.
+"""Tables and plots in the documents, generated from the committed records.
 
 README.md and docs/*.md mark the places:
 
-    <!-- bench:NAME -->         to  <!-- /bench:NAME -->          the table of every machine
+    <!-- bench:NAME -->         to  <!-- /bench:NAME -->          the plot and the table of every machine
     <!-- bench:NAME goals -->   to  <!-- /bench:NAME goals -->    the goals of every machine, and whether they were met
     <!-- gpu -->                to  <!-- /gpu -->                 the section on GPUs; nothing while there is no record
     <!-- gpu tables -->         to  <!-- /gpu tables -->          every table and goal of every GPU, or nothing
@@ -10,6 +10,7 @@ README.md and docs/*.md mark the places:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,14 @@ _GPU = re.compile(r"(<!-- gpu( tables|) -->\n).*?(<!-- /gpu\2 -->)", re.DOTALL)
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 
 
-def update(root: Path, records: Records, gpu: Records, parts: Mapping[str, str], *, check: bool) -> list[Path]:
+def update(
+    root: Path, records: Records, plots: Mapping[str, str], gpu: Records, parts: Mapping[str, str], *, check: bool
+) -> list[Path]:
     """Fills the marked places in all documents under `root`; returns the documents that were stale.
 
     Args:
         records: by benchmark and machine.
+        plots: the benchmarks that have a plot for each machine, and what each measures.
         gpu: by machine and part.
         parts: the parts that there are, and what each measures.
         check: write nothing.
@@ -45,8 +49,13 @@ def update(root: Path, records: Records, gpu: Records, parts: Mapping[str, str],
             opening, name, goals, closing = match.groups()
             if not records.get(name):
                 raise ValueError(f"{path} asks for benchmark {name!r}, of which there is no record")
-            render = _goals if goals else _table
-            return opening + "\n\n".join(map(render, records[name].values())) + "\n" + closing
+            shown = []
+            for machine, record in records[name].items():
+                if name in plots and not goals:
+                    image = os.path.relpath(root / "docs" / "img" / f"{name}-{machine}.svg", path.parent)
+                    shown.append(f"![{plots[name][0].upper()}{plots[name][1:]}]({image})")
+                shown.append(_goals(record) if goals else _table(record))
+            return opening + "\n\n".join(shown) + "\n" + closing
 
         def fill_gpu(match: re.Match[str]) -> str:
             opening, tables, closing = match.groups()

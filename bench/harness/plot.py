@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import overview
+from bench.harness import theme
 from bench.harness.discovery import Case
 from bench.harness.records import Record, Records, source
+
+_THEME = "".join(Path(str(file)).read_text() for file in (__file__, theme.__file__))
 
 
 @dataclass(frozen=True)
@@ -52,45 +55,45 @@ def update(root: Path, cases: Mapping[str, Case], records: Records, *, check: bo
 
 
 def draw_record(case: Case, record: Record, path: Path, digest: str) -> None:
-    """Draws one record as its case says."""
-    figure = _figure(figsize=(8, 4.5))
-    axes = figure.subplots()
-    case.load().draw(axes, record)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(source(record), fontsize=7)
-    figure.savefig(path, metadata={"Date": None, "Source": digest})
+    """Draws one record as its case says.
+
+    Raises:
+        ValueError: the case gave the plot no title, or an axis no label.
+    """
+    with theme.applied():
+        figure = theme.figure()
+        axes = figure.subplots()
+        case.load().draw(axes, record)
+        if missing := theme.unsaid(axes):
+            raise ValueError(f"bench/cases/{case.name}.py: draw() gives the plot no {' and no '.join(missing)}")
+        theme.finish(figure, axes, source(record))
+        figure.savefig(path, metadata={"Date": None, "Source": digest})
 
 
-def draw_overview(records: Mapping[str, Record], path: Path, digest: str) -> None:
-    """Draws the overview on a transparent background, since README is read on light and on dark ones."""
-    figure = _figure(figsize=(10, 6.6))
-    overview.draw(figure, records)
-    figure.savefig(path, transparent=True, metadata={"Date": None, "Source": digest})
+def draw_overview(machines: Mapping[str, Mapping[str, Record]], path: Path, digest: str) -> None:
+    """Draws the overview of several machines."""
+    with theme.applied():
+        figure = theme.figure()
+        overview.draw(figure, machines)
+        figure.savefig(path, metadata={"Date": None, "Source": digest})
 
 
 def plots(cases: Mapping[str, Case], records: Records) -> Iterator[Plot]:
-    """All plots of the records; the overview for every machine that has the records it needs."""
+    """All plots of the records; the overview of the machines that have the records it needs, if there are any."""
     for name, by_machine in records.items():
         for machine, record in by_machine.items():
             if (code := cases[name].draw_source) is not None:
                 yield _plot(f"{name}-{machine}.svg", record, code, draw_record, cases[name])
-    code = Path(overview.__file__).read_text()
-    for machine in sorted(set.intersection(*(set(records.get(name, {})) for name in overview.BENCHMARKS))):
-        chosen = {name: records[name][machine] for name in overview.BENCHMARKS}
-        yield _plot(f"overview-{machine}.svg", chosen, code, draw_overview)
+    complete = set.intersection(*(set(records.get(name, {})) for name in overview.NEEDED))
+    machines = {
+        machine: {name: records[name][machine] for name in overview.WANTED if machine in records.get(name, {})}
+        for machine in sorted(complete)
+    }
+    if machines:
+        yield _plot("overview.svg", machines, Path(overview.__file__).read_text(), draw_overview)
 
 
 def _plot(file: str, data: Any, code: str, draw: Callable[..., None], *before: Any) -> Plot:
-    made_from = json.dumps(data, sort_keys=True) + code + Path(__file__).read_text()
+    made_from = json.dumps(data, sort_keys=True) + code + _THEME
     digest = hashlib.sha256(made_from.encode()).hexdigest()
     return Plot(file, digest, lambda path: draw(*before, data, path, digest))
-
-
-def _figure(**options: Any) -> Any:
-    import matplotlib  # here, so that a check in which nothing is stale does not need it
-
-    matplotlib.rcParams["svg.hashsalt"] = "vattn"  # the same ids in every run
-    from matplotlib.figure import Figure
-
-    return Figure(layout="constrained", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def _place(path: Path, names: Sequence[str]) -> tuple[str, int]:
     return path.parts[-3], names.index(path.stem)
 
 
+def machine(record: Record) -> str:
+    """The CPU that a record was taken on. Its family and model tell apart those that call themselves `AMD EPYC`."""
+    hardware = record["hardware"]
+    name = re.sub(r"\((R|TM)\)| Processor$", "", hardware["cpu"])
+    known = f", family {hardware['cpu_family']} model {hardware['cpu_model']}" if "cpu_family" in hardware else ""
+    return f"{name}{known}, {hardware['cores']} cores"
+
+
 def source(record: Record) -> str:
     """Where a record comes from, on one line: hardware, versions, commit and day."""
     hardware, torch = record["hardware"], record["versions"]["torch"]
@@ -65,6 +74,6 @@ def source(record: Record) -> str:
         gpu = f"{hardware['gpu']}, {hardware['gpu_memory_bytes'] / 2**30:.0f} GiB, CUDA {hardware['cuda']}, beside "
     commit = (record["commit"] or "none")[:10] + (" with changes" if record["dirty"] else "")
     return (
-        f"{gpu}{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{gpu}{machine(record)}, {hardware['memory_bytes'] / 2**30:.0f} GiB, "
         f"{record['kernel']}, torch {torch}, commit {commit}, {record['date'][:10]}"
     )

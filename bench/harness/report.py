@@ -19,6 +19,7 @@ Row = dict[str, str | int | float]
 MAX_FOREIGN_CORES = 0.1
 
 _REPOSITORY = Path(__file__).parents[2]
+_CPU_NUMBERS = {"family": "cpu family", "model": "model"}
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,14 @@ def format_cell(value: str | int | float) -> str:
 
 
 def hardware() -> dict[str, str | int]:
-    """CPU model, cores that this process may use, bytes of memory; the GPU and its driver if there is one."""
+    """The CPU's name, family and model, cores that this process may use, bytes of memory; the GPU if there is one."""
     import torch  # here, so that the command line answers without it
 
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    cpuinfo = {key.strip(): value.strip() for key, _, value in lines}
     found: dict[str, str | int] = {
-        "cpu": models[0] if models else platform.machine(),
+        "cpu": cpuinfo.get("model name", platform.machine()),
+        **{f"cpu_{key}": int(cpuinfo[name]) for key, name in _CPU_NUMBERS.items() if name in cpuinfo},
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }

@@ -3,13 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import cases, overview
 from bench.__main__ import publish
-from bench.harness import plot, records
-from bench.harness.discovery import find
+from bench.harness import plot, records, report, theme
+from bench.harness.discovery import Case, find
 from bench.harness.report import Goal, Report, Row
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ def test_plot_fills_documents_and_notices_what_is_stale(project: Path) -> None:
     assert publish(project, check=False) == 0
     text = readme.read_text()
     assert "| 8192 | 10.0 | 2000 |" in text
+    assert text.count("](docs/img/step-here.svg)") == 1
     assert "| flat | at most 1.2 | 1.01 | met |" in text
     assert "old" not in text
     assert publish(project, check=True) == 0
@@ -121,17 +123,70 @@ def test_a_void_record_of_a_gpu_is_refused(
     assert "bench/gpu/parts has no such part" in capsys.readouterr().err
 
 
-def test_the_overview_is_drawn_for_a_machine_that_has_all_its_records(tmp_path: Path) -> None:
-    for machine, count in (("whole", len(overview.BENCHMARKS)), ("partial", 2)):
+@pytest.mark.parametrize("names", [overview.NEEDED, overview.WANTED])
+def test_the_overview_shows_the_machines_that_have_the_records(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for machine, its in (("whole", names), ("partial", overview.NEEDED[:1])):
         results = tmp_path / machine
         results.mkdir()
-        for name in overview.BENCHMARKS[:count]:
-            shutil.copy(ROOT / "bench" / "results" / "epyc-2core" / f"{name}.json", results)
+        for name in its:
+            shutil.copy(next((ROOT / "bench" / "results").glob(f"*/{name}.json")), results)
     found = find(cases)
-    overviews = [p for p in plot.plots(found, records.load(tmp_path, found)) if p.file.startswith("overview")]
-    assert [p.file for p in overviews] == ["overview-whole.svg"]
-    overviews[0].save(tmp_path / "overview.svg")
-    assert overviews[0].digest in (tmp_path / "overview.svg").read_text()
+    (drawn,) = [p for p in plot.plots(found, records.load(tmp_path, found)) if p.file == "overview.svg"]
+    drawn.save(tmp_path / "overview.svg")
+    assert drawn.digest in (tmp_path / "overview.svg").read_text()
+    (tmp_path / "whole" / f"{names[0]}.json").unlink()
+    assert not [p for p in plot.plots(found, records.load(tmp_path, found)) if p.file == "overview.svg"]
+
+
+def _axes(case: Case, record: records.Record) -> Any:
+    with theme.applied():
+        axes = theme.figure().subplots()
+        case.load().draw(axes, record)
+    return axes
+
+
+def test_plots_are_labelled_for_readers() -> None:
+    """A finding as the title, labelled axes, and words instead of the record's keys."""
+    found = find(cases)
+    for name, machines in records.load(ROOT / "bench" / "results", found).items():
+        if found[name].draw_source is None:
+            continue
+        for record in machines.values():
+            axes = _axes(found[name], record)
+            assert not theme.unsaid(axes), name
+            texts = [*axes.get_legend_handles_labels()[1], axes.get_xlabel(), axes.get_ylabel()]
+            texts += [label.get_text() for axis in (axes.xaxis, axes.yaxis) for label in axis.get_majorticklabels()]
+            for text in texts:
+                assert "_" not in text.replace("generate_batch", ""), f"{name}: {text}"
+
+
+def test_a_plot_that_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = find(cases)["step"]
+    record = json.loads(next((ROOT / "bench" / "results").glob("*/step.json")).read_text())
+    module = case.load()
+    monkeypatch.setattr(module, "draw", lambda axes, record: axes.plot([1, 2]))
+    with pytest.raises(
+        ValueError, match=r"step\.py: draw\(\) gives the plot no title and no label of its x axis and no"
+    ):
+        plot.draw_record(case, record, tmp_path / "step.svg", "digest")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name"),
+    [
+        ({"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "cores": 2}, "AMD EPYC, family 25 model 17, 2 cores"),
+        ({"cpu": "Intel(R) Xeon(R) Processor", "cores": 4}, "Intel Xeon, 4 cores"),
+    ],
+)
+def test_machines_with_one_name_are_told_apart(hardware: dict[str, object], name: str) -> None:
+    assert records.machine({"hardware": hardware}) == name
+
+
+def test_a_record_has_the_numbers_of_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text if str(self) == "/proc/cpuinfo" else "")
+    found = report.hardware()
+    assert (found["cpu"], found["cpu_family"], found["cpu_model"]) == ("AMD EPYC", 25, 17)
 
 
 def test_what_is_committed_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
