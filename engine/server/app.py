@@ -14,6 +14,7 @@ from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
 from vattn.engine.server import admin, chat, completions, dashboard, tokens
 from vattn.engine.server.arrivals import Arrivals
+from vattn.engine.server.bodies import body_schemas
 from vattn.engine.server.errors import add_handlers
 from vattn.engine.server.gate import Gate
 from vattn.engine.server.metrics import Metrics
@@ -52,6 +53,7 @@ def make_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
+            service.bodies.workers.close()
             await service.engine.shutdown(timeout=0)
 
     settings = service.settings
@@ -70,7 +72,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(dashboard.router(service))
     add_handlers(app)
     app.add_middleware(Arrivals, engine=service.engine)
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Gate, settings=settings, most_body_bytes=service.limits.body_bytes)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -82,8 +84,9 @@ def make_app(service: Service) -> FastAPI:
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
-        """FastAPI's description, without the 422 that this server never answers, and with streams."""
+        """FastAPI's description, with bodies and streams, and without the 422 that this server never answers."""
         document = describe()
+        document["components"]["schemas"] |= body_schemas()
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

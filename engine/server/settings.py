@@ -67,8 +67,11 @@ class ServerSettings:
     shutdown_timeout: float = field(
         default=30.0, metadata=_flag("seconds that requests have to finish after SIGTERM", parse=float)
     )
-    max_body_bytes: int | str = field(
-        default="16MiB", metadata=_flag("size of the largest request body", metavar="SIZE")
+    max_body_bytes: int | str | None = field(
+        default=None,
+        metadata=_flag(
+            "size of the largest request body; default: 4MiB, or 32 bytes a token of the context", metavar="SIZE"
+        ),
     )
     receive_timeout: float = field(
         default=60.0, metadata=_flag("seconds that a client has to send a whole request", parse=float)
@@ -100,7 +103,8 @@ class ServerSettings:
             if seconds is None or seconds < least:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; give seconds, {least:g} or more")
             self._set(name, seconds)
-        self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
+        if self.max_body_bytes is not None:
+            self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
