@@ -288,15 +288,14 @@ class AsyncEngine:
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         count = params.n * len(prompts)
-        make = self._core.make_group
+        make = self._core.make_groups
         with self._changed:
             self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
             threads = None if params.structured_outputs is None else self._grammar_threads
             groups = await asyncio.get_running_loop().run_in_executor(
-                threads,
-                lambda: [make(name, prompt, params, kind=kind, priority=priority) for name, prompt in prompts.items()],
+                threads, lambda: make(prompts, params, kind=kind, priority=priority)
             )
         except EngineClosed as error:
             raise _stopped(error) from error

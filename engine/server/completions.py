@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Complete prompts: text or token ids, one or several. With `stream`, as server-sent events."""
 
-        def use(body: CompletionRequest, check: Check) -> tuple[CompletionRequest, SamplingParams, list[Prompt]]:
+        def use(body: CompletionRequest, check: Check) -> tuple[SamplingParams, list[Prompt], _Completion]:
             service.check_model(body.model)
             params = sampling_params(
                 body,
@@ -43,13 +43,12 @@ def router(service: Service) -> APIRouter:
             service.check_size(len(prompts), params)
             read = service.prompts.read(prompts, body, body.max_tokens, check)
             service.check_logprobs(read, params)
-            if body.echo:
-                read = [{**prompt, "text": _text(service, prompt)} for prompt in read]
-            return body, params, read
+            texts = [_text(service, prompt) for prompt in read] if body.echo else []
+            return params, read, _Completion(service, body, texts)
 
-        body, params, prompts = await service.bodies.read(request, CompletionRequest, use)
+        params, prompts, answer = await service.bodies.read(request, CompletionRequest, use)
+        body = answer.body
         run = await service.start(request, prompts, params, body)
-        answer = _Completion(service, body, prompts)
         start = head("text_completion", "cmpl", request, body.model or service.names[0])
         if body.stream:
             return EventStream(stream(run, body, start, answer.chunks), run.abort)
@@ -87,12 +86,16 @@ def router(service: Service) -> APIRouter:
 
 
 class _Completion:
-    """Makes the choices of one answer."""
+    """Makes the choices of one answer.
 
-    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    Args:
+        texts: of the prompts, where the body asks for them.
+    """
+
+    def __init__(self, service: Service, body: CompletionRequest, texts: Sequence[str]) -> None:
+        self.body = body
         self._service = service
-        self._body = body
-        self._prompts = prompts
+        self._texts = texts
         self._n = body.n or 1
         self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._begun: set[int] = set()
@@ -106,12 +109,12 @@ class _Completion:
         return [{"choices": [choice]} for choice in self.choices(number, output)]
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        body = self._body
+        body = self.body
         index = number * self._n + completion.index
         first = index not in self._begun
         self._begun.add(index)
         echoes = bool(body.echo) and first
-        text = self._prompts[number]["text"] + completion.text if echoes else completion.text
+        text = self._texts[number] + completion.text if echoes else completion.text
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if body.logprobs is not None:
             pairs: list[tuple[int, Any]] = []
