@@ -17,6 +17,7 @@ from vattn.engine.server.arrivals import Arrivals
 from vattn.engine.server.bodies import body_schemas
 from vattn.engine.server.errors import add_handlers
 from vattn.engine.server.gate import Gate
+from vattn.engine.server.limits import Limits
 from vattn.engine.server.metrics import Metrics
 from vattn.engine.server.protocol import ErrorResponse
 from vattn.engine.server.service import Service
@@ -40,9 +41,12 @@ def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs)
+    longest = max(map(len, llm.tokenizer.get_vocab())) if llm.tokenizer is not None else 0
+    body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
+    limits = Limits.of(llm.max_model_len, longest, body_bytes)
+    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
     metrics = Metrics(engine, name)
-    return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root)
+    return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root, limits=limits)
 
 
 def make_app(service: Service) -> FastAPI:

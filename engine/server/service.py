@@ -25,19 +25,29 @@ from vattn.engine.server.streams import end, until_gone
 
 logger = logging.getLogger(__name__)
 
+_MOST_READY = 256  # prompts whose outputs wait for the next part of an answer
+
 
 class Service:
     """One model behind one engine.
 
     Args:
         root: the model as the operator gave it.
+        limits: of a request.
 
     Attributes:
         names: of the model, the first one for answers.
     """
 
     def __init__(
-        self, engine: AsyncEngine, settings: ServerSettings, metrics: Metrics, state: StateReader, *, root: str
+        self,
+        engine: AsyncEngine,
+        settings: ServerSettings,
+        metrics: Metrics,
+        state: StateReader,
+        *,
+        root: str,
+        limits: Limits,
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -49,10 +59,7 @@ class Service:
         self.sampling_defaults = engine.llm.core.loaded.sampling_defaults
         self.text = engine.llm.core.intake.text
         self.max_model_len = engine.llm.max_model_len
-        tokenizer = engine.llm.tokenizer
-        longest = max(map(len, tokenizer.get_vocab())) if tokenizer is not None else 0
-        body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
-        self.limits = Limits.of(self.max_model_len, longest, body_bytes)
+        self.limits = limits
         self.bodies = Bodies(self.limits)
         self.prompts = Prompts(engine.llm, self.limits, settings.chat_template)
 
@@ -167,15 +174,16 @@ class Run:
             while outputs := await self.streams[0].ready():
                 yield [(0, output) for output in outputs]
             return
-        ready: asyncio.Queue[tuple[int, list[RequestOutput]] | Exception] = asyncio.Queue()
+        # While nobody takes them, they wait in their streams, which put them together.
+        ready: asyncio.Queue[tuple[int, list[RequestOutput]] | Exception] = asyncio.Queue(_MOST_READY)
 
         async def pass_on(number: int, stream: Stream) -> None:
             try:
                 while outputs := await stream.ready():
-                    ready.put_nowait((number, outputs))
-                ready.put_nowait((number, []))
+                    await ready.put((number, outputs))
+                await ready.put((number, []))
             except Exception as error:
-                ready.put_nowait(error)
+                await ready.put(error)
 
         passing = [asyncio.ensure_future(pass_on(*numbered)) for numbered in enumerate(self.streams)]
         unfinished = len(passing)
