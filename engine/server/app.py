@@ -57,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
-            service.bodies.workers.close()
+            service.close()
             await service.engine.shutdown(timeout=0)
 
     settings = service.settings

@@ -63,6 +63,10 @@ class Service:
         self.bodies = Bodies(self.limits)
         self.prompts = Prompts(engine.llm, self.limits, settings.chat_template)
 
+    def close(self) -> None:
+        """End what prepares requests; the engine goes on."""
+        self.bodies.workers.close()
+
     def check_model(self, model: str | None) -> None:
         """Raise an ApiError, 404, for a name that the model does not have."""
         if model is not None and model not in self.names:

@@ -40,13 +40,14 @@ async def until_gone(request: Request, answer: Awaitable[T]) -> T:
 
 
 class Parts(Response):
-    """An answer that is written part by part, and ends when the client leaves.
+    """An answer that is written part by part, and ends when the client leaves. It begins with its first part.
 
     Args:
-        parts: closed when the client leaves.
+        parts: at least one; closed when the client leaves.
     """
 
     headers_of_parts: ClassVar[list[tuple[bytes, bytes]]] = [(b"content-type", b"application/json")]
+    end: ClassVar[bytes] = b""
 
     def __init__(self, parts: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
@@ -54,7 +55,6 @@ class Parts(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -66,9 +66,23 @@ class Parts(Response):
             await self._parts.aclose()
 
     async def _write(self, send: Send) -> None:
-        async for data in self._parts:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        begun = False
+        try:
+            async for data in self._parts:
+                if not begun:
+                    begun = True
+                    start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                    await send(start)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            if not begun:
+                raise  # it is answered as any other
+            await send({"type": "http.response.body", "body": self.of_error(error), "more_body": True})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
+
+    def of_error(self, error: Exception) -> bytes:
+        """What is written of an error in the middle."""
+        raise error
 
 
 class EventStream(Parts):
@@ -85,6 +99,7 @@ class EventStream(Parts):
         (b"cache-control", b"no-cache"),
         (b"x-accel-buffering", b"no"),
     ]
+    end: ClassVar[bytes] = DONE
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(events)
@@ -96,13 +111,8 @@ class EventStream(Parts):
         finally:
             self._close()
 
-    async def _write(self, send: Send) -> None:
-        try:
-            async for data in self._parts:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:
-            await send({"type": "http.response.body", "body": event(api_error(error).body), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+    def of_error(self, error: Exception) -> bytes:
+        return event(api_error(error).body)
 
 
 async def parts(value: object) -> AsyncGenerator[bytes, None]:
