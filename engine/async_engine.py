@@ -18,6 +18,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from vattn.engine.exclusive import EngineClosed
 from vattn.engine.llm import LLM, refuse_lora
 from vattn.engine.metrics import Metric
 from vattn.engine.requests.intake import as_params
-from vattn.engine.requests.outputs import RequestGroup, RequestOutput
+from vattn.engine.requests.outputs import RequestGroup, RequestOutput, merged
 from vattn.engine.requests.prompts import Prompt
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
@@ -46,6 +47,8 @@ _T = TypeVar("_T")
 _GRAMMAR_THREADS = 2
 # How long an idle engine that has a request waits for those that are announced.
 _GATHER_SECONDS = 0.02
+# Outputs of a stream that wait one by one.
+_MOST_WAITING = 64
 
 # What ends the announcement of the task's request.
 _announced: ContextVar[Callable[[], None] | None] = ContextVar("_announced", default=None)
@@ -60,13 +63,22 @@ class EngineStopped(VattnError, RuntimeError):
 
 
 class Stream:
-    """The outputs of one request, as an async iterator that ends after the finished one. One task may read it."""
+    """The outputs of one request, as an async iterator that ends after the finished one. One task may read it.
+
+    Outputs that nobody takes are put together, so that they take little more memory than their tokens.
+
+    Attributes:
+        waiting_logprobs: in the outputs that wait, alternatives included.
+    """
 
     def __init__(self, group: RequestGroup) -> None:
         self.request_id = group.request_id
         self.group = group
         self.loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[RequestOutput | EngineStopped] = asyncio.Queue()
+        self.waiting_logprobs = 0
+        self._outputs: deque[RequestOutput] = deque()
+        self._stopped: EngineStopped | None = None
+        self._news = asyncio.Event()
         self._finished = False
 
     def __aiter__(self) -> Stream:
@@ -75,10 +87,14 @@ class Stream:
     async def __anext__(self) -> RequestOutput:
         if self._finished:
             raise StopAsyncIteration
-        output = await self._outputs.get()
-        if isinstance(output, EngineStopped):
-            self._finished = True
-            raise output
+        while not self._outputs:
+            if self._stopped is not None:
+                self._finished = True
+                raise self._stopped
+            self._news.clear()
+            await self._news.wait()
+        output = self._outputs.popleft()
+        self.waiting_logprobs -= _logprobs_of(output)
         self._finished = output.finished
         return output
 
@@ -87,14 +103,30 @@ class Stream:
 
         For readers that can write several outputs at once.
         """
-        outputs: list[RequestOutput] = []
-        while not self._finished and not (outputs and self._outputs.empty()):
+        if self._finished:
+            return []
+        outputs = [await anext(self)]
+        while self._outputs:
             outputs.append(await anext(self))
         return outputs
 
     def put(self, output: RequestOutput | EngineStopped) -> None:
         """Called in the event loop."""
-        self._outputs.put_nowait(output)
+        self._news.set()
+        if isinstance(output, EngineStopped):
+            self._stopped = output
+            return
+        self._outputs.append(output)
+        self.waiting_logprobs += _logprobs_of(output)
+        if len(self._outputs) > _MOST_WAITING:
+            together = merged(self._outputs) if self.group.kind is RequestOutputKind.DELTA else output
+            self._outputs.clear()
+            self._outputs.append(together)
+            self.waiting_logprobs = _logprobs_of(together)
+
+
+def _logprobs_of(output: RequestOutput) -> int:
+    return sum(len(report) for completion in output.outputs for report in completion.logprobs or ())
 
 
 class AsyncEngine:
@@ -107,6 +139,8 @@ class AsyncEngine:
         llm: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
+        max_waiting_logprobs: a request is aborted when more log probabilities than these wait for its stream's reader,
+            since they take hundreds of bytes each; None for no limit.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -114,11 +148,18 @@ class AsyncEngine:
         EngineClosed: it is closed.
     """
 
-    def __init__(self, llm: LLM, *, max_num_queued_reqs: int | None = None) -> None:
+    def __init__(
+        self, llm: LLM, *, max_num_queued_reqs: int | None = None, max_waiting_logprobs: int | None = None
+    ) -> None:
         if max_num_queued_reqs is not None:
             max_num_queued_reqs = checked_whole(
                 "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
             )
+        if max_waiting_logprobs is not None:
+            max_waiting_logprobs = checked_whole(
+                "max_waiting_logprobs", max_waiting_logprobs, 0, what="0 or more, or None for no limit"
+            )
+        self._max_waiting_logprobs = max_waiting_logprobs
         self.llm = llm
         self._core = core = llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
@@ -288,15 +329,14 @@ class AsyncEngine:
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         count = params.n * len(prompts)
-        make = self._core.make_group
+        make = self._core.make_groups
         with self._changed:
             self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
             threads = None if params.structured_outputs is None else self._grammar_threads
             groups = await asyncio.get_running_loop().run_in_executor(
-                threads,
-                lambda: [make(name, prompt, params, kind=kind, priority=priority) for name, prompt in prompts.items()],
+                threads, lambda: make(prompts, params, kind=kind, priority=priority)
             )
         except EngineClosed as error:
             raise _stopped(error) from error
@@ -487,9 +527,16 @@ class AsyncEngine:
             by_loop.setdefault(item[0].loop, []).append(item)
         for loop, batch in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put_all, batch)
+                loop.call_soon_threadsafe(self._put_all, batch)
             except RuntimeError:  # the loop is closed: nobody will read these streams
                 self._abort(stream for stream, _ in batch)
+
+    def _put_all(self, batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
+        """Called in the event loop of these streams."""
+        for stream, output in batch:
+            stream.put(output)
+            if self._max_waiting_logprobs is not None and stream.waiting_logprobs > self._max_waiting_logprobs:
+                self._abort([stream])
 
 
 def _answer(function: Callable[[], _T], future: Future[_T]) -> None:
@@ -502,11 +549,6 @@ def _answer(function: Callable[[], _T], future: Future[_T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _put_all(batch: list[tuple[Stream, RequestOutput | EngineStopped]]) -> None:
-    for stream, output in batch:
-        stream.put(output)
 
 
 def _stopped(error: BaseException) -> EngineStopped:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ _WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 class EngineCore:
     """Requests in, outputs out, one step at a time.
 
-    One thread at a time may use it, as `gate` sees to; `make_group` and `close` may be called by any.
+    One thread at a time may use it, as `gate` sees to; `make_groups` and `close` may be called by any.
 
     Invariants: `_groups` has every request that has not ended, and only these are in the scheduler's queues. `_torn`
     names the change of the books that was interrupted; the next call mends them first.
@@ -193,10 +193,18 @@ class EngineCore:
             InvalidRequest: says what is wrong, with the prompt or with token ids in `sampling`.
             EngineClosed: the engine is closed.
         """
-        self._check_open()
-        group = self.intake.make_group(request_id, prompt, sampling, kind=kind, priority=priority)
-        self.scheduler.check_fits(group.requests[0])
+        (group,) = self.make_groups({request_id: prompt}, sampling, kind=kind, priority=priority)
         return group
+
+    def make_groups(
+        self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
+    ) -> list[RequestGroup]:
+        """As `make_group` for each of several prompts, by the names of their requests."""
+        self._check_open()
+        groups = self.intake.make_groups(prompts, sampling, kind=kind, priority=priority)
+        for group in groups:
+            self.scheduler.check_fits(group.requests[0])
+        return groups
 
     @exclusive
     def add_group(self, group: RequestGroup) -> None:

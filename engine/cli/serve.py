@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options
+from vattn.engine.cli.engine_flags import add_engine_flags, add_model, engine_options
 from vattn.engine.cli.extras import require_server_extra
 from vattn.engine.cli.flags import Help, add_fields, given
 from vattn.engine.config import EngineConfig
-from vattn.engine.shipped_model import SHIPPED_MODEL
+from vattn.engine.shipped_model import SHIPPED_MODEL, shipped_model
 from vattn.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ def _refuse(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from vattn.engine.server.settings import ServerSettings
 
-    config = EngineConfig(model=chosen_model(args.model), **engine_options(args))
+    # The log, of JSON lines only, says which model it is.
+    model = shipped_model() if args.model is None else args.model
+    config = EngineConfig(model=model, **engine_options(args))
     named = {} if args.model is not None else {"served_model_name": (SHIPPED_MODEL.name,)}
     settings = ServerSettings(**(named | given(args, ServerSettings)))
     require_server_extra("vattn serve")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from vattn.engine.checks import LARGEST, whole
 from vattn.engine.requests.grammar_compiler import GrammarCompiler
@@ -20,7 +21,8 @@ class Intake:
 
     Args:
         max_model_len: most tokens of a request, prompt and output.
-        eos_token_ids, eos_token_id: as `Request` has them.
+        eos_token_ids: tokens that end an output.
+        eos_token_id: the one of them that is no `stop_reason`.
         max_logprobs: most log probabilities per token; -1 for no limit.
         seed: of the seeds of requests that bring none; None to draw one.
     """
@@ -53,15 +55,68 @@ class Intake:
         Raises:
             InvalidRequest: says what is wrong, with the prompt or with what `sampling` asks of this model.
         """
+        (group,) = self.make_groups({request_id: prompt}, sampling, kind=kind, priority=priority)
+        return group
+
+    def make_groups(
+        self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
+    ) -> list[RequestGroup]:
+        """As `make_group` for each of several prompts, by the names of their requests."""
         sampling = as_params(sampling)
-        if not isinstance(request_id, str):
-            raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
         rank = whole(priority)
         if rank is None or not -LARGEST <= rank <= LARGEST:
             raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits")
-        read = self.prompts.read(prompt)
+        self._check(sampling)
+        bad_words_ids = self.prompts.words_ids(tuple(sampling.bad_words or ()))
+        asked = frozenset(sampling.stop_token_ids or ())
+        held = asked | self.eos_token_ids
+        grammar = None
+        if sampling.structured_outputs is not None:
+            wanted = StructuredOutputs.of(sampling.structured_outputs)
+            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
+        groups = []
+        for request_id, prompt in prompts.items():
+            if not isinstance(request_id, str):
+                raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
+            read = self.prompts.read(prompt)
+            longest = self.max_model_len
+            if sampling.max_tokens is not None:
+                longest = min(longest, len(read.token_ids) + sampling.max_tokens)
+            seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+            requests = [
+                Request(
+                    request_id if sampling.n == 1 else f"{index}_{request_id}",
+                    read.token_ids,
+                    sampling,
+                    max_total_tokens=longest,
+                    seed=seed + index,
+                    priority=rank,
+                    cache_salt=read.cache_salt,
+                    stop_token_ids=asked if sampling.ignore_eos else held,
+                    held_token_ids=held,
+                    eos_token_id=self.eos_token_id,
+                    prompt=read.text,
+                    detokenizer=self.text.detokenizer(sampling),
+                    grammar=None if grammar is None else grammar.fork(),
+                    bad_words_ids=bad_words_ids,
+                    parent_id=request_id,
+                    index=index,
+                )
+                for index in range(sampling.n)
+            ]
+            groups.append(RequestGroup(request_id, requests, kind))
+        return groups
+
+    def _check(self, sampling: SamplingParams) -> None:
+        """Raise an InvalidRequest for what this model cannot do."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self.prompts.check_token_ids(name, tuple(getattr(sampling, name) or ()))
+            token_ids = tuple(getattr(sampling, name) or ())
+            self.prompts.check_token_ids(name, token_ids)
+            if len(token_ids) > self.prompts.vocab_size:
+                raise InvalidRequest(
+                    f"{name} has {len(token_ids)} token ids, but this model has {self.prompts.vocab_size}; give each "
+                    "of them once"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(sampling, name) or 0
             if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
@@ -69,40 +124,9 @@ class Intake:
                     f"{name} is {'-1, which is all of the vocabulary' if count < 0 else count}, but this engine "
                     f"reports at most max_logprobs={self.max_logprobs}; ask for fewer, or set max_logprobs higher"
                 )
-        stop, bad_words = tuple(sampling.stop or ()), tuple(sampling.bad_words or ())
-        if self.text.tokenizer is None and (stop or bad_words):
-            name = "stop" if stop else "bad_words"
+        if self.text.tokenizer is None and (sampling.stop or sampling.bad_words):
+            name = "stop" if sampling.stop else "bad_words"
             raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
-        longest = self.max_model_len
-        if sampling.max_tokens is not None:
-            longest = min(longest, len(read.token_ids) + sampling.max_tokens)
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        bad_words_ids = self.prompts.words_ids(bad_words)
-        grammar = None
-        if sampling.structured_outputs is not None:
-            wanted = StructuredOutputs.of(sampling.structured_outputs)
-            grammar = self.grammars.compile(wanted, ignore_eos=sampling.ignore_eos)
-        requests = [
-            Request(
-                request_id if sampling.n == 1 else f"{index}_{request_id}",
-                read.token_ids,
-                sampling,
-                max_total_tokens=longest,
-                seed=seed + index,
-                priority=rank,
-                cache_salt=read.cache_salt,
-                eos_token_ids=self.eos_token_ids,
-                eos_token_id=self.eos_token_id,
-                prompt=read.text,
-                detokenizer=self.text.detokenizer(sampling),
-                grammar=grammar if grammar is None or index == 0 else grammar.fork(),
-                bad_words_ids=bad_words_ids,
-                parent_id=request_id,
-                index=index,
-            )
-            for index in range(sampling.n)
-        ]
-        return RequestGroup(request_id, requests, kind)
 
 
 def as_params(params: object) -> SamplingParams:

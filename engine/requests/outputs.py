@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vattn.engine.requests.logprobs import Logprob
 from vattn.engine.requests.request import Request, State
@@ -92,6 +92,10 @@ class RequestOutput:
     lora_request: None = None
 
 
+# In place of reports that were in an output; they take more memory than all else of a request.
+_TOLD: dict[int, Logprob] = {}
+
+
 class RequestGroup:
     """The requests that complete one prompt, one for each of `n` completions.
 
@@ -103,7 +107,7 @@ class RequestGroup:
     def __init__(self, request_id: str, requests: Sequence[Request], kind: RequestOutputKind) -> None:
         self.request_id = request_id
         self.requests = requests
-        self._kind = kind
+        self.kind = kind
         self._told = [0] * len(requests)  # DELTA: tokens that were in an output
         self._ended = [False] * len(requests)  # DELTA: the end was in an output
 
@@ -117,9 +121,9 @@ class RequestGroup:
     def output(self) -> RequestOutput | None:
         """The current output; None if the output kind calls for none yet."""
         finished = not self.unfinished()
-        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
+        if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        if self._kind is RequestOutputKind.DELTA:
+        if self.kind is RequestOutputKind.DELTA:
             completions = self._news()
         else:
             completions = [_completion(request, 0, request.text) for request in self.requests]
@@ -146,6 +150,8 @@ class RequestGroup:
             if self._told[row] > start or ended > self._ended[row]:
                 text = request.detokenizer.take() if request.detokenizer is not None else ""
                 completions.append(_completion(request, start, text))
+                if request.logprobs is not None:
+                    request.logprobs[start:] = [_TOLD] * (len(request.logprobs) - start)
             self._ended[row] = ended
         return completions
 
@@ -170,6 +176,26 @@ class RequestGroup:
             finished_time=max(times("finished_time")) if finished else None,
             num_preemptions=sum(request.num_preemptions for request in self.requests),
         )
+
+
+def merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Outputs of DELTA, one after another, as one."""
+    completions: dict[int, list[CompletionOutput]] = {}
+    for completion in (each for output in outputs for each in output.outputs):
+        completions.setdefault(completion.index, []).append(completion)
+    return replace(outputs[-1], outputs=[_joined(completions[index]) for index in sorted(completions)])
+
+
+def _joined(news: Sequence[CompletionOutput]) -> CompletionOutput:
+    logprobs = None
+    if news[-1].logprobs is not None:
+        logprobs = [report for each in news for report in each.logprobs or ()]
+    return replace(
+        news[-1],
+        text="".join(each.text for each in news),
+        token_ids=[token for each in news for token in each.token_ids],
+        logprobs=logprobs,
+    )
 
 
 def _completion(request: Request, start: int, text: str) -> CompletionOutput:

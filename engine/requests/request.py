@@ -77,6 +77,7 @@ class Request:
     DONE, since the newest token has never been through the model.
 
     Attributes:
+        prompt_token_ids: not changed, since all completions of a prompt have the same list.
         parent_id, index: the id of the prompt's group, and which of `n` completions this is.
         seed: seed of its random numbers.
         stop_token_ids: tokens that end it; any but the end-of-sequence token is a `stop_reason`.
@@ -103,12 +104,13 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: list[int],
         sampling: SamplingParams,
         *,
         max_total_tokens: int,
         seed: int,
-        eos_token_ids: frozenset[int] = frozenset(),
+        stop_token_ids: frozenset[int] = frozenset(),
+        held_token_ids: frozenset[int] = frozenset(),
         eos_token_id: int | None = None,
         prompt: str | None = None,
         priority: int = 0,
@@ -123,7 +125,7 @@ class Request:
         assert 0 < len(prompt_token_ids) <= max_total_tokens, "the engine admits no other prompt"
         self.request_id = request_id
         self.prompt = prompt
-        self.prompt_token_ids = list(prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids
         self.output_token_ids: list[int] = []
         self.sampling = sampling
         self.max_total_tokens = max_total_tokens
@@ -134,9 +136,8 @@ class Request:
         self.parent_id = request_id if parent_id is None else parent_id
         self.index = index
         self.takes_drafts = takes_drafts
-        asked = frozenset(sampling.stop_token_ids or ())
-        self.stop_token_ids = asked if sampling.ignore_eos else asked | eos_token_ids
-        self.held_token_ids = asked | eos_token_ids
+        self.stop_token_ids = stop_token_ids
+        self.held_token_ids = held_token_ids
         self._eos_token_id = None if sampling.ignore_eos else eos_token_id
         self.logprobs: list[dict[int, Logprob]] | None = None if sampling.logprobs is None else []
         self.cumulative_logprob = 0.0

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import Response
+
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
+from vattn.engine.server.errors import json_response
 from vattn.engine.server.protocol import Sampling
 from vattn.engine.server.service import Run
-from vattn.engine.server.streams import event
+from vattn.engine.server.streams import Parts, event, parts
+
+LIGHT = 1000  # values that are written in about a millisecond
 
 
 class Counter:
     """The tokens of one HTTP request, counted as its outputs come."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}
+        self._seen: set[int] = set()
+        self._prompt = 0
+        self._cached = 0
         self._completion = 0
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Take an output of DELTA, or the last one, of the prompt with this number."""
-        self._prompts[number] = len(output.prompt_token_ids), output.num_cached_tokens
+        if number not in self._seen:
+            self._seen.add(number)
+            self._prompt += len(output.prompt_token_ids)
+            self._cached += output.num_cached_tokens
         self._completion += sum(len(completion.token_ids) for completion in output.outputs)
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt = sum(tokens for tokens, _ in self._prompts.values())
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self._prompt,
             "completion_tokens": self._completion,
-            "total_tokens": prompt + self._completion,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+            "total_tokens": self._prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
 
@@ -44,8 +54,9 @@ def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     return counter.usage
 
 
-def head(kind: str, prefix: str, request_id: str, model: str) -> dict[str, Any]:
-    """The fields that every answer begins with."""
+def head(kind: str, prefix: str, request: Request, model: str) -> dict[str, Any]:
+    """The fields that every answer to a request begins with."""
+    request_id = request.scope["request_id"]
     return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -69,14 +80,40 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
     in_chunks = body.usage_in_chunks
     async with aclosing(run.batches()) as batches:
         async for batch in batches:
-            events = []
+            events: list[bytes] = []
             for number, output in batch:
                 run.check(output)
                 counter.add(number, output)
+                heavy = weight([output], body) > LIGHT
                 for chunk in chunks(number, output):
                     usage = {"usage": counter.usage} if in_chunks else {}
-                    events.append(event({**start, **chunk, **usage}))
+                    value = {**start, **chunk, **usage}
+                    if not heavy:
+                        events.append(event(value))
+                        continue
+                    yield b"".join([*events, b"data: "])
+                    events = [b"\n\n"]
+                    async for part in parts(value):
+                        yield part
             if events:
                 yield b"".join(events)
     if body.usage_in_stream:
         yield event({**start, "choices": [], "usage": counter.usage})
+
+
+def weight(outputs: Iterable[RequestOutput], body: Sampling) -> int:
+    """About how many values it takes to write outputs as JSON."""
+    logprobs = getattr(body, "top_logprobs", None) or int(getattr(body, "logprobs", None) or 0)
+    total = 0
+    repeated = getattr(body, "echo", None) or body.return_token_ids
+    for output in outputs:
+        each = 1 + len(output.prompt_token_ids) if repeated else 1
+        total += sum(each + len(completion.token_ids) * (1 + logprobs) for completion in output.outputs)
+        if output.prompt_logprobs is not None:
+            total += len(output.prompt_token_ids) * (1 + max(logprobs, body.prompt_logprobs or 0))
+    return total
+
+
+def answered(value: Mapping[str, Any], weight: int) -> Response:
+    """An answer as JSON; one that takes long to write is sent in parts."""
+    return json_response(value) if weight <= LIGHT else Parts(parts(value))

@@ -14,8 +14,10 @@ from vattn.engine.async_engine import AsyncEngine
 from vattn.engine.llm import LLM
 from vattn.engine.server import admin, chat, completions, dashboard, tokens
 from vattn.engine.server.arrivals import Arrivals
+from vattn.engine.server.bodies import body_schemas
 from vattn.engine.server.errors import add_handlers
 from vattn.engine.server.gate import Gate
+from vattn.engine.server.limits import Limits
 from vattn.engine.server.metrics import Metrics
 from vattn.engine.server.protocol import ErrorResponse
 from vattn.engine.server.service import Service
@@ -39,9 +41,12 @@ def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs)
+    longest = max(map(len, llm.tokenizer.get_vocab())) if llm.tokenizer is not None else 0
+    body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
+    limits = Limits.of(llm.max_model_len, longest, body_bytes)
+    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
     metrics = Metrics(engine, name)
-    return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root)
+    return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root, limits=limits)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -52,6 +57,7 @@ def make_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
+            service.close()
             await service.engine.shutdown(timeout=0)
 
     settings = service.settings
@@ -70,7 +76,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(dashboard.router(service))
     add_handlers(app)
     app.add_middleware(Arrivals, engine=service.engine)
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Gate, settings=settings, most_body_bytes=service.limits.body_bytes)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -82,8 +88,9 @@ def make_app(service: Service) -> FastAPI:
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
-        """FastAPI's description, without the 422 that this server never answers, and with streams."""
+        """FastAPI's description, with bodies and streams, and without the 422 that this server never answers."""
         document = describe()
+        document["components"]["schemas"] |= body_schemas()
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

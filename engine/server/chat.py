@@ -8,41 +8,54 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
-from vattn.engine.server.answers import ending, head, stream, usage_of
-from vattn.engine.server.errors import bad, json_response
+from vattn.engine.requests.sampling import SamplingParams
+from vattn.engine.server.answers import answered, ending, head, stream, usage_of, weight
+from vattn.engine.server.bodies import described
+from vattn.engine.server.errors import bad
 from vattn.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from vattn.engine.server.params import sampling_params
+from vattn.engine.server.prompts import Prompt
 from vattn.engine.server.protocol import ChatRequest, ChatResponse
 from vattn.engine.server.service import Service
 from vattn.engine.server.streams import EventStream
+from vattn.engine.server.workers import Check
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", response_model=ChatResponse)
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    @routes.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=described(ChatRequest))
+    async def chat(request: Request) -> Response:
         """Answer a conversation. With `stream`, as server-sent events."""
-        service.check_model(body.model)
-        if body.top_logprobs and not body.logprobs:
-            raise bad("top_logprobs needs logprobs; set it to true", "top_logprobs")
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs, echo=False)
-        prompt = await service.read_chat(body, body, max_tokens)
-        request_id = request.scope["request_id"]
-        run = await service.start([prompt], params, body, request_id)
+
+        def use(body: ChatRequest, check: Check) -> tuple[ChatRequest, SamplingParams, list[Prompt]]:
+            service.check_model(body.model)
+            if body.top_logprobs and not body.logprobs:
+                raise bad("top_logprobs needs logprobs; set it to true", "top_logprobs")
+            max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            params = sampling_params(
+                body, service.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs, echo=False
+            )
+            service.check_size(1, params)
+            prompts = [service.prompts.read_chat(body, body, max_tokens, check)]
+            service.check_logprobs(prompts, params)
+            return body, params, prompts
+
+        body, params, prompts = await service.bodies.read(request, ChatRequest, use)
+        run = await service.start(request, prompts, params, body)
         model = body.model or service.names[0]
         if body.stream:
-            start = head("chat.completion.chunk", "chatcmpl", request_id, model)
+            start = head("chat.completion.chunk", "chatcmpl", request, model)
             return EventStream(stream(run, body, start, _Chunks(body)), run.abort)
-        start = head("chat.completion", "chatcmpl", request_id, model)
-        (output,) = await run.finals(request)
-        choices = [
+        start = head("chat.completion", "chatcmpl", request, model)
+        (output,) = finals = await run.finals(request)
+        choices = (
             _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})
             for completion in output.outputs
-        ]
-        return json_response({**start, "choices": choices, "usage": usage_of([output]), **_of_prompt(output, body)})
+        )
+        answer = {**start, "choices": choices, "usage": usage_of(finals), **_of_prompt(output, body)}
+        return answered(answer, weight(finals, body))
 
     return routes
 

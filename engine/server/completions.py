@@ -10,13 +10,15 @@ from fastapi.responses import Response
 
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
 from vattn.engine.requests.sampling import SamplingParams
-from vattn.engine.server.answers import ending, head, stream, usage_of
-from vattn.engine.server.errors import json_response
+from vattn.engine.server.answers import answered, ending, head, stream, usage_of, weight
+from vattn.engine.server.bodies import described
 from vattn.engine.server.logprobs import TextLogprobs, prompt_logprobs
 from vattn.engine.server.params import sampling_params
+from vattn.engine.server.prompts import Prompt
 from vattn.engine.server.protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
-from vattn.engine.server.service import Prompt, Service
+from vattn.engine.server.service import Service
 from vattn.engine.server.streams import EventStream
+from vattn.engine.server.workers import Check
 
 _DEFAULT_TOKENS = 16
 
@@ -24,39 +26,51 @@ _DEFAULT_TOKENS = 16
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=CompletionResponse)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @routes.post("/v1/completions", response_model=CompletionResponse, openapi_extra=described(CompletionRequest))
+    async def completions(request: Request) -> Response:
         """Complete prompts: text or token ids, one or several. With `stream`, as server-sent events."""
-        service.check_model(body.model)
-        params = sampling_params(
-            body,
-            service.sampling_defaults,
-            max_tokens=_DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
-            logprobs=body.logprobs,
-            echo=bool(body.echo),
-        )
-        prompts = await service.read(_prompts(body), body, body.max_tokens)
-        request_id = request.scope["request_id"]
-        run = await service.start(prompts, params, body, request_id)
-        answer = _Completion(service, body, prompts)
-        start = head("text_completion", "cmpl", request_id, body.model or service.names[0])
+
+        def use(body: CompletionRequest, check: Check) -> tuple[SamplingParams, list[Prompt], _Completion]:
+            service.check_model(body.model)
+            params = sampling_params(
+                body,
+                service.sampling_defaults,
+                max_tokens=_DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+                logprobs=body.logprobs,
+                echo=bool(body.echo),
+            )
+            prompts = _prompts(body)
+            service.check_size(len(prompts), params)
+            read = service.prompts.read(prompts, body, body.max_tokens, check)
+            service.check_logprobs(read, params)
+            texts = [_text(service, prompt) for prompt in read] if body.echo else []
+            return params, read, _Completion(service, body, texts)
+
+        params, prompts, answer = await service.bodies.read(request, CompletionRequest, use)
+        body = answer.body
+        run = await service.start(request, prompts, params, body)
+        start = head("text_completion", "cmpl", request, body.model or service.names[0])
         if body.stream:
             return EventStream(stream(run, body, start, answer.chunks), run.abort)
         finals = await run.finals(request)
-        choices = [choice for number, output in enumerate(finals) for choice in answer.choices(number, output)]
-        return json_response({**start, "choices": choices, "usage": usage_of(finals)})
+        choices = (choice for number, output in enumerate(finals) for choice in answer.choices(number, output))
+        return answered({**start, "choices": choices, "usage": usage_of(finals)}, weight(finals, body))
 
-    @routes.post("/generate", response_model=GenerateResponse)
-    async def generate(body: GenerateRequest, request: Request) -> Response:
+    @routes.post("/generate", response_model=GenerateResponse, openapi_extra=described(GenerateRequest))
+    async def generate(request: Request) -> Response:
         """Complete one prompt; the answer's texts begin with it. With `stream`, events with the texts so far."""
-        service.check_model(body.model)
-        max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        params: SamplingParams = sampling_params(
-            body, service.sampling_defaults, max_tokens=max_tokens, logprobs=None, echo=False
-        )
-        prompts = await service.read([body.prompt], body, body.max_tokens)
-        run = await service.start(prompts, params, body, request.scope["request_id"])
-        texts = [service.prompt_text(prompts[0])] * params.n
+
+        def use(body: GenerateRequest, check: Check) -> tuple[GenerateRequest, SamplingParams, list[Prompt], str]:
+            service.check_model(body.model)
+            max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+            params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=None, echo=False)
+            service.check_size(1, params)
+            prompts = service.prompts.read([body.prompt], body, body.max_tokens, check)
+            return body, params, prompts, _text(service, prompts[0])
+
+        body, params, prompts, text = await service.bodies.read(request, GenerateRequest, use)
+        run = await service.start(request, prompts, params, body)
+        texts = [text] * params.n
 
         def chunks(number: int, output: RequestOutput) -> list[dict[str, Any]]:
             for completion in output.outputs:
@@ -65,19 +79,23 @@ def router(service: Service) -> APIRouter:
 
         if body.stream:
             return EventStream(stream(run, body, {}, chunks), run.abort)
-        (output,) = await run.finals(request)
-        return json_response(chunks(0, output)[0])
+        finals = await run.finals(request)
+        return answered(chunks(0, finals[0])[0], weight(finals, body))
 
     return routes
 
 
 class _Completion:
-    """Makes the choices of one answer."""
+    """Makes the choices of one answer.
 
-    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+    Args:
+        texts: of the prompts, where the body asks for them.
+    """
+
+    def __init__(self, service: Service, body: CompletionRequest, texts: Sequence[str]) -> None:
+        self.body = body
         self._service = service
-        self._body = body
-        self._prompts = prompts
+        self._texts = texts
         self._n = body.n or 1
         self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._begun: set[int] = set()
@@ -91,12 +109,12 @@ class _Completion:
         return [{"choices": [choice]} for choice in self.choices(number, output)]
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        body = self._body
+        body = self.body
         index = number * self._n + completion.index
         first = index not in self._begun
         self._begun.add(index)
         echoes = bool(body.echo) and first
-        text = self._service.prompt_text(self._prompts[number]) + completion.text if echoes else completion.text
+        text = self._texts[number] + completion.text if echoes else completion.text
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if body.logprobs is not None:
             pairs: list[tuple[int, Any]] = []
@@ -114,6 +132,12 @@ class _Completion:
                 output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
             )
         return choice
+
+
+def _text(service: Service, prompt: Prompt) -> str:
+    """The prompt as it was sent; one of token ids as text."""
+    text: str | None = prompt["prompt"]
+    return service.prompts.text_of(prompt["prompt_token_ids"]) if text is None else text
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

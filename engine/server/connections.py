@@ -1,13 +1,20 @@
-"""Connections of uvicorn's that wait neither forever nor for more bytes than a head can have.
+"""Connections of uvicorn's that wait neither forever nor for too many bytes, and that may be half-closed.
 
 httptools keeps the line, headers and trailers of a request in memory, however many bytes they are, long before the
-application sees the request and its key; and uvicorn waits for the rest of a request as long as its client likes.
+application sees the request and its key; and uvicorn waits for the rest of a request as long as its client likes, and
+parses all requests that a client sends ahead, however many they are.
+
+A client that has closed its sending side may still read (`nc -N` does) or be gone: both look the same. So an interim
+answer is sent, which HTTP/1.1 allows at any time before the answer: where nobody reads, the connection is reset. The
+parts of an answer do the same, so an answer has to begin no earlier than it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Iterator
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,6 +22,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 logger = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 256 * 1024
+MOST_AHEAD = 64  # requests that a client sends before the first of them is answered
+_SLICE = 4096  # bytes that are parsed at a time
+_LOOK_SECONDS = 0.1  # between looks at the state of a half-closed connection
+_LOOKS = 50  # from one interim answer to the next
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_CLOSE = 7  # the kernel's number for a connection that was reset
 
 
 def limited_to(receive_timeout: float) -> type[HttpToolsProtocol]:
@@ -31,32 +44,54 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed when its client
 
     - has sent `MOST_HEAD_BYTES` that made up no body and completed no head,
+    - has sent `MOST_AHEAD` requests ahead,
     - or has not sent a whole request `receive_timeout` seconds after it connected or began to send one.
 
-    The time while the connection answers an earlier request does not count.
+    The time while the connection answers an earlier request does not count. A client that closes its sending side gets
+    its answer, unless it is gone altogether.
     """
 
     receive_timeout: ClassVar[float]
     _head_bytes = 0
     _progressed = False
     _deadline: asyncio.TimerHandle | None = None
+    _looking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._body: list[bytes] = []
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_none()
+        if self._looking is not None:
+            self._looking.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # An empty line in front of a request begins no message, but ends uvicorn's wait for one.
         self._expect_request()
-        self._progressed = False
-        super().data_received(data)
-        self._head_bytes = 0 if self._progressed else self._head_bytes + len(data)
-        if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.close()
+        for part in _slices(data):
+            self._progressed = False
+            super().data_received(part)
+            self._pass_body_on()
+            if self.transport.is_closing():
+                return
+            self._head_bytes = 0 if self._progressed else self._head_bytes + len(part)
+            if self._head_bytes > MOST_HEAD_BYTES or len(self.pipeline) > MOST_AHEAD:
+                self.transport.close()
+                return
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Whether the connection stays open, for an answer."""
+        if self.transport.get_extra_info("sslcontext") is not None or not self._answers():
+            return False
+        if self.pipeline or self.cycle.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        if self._looking is None:
+            self._look(0)
+        return True
 
     def on_message_begin(self) -> None:
         self._expect_request()
@@ -68,11 +103,31 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
-        super().on_body(body)
+        self._body.append(body)
 
     def on_message_complete(self) -> None:
         self._expect_none()
+        self._pass_body_on()
         super().on_message_complete()
+
+    def _pass_body_on(self) -> None:
+        """A body that comes in chunks of single bytes is not copied for each of them."""
+        if self._body:
+            body, self._body = b"".join(self._body), []
+            super().on_body(body)
+
+    def _look(self, number: int) -> None:
+        """Whether the client of a half-closed connection is still there; again and again."""
+        self._looking = None
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+            self.transport.abort()
+            return
+        if number % _LOOKS == 0 and not self.cycle.response_started:
+            self.transport.write(_CONTINUE)
+        self._looking = self.loop.call_later(_LOOK_SECONDS, self._look, number + 1)
 
     def _expect_request(self) -> None:
         if self._deadline is None and not self.transport.is_closing():
@@ -96,3 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             return True
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+
+def _slices(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + _SLICE] for start in range(0, len(data), _SLICE))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -107,31 +108,69 @@ def _param(message: str) -> str | None:
     return name if name in _PARAMS else None
 
 
-def _told(errors: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """Where the first wrong field is wrong, and what pydantic says of it.
+def bad_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first wrong field, and what pydantic says of it.
 
     A field that may have one of several forms has an error for each of them: the form that got furthest tells most.
     """
 
     def path(error: Mapping[str, Any]) -> list[str | int]:
-        # The first part is `body` or `query`; the name of a form is a type's: constrained-str, list[int].
-        return [part for part in error["loc"][1:] if isinstance(part, int) or _NAME.fullmatch(part)]
+        # The name of a form is a type's: constrained-str, list[int].
+        return [part for part in error["loc"] if isinstance(part, int) or _NAME.fullmatch(part)]
 
     def progress(path: list[str | int]) -> list[int]:
         return [part if isinstance(part, int) else -1 for part in path]
 
-    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     where = max(map(path, same), key=progress)
     message = ", or ".join(dict.fromkeys(str(error["msg"]) for error in same if path(error) == where))
-    return [str(part) for part in where], message
+    name = ".".join(map(str, where))[:80]
+    return bad(f"{name}: {message}" if name else message, str(where[0]) if where else None)
 
 
-_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+def _listed(value: object) -> list[Any]:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed)
+_MEMBERS = 64  # of a list, written at a time
 
 
 def encode(value: object) -> bytes:
-    """JSON; text that no encoding has is replaced."""
+    """JSON; an iterator is a list, and text that no encoding has is replaced."""
     return _encoder.encode(value).encode("utf-8", "replace")
+
+
+def pieces(value: object, depth: int = 0) -> Iterator[str]:
+    """As `encode`, in pieces that each take little time; members of iterators are made as they are written.
+
+    Args:
+        depth: of dicts that the value is in; small ones, such as the report of a token, are further in than three.
+    """
+    if isinstance(value, dict) and depth < 3:
+        opening = "{"
+        for key, member in value.items():
+            yield f"{opening}{_encoder.encode(key)}:"
+            yield from pieces(member, depth + 1)
+            opening = ","
+        yield "}" if opening == "," else "{}"
+    elif isinstance(value, list | Iterator):
+        members = iter(value)
+        opening = "["
+        while batch := list(islice(members, _MEMBERS)):
+            if depth < 3 and any(isinstance(member, dict | list) for member in batch):
+                for member in batch:
+                    yield opening
+                    yield from pieces(member, depth)
+                    opening = ","
+            else:
+                yield f"{opening}{_encoder.encode(batch)[1:-1]}"
+                opening = ","
+        yield "]" if opening == "," else "[]"
+    else:
+        yield _encoder.encode(value)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -150,16 +189,9 @@ def add_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     async def invalid(request: Request, error: Exception) -> Response:
+        """A parameter of the query; bodies are read by `Bodies`."""
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return error_response(bad("the body is no JSON"))
-        if first["loc"] == ("body",):
-            message = "the body is no JSON object; send one, with the header 'Content-Type: application/json'"
-            return error_response(bad(message))
-        path, message = _told(error.errors())
-        where = ".".join(path)[:80]
-        return error_response(bad(f"{where}: {message}" if where else message, path[0] if path else None))
+        return error_response(bad_field([{**each, "loc": each["loc"][1:]} for each in error.errors()]))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

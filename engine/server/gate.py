@@ -32,10 +32,10 @@ _REQUEST_ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 class Gate:
     """An ASGI middleware; puts the request's id into its scope as `request_id`."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, most_body_bytes: int) -> None:
         self.app = app
         self._keys = [_digest(key.encode()) for key in settings.api_key]
-        self._limit = int(settings.max_body_bytes)
+        self._limit = most_body_bytes
         self._logs = not settings.disable_log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,12 @@
-"""Log probabilities in OpenAI's two shapes, and vLLM's for prompts."""
+"""Log probabilities in OpenAI's two shapes, and vLLM's for prompts.
+
+Long lists are iterators, whose members are made as they are written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from vattn.engine.requests.logprobs import DecodeToken, Logprob
@@ -26,43 +30,42 @@ class TextLogprobs:
         self._decode = decode
         self._offset = 0
 
-    def piece(self, tokens: Iterable[tuple[int, Report | None]]) -> dict[str, list[Any]]:
+    def piece(self, tokens: Iterable[tuple[int, Report | None]]) -> dict[str, Iterable[Any]]:
         """The next tokens, each with its report; None for the first one of a prompt.
 
         Of alternatives with the same text the most probable one is reported.
         """
-        names: list[str] = []
-        chosen: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        for token, report in tokens:
-            name = self._decode(token) or ""
-            top: dict[str, float] | None = None
-            if report is not None:
-                top = {}
-                for entry in _first(report, token, self._count):
-                    top[_name(entry)] = max(_value(entry), top.get(_name(entry), _LEAST))
-            names.append(name)
-            chosen.append(None if report is None else _value(report[token]))
-            tops.append(top)
-            offsets.append(self._offset)
-            self._offset += len(name)
-        return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+        tokens = list(tokens)
+        names = [self._decode(token) or "" for token, _ in tokens]
+        *offsets, self._offset = accumulate(map(len, names), initial=self._offset)
+        return {
+            "tokens": names,
+            "token_logprobs": [None if report is None else _value(report[token]) for token, report in tokens],
+            "top_logprobs": (None if report is None else self._top(token, report) for token, report in tokens),
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: int, report: Report) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for entry in _first(report, token, self._count):
+            top[_name(entry)] = max(_value(entry), top.get(_name(entry), _LEAST))
+        return top
 
 
 def chat_logprobs(token_ids: Sequence[int], reports: Sequence[Report], count: int) -> dict[str, Any]:
     """The `logprobs` of some tokens of a chat's choice, each with `count` alternatives."""
-    content = []
-    for token, report in zip(token_ids, reports, strict=True):
+
+    def entry(token: int, report: Report) -> dict[str, Any]:
         ranked = sorted(report.values(), key=lambda entry: entry.rank)
         top = [_chat_entry(entry) for entry in ranked if entry.rank <= count][:count]
-        content.append({**_chat_entry(report[token]), "top_logprobs": top})
-    return {"content": content}
+        return {**_chat_entry(report[token]), "top_logprobs": top}
+
+    return {"content": map(entry, token_ids, reports)}
 
 
-def prompt_logprobs(reports: Sequence[Report | None], token_ids: Sequence[int], count: int) -> list[Any]:
+def prompt_logprobs(reports: Sequence[Report | None], token_ids: Sequence[int], count: int) -> Iterator[Any]:
     """vLLM's `prompt_logprobs`: token id to logprob, rank and text; None for the first token."""
-    return [
+    return (
         None
         if report is None
         else {
@@ -71,7 +74,7 @@ def prompt_logprobs(reports: Sequence[Report | None], token_ids: Sequence[int], 
             if token == own or entry.rank <= count
         }
         for own, report in zip(token_ids, reports, strict=True)
-    ]
+    )
 
 
 def _first(report: Report, token: int, count: int) -> list[Logprob]:

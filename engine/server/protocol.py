@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, WithJsonSchema
 
 # A request for more completions than this, of all its prompts together, is refused.
 MOST_COMPLETIONS = 4096
 MOST_CHOICES = 128
+MOST_MESSAGES = 16384
 MOST_LOGPROBS = 20
 
 # Each stop string is looked for in every token's text.
@@ -26,6 +27,28 @@ Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
 Several = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_COMPLETIONS, fail_fast=True)]
+
+
+def _form(prompt: Any) -> str | None:
+    """The form that a prompt has, by its first part; so that it is checked, and its errors told, for this form only."""
+    if not isinstance(prompt, list):
+        return "str()" if isinstance(prompt, str) else None
+    if not prompt or not isinstance(prompt[0], str | list):
+        return "list[int]"
+    return "list[str]" if isinstance(prompt[0], str) else "list[list[int]]"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("str()")]
+    | Annotated[Tokens, Tag("list[int]")]
+    | Annotated[Texts, Tag("list[str]")]
+    | Annotated[Several, Tag("list[list[int]]")],
+    Discriminator(
+        _form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
 # Checked by hand, since pydantic would list every wrong value of a dict.
 Biases = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
@@ -114,7 +137,7 @@ class Sampling(_Body):
 
 
 class CompletionRequest(Sampling):
-    prompt: Text | Tokens | Texts | Several
+    prompt: Prompts
     add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -127,10 +150,13 @@ class Message(_Body):
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
 class Templated(_Body):
     """What decides how a conversation becomes a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -149,7 +175,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

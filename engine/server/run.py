@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,26 +21,33 @@ from vattn.engine.server import logs
 from vattn.engine.server.app import make_app, make_service
 from vattn.engine.server.connections import limited_to
 from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings
+from vattn.engine.server.settings import ServerSettings, check_key
 from vattn.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "VATTN_API_KEY"  # a key that no list of processes shows
-_GRACE = 5  # seconds to write what the engine has finished
+_GRACE = 5.0  # seconds that clients have to read what the engine has finished
+_LAST_GRACE = 0.5  # where the server is to end at once
 
 
 def run(config: EngineConfig, settings: ServerSettings) -> int:
     """As `serve`."""
     logs.set_up(settings.log_level)
-    if key := os.environ.get(KEY_VARIABLE):
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        check_key(KEY_VARIABLE, key)
         settings = replace(settings, api_key=[*settings.api_key, key])
     # First, since loading a model may take minutes.
     with _bind(settings) as listener:
-        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
         root = config.model if isinstance(config.model, str) else type(config.model).__name__
+        logger.info("loading", extra={"fields": {"model": root}})
+        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
         service = make_service(llm, settings, root)
         server = _make_server(service, listener)
+        # A collection stops all threads, for as long as it takes to look at every object that it knows.
+        gc.collect()
+        gc.freeze()
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             runner.run(_serve(server, service, listener))
     return 0
@@ -80,7 +88,8 @@ def _make_server(service: Service, listener: socket.socket) -> _Server:
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,
             ssl_cert_reqs=settings.ssl_cert_reqs,
-            timeout_graceful_shutdown=int(settings.shutdown_timeout) + _GRACE,
+            # `_serve` ends all that there is, without an error in the log.
+            lifespan="off",
         ),
         {"url": url, "models": service.names, "pid": os.getpid()},
     )
@@ -91,6 +100,15 @@ async def _serve(server: _Server, service: Service, listener: socket.socket) -> 
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
+    async def drain(timeout: float) -> None:
+        await service.engine.shutdown(timeout=timeout)
+        await asyncio.sleep(_GRACE)
+        end_connections()
+
+    def end_connections() -> None:
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+
     def stop() -> None:
         """Accept no more, and give what runs its time; the second time, end at once."""
         timeout = settings.shutdown_timeout
@@ -99,15 +117,23 @@ async def _serve(server: _Server, service: Service, listener: socket.socket) -> 
             server.force_exit = True
         logger.info("stopping", extra={"fields": {"unfinished": service.engine.num_unfinished, "seconds": timeout}})
         server.should_exit = True
-        drains.append(asyncio.ensure_future(service.engine.shutdown(timeout=timeout)))
+        drains.append(asyncio.ensure_future(drain(timeout)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
         await server.serve(sockets=[listener])
     finally:
+        service.close()
         await service.engine.shutdown(timeout=0)
-        await asyncio.gather(*drains)
+        if server.server_state.tasks:
+            await asyncio.wait(server.server_state.tasks, timeout=_LAST_GRACE)
+        end_connections()
+        if server.server_state.tasks:
+            await asyncio.wait(server.server_state.tasks, timeout=_LAST_GRACE)
+        for draining in drains:
+            draining.cancel()
+        await asyncio.gather(*drains, return_exceptions=True)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:

@@ -67,8 +67,11 @@ class ServerSettings:
     shutdown_timeout: float = field(
         default=30.0, metadata=_flag("seconds that requests have to finish after SIGTERM", parse=float)
     )
-    max_body_bytes: int | str = field(
-        default="16MiB", metadata=_flag("size of the largest request body", metavar="SIZE")
+    max_body_bytes: int | str | None = field(
+        default=None,
+        metadata=_flag(
+            "size of the largest request body; default: 4MiB, or 32 bytes a token of the context", metavar="SIZE"
+        ),
     )
     receive_timeout: float = field(
         default=60.0, metadata=_flag("seconds that a client has to send a whole request", parse=float)
@@ -88,7 +91,8 @@ class ServerSettings:
     log_level: str = field(default="info", metadata=_flag("least severe messages of the log", choices=LOG_LEVELS))
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "served_model_name", "allowed_origins"):
+        self._set("api_key", _keys(self.api_key))
+        for name in ("served_model_name", "allowed_origins"):
             self._set(name, _texts(name, getattr(self, name)))
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host is {shown(self.host)}; give an address, such as 127.0.0.1")
@@ -100,7 +104,8 @@ class ServerSettings:
             if seconds is None or seconds < least:
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; give seconds, {least:g} or more")
             self._set(name, seconds)
-        self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
+        if self.max_body_bytes is not None:
+            self._set("max_body_bytes", parse_bytes(self.max_body_bytes, "max_body_bytes"))
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -136,6 +141,26 @@ def _template(given: str | None) -> str | None:
         return Path(given).read_text()
     except OSError as error:
         raise ConfigError(f"chat_template is {shown(given)}: {error.strerror}; give a template or its path") from error
+
+
+def _keys(keys: object) -> tuple[str, ...]:
+    """Keys, of which messages show none."""
+    given = (keys,) if isinstance(keys, str) else keys
+    if not isinstance(given, Sequence) or not all(isinstance(key, str) for key in given):
+        raise ConfigError("api_key is no text; give a key, or several")
+    for key in given:
+        check_key("api_key", key)
+    return tuple(given)
+
+
+def check_key(name: str, key: str) -> None:
+    """Raise a ConfigError for a key that no client can send."""
+    if not key:
+        raise ConfigError(f"{name} is empty, which would be no protection; give a key, or leave {name} out")
+    if not re.fullmatch(r"[!-~]+( [!-~]+)*", key):
+        raise ConfigError(
+            f"{name} has characters that no header can have, or spaces around it; give printable ASCII characters"
+        )
 
 
 def _texts(name: str, values: object) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from vattn.engine.server.bodies import described
 from vattn.engine.server.errors import bad, json_response
 from vattn.engine.server.protocol import (
     DetokenizeRequest,
@@ -16,48 +17,55 @@ from vattn.engine.server.protocol import (
     TokenizeResponse,
 )
 from vattn.engine.server.service import Service
+from vattn.engine.server.workers import Check
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/tokenize", response_model=TokenizeResponse)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    @routes.post("/tokenize", response_model=TokenizeResponse, openapi_extra=described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
         """The token ids of a prompt, or of the prompt that the chat template makes of a conversation."""
-        service.check_model(body.model)
-        token_ids = await asyncio.to_thread(_tokenize, service, body)
-        answer = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [service.text.of_token(token) or "" for token in token_ids]
-        return json_response(answer)
 
-    @routes.post("/detokenize", response_model=DetokenizeResponse)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+        def use(body: TokenizeRequest, check: Check) -> Response:
+            service.check_model(body.model)
+            token_ids = _tokenize(service, body, check)
+            answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": service.max_model_len}
+            answer["tokens"] = token_ids
+            if body.return_token_strs:
+                answer["token_strs"] = [service.text.of_token(token) or "" for token in token_ids]
+            return json_response(answer)
+
+        return await service.bodies.read(request, TokenizeRequest, use)
+
+    @routes.post("/detokenize", response_model=DetokenizeResponse, openapi_extra=described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        service.check_model(body.model)
-        if service.text.tokenizer is None:
-            raise bad("the server has no tokenizer")
-        service.check_token_ids(body.tokens)
-        text = await asyncio.to_thread(service.text.of, body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text})
+
+        def use(body: DetokenizeRequest, check: Check) -> Response:
+            service.check_model(body.model)
+            if service.text.tokenizer is None:
+                raise bad("the server has no tokenizer")
+            if len(body.tokens) > service.limits.detokenized:
+                raise bad(f"tokens has {len(body.tokens)} ids; send at most {service.limits.detokenized}", "tokens")
+            service.prompts.check_token_ids(body.tokens)
+            return json_response({"prompt": service.prompts.text_of(body.tokens)})
+
+        return await service.bodies.read(request, DetokenizeRequest, use)
 
     return routes
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+def _tokenize(service: Service, body: TokenizeRequest, check: Check) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either a prompt or messages", "prompt")
     if body.messages is None:
-        special = body.add_special_tokens is not False
-        return service.tokenize(body.prompt or "", special=special)
-    templated = service.apply_template(
-        Templated(
-            messages=body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        return service.prompts.tokenize(body.prompt or "", check, special=body.add_special_tokens is not False)
+    templated = Templated(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
-    if body.add_special_tokens:
-        return service.tokenize(str(templated["prompt"]))
-    return list(templated["prompt_token_ids"])
+    # The template writes special tokens itself.
+    return service.prompts.tokenize(service.prompts.render(templated), check, special=bool(body.add_special_tokens))

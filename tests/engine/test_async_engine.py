@@ -352,6 +352,66 @@ def test_outputs_that_came_together_are_read_together() -> None:
     run(test())
 
 
+def test_outputs_that_nobody_takes_are_put_together() -> None:
+    """And are none the less what they were; of snapshots the last one is kept."""
+    prompt = make_prompts([5])[0]
+    want = expected("llama", prompt, 100)
+
+    async def test() -> None:
+        async with serving(make_llm()) as engine:
+            for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+                params = SamplingParams(max_tokens=100, seed=3, n=2, logprobs=1, output_kind=kind)
+                taken = await collect(engine, prompt, params)
+                stream = await engine.add(prompt, params)
+                await until(lambda: engine.num_unfinished == 0)
+                waited = await stream.ready()
+                assert len(waited) <= 100
+                assert [output.finished for output in waited] == [False] * (len(waited) - 1) + [True]
+                for index in (0, 1):
+                    assert news(waited, index, kind) == news(taken, index, kind)
+            stream = await engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
+            await until(lambda: engine.num_unfinished == 0)
+            assert [len(output.outputs[0].token_ids) for output in await stream.ready()] == [65] + [1] * 35
+            (last,) = await collect(engine, prompt, SamplingParams(temperature=0, max_tokens=100, output_kind=FINAL))
+            assert last.outputs[0].token_ids == want
+
+    run(test())
+
+
+FINAL = RequestOutputKind.FINAL_ONLY
+
+
+def news(outputs: list[RequestOutput], index: int, kind: RequestOutputKind) -> tuple[list[int], str, list[Any], Any]:
+    """Of one completion: its tokens, text, reports and end."""
+    own = [each for output in outputs for each in output.outputs if each.index == index]
+    if kind is RequestOutputKind.CUMULATIVE:
+        own = own[-1:]
+    return (
+        [token for each in own for token in each.token_ids],
+        "".join(each.text for each in own),
+        [report for each in own for report in each.logprobs or ()],
+        own[-1].finish_reason,
+    )
+
+
+def test_log_probabilities_that_nobody_takes_end_their_request() -> None:
+    async def test() -> None:
+        async with serving(make_llm(), max_waiting_logprobs=50) as engine:
+            params = SamplingParams(temperature=0, max_tokens=100, logprobs=4, ignore_eos=True)
+            taken = await collect(engine, [2, 3, 4], params)
+            assert sum(len(output.outputs[0].token_ids) for output in taken) == 100
+            # What was in an output is not kept.
+            stream = await engine.add([2, 3, 4], params)
+            await anext(stream)
+            assert stream.group.requests[0].logprobs is not None
+            assert not stream.group.requests[0].logprobs[0]
+            await until(lambda: engine.num_unfinished == 0)
+            *_, last = await stream.ready()
+            assert last.outputs[0].finish_reason == "abort"
+
+    run(test())
+
+
 def test_an_idle_engine_waits_for_announced_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         monkeypatch.setattr(async_engine, "_GATHER_SECONDS", 60)

@@ -37,13 +37,14 @@ class Server:
     Attributes:
         url: without a slash at its end.
         verify: what its clients need for TLS; by default they trust any certificate, and have none.
-        log: the lines of its log so far.
+        log: the lines of its log so far; `plain` are those that are no JSON.
     """
 
     process: subprocess.Popen[str]
     verify: ssl.SSLContext | bool = False
     url: str = ""
     log: list[dict[str, Any]] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
     serving: threading.Event = field(default_factory=threading.Event)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -64,6 +65,8 @@ class Server:
                 if self.log[-1]["message"] == "serving":
                     self.url = self.log[-1]["url"]
                     self.serving.set()
+            else:
+                self.plain.append(line)
         self.serving.set()
 
 

@@ -27,13 +27,14 @@ def make(
     bad_words_ids: Sequence[list[int]] = (),
     **params: Any,
 ) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 10_000, **params})
     request = Request(
         "r",
-        prompt,
-        SamplingParams(**{"max_tokens": 10_000, **params}),
+        list(prompt),
+        sampling,
         max_total_tokens=100_000,
         seed=seed,
-        eos_token_ids=frozenset({3}),
+        held_token_ids=frozenset({3, *(sampling.stop_token_ids or ())}),
         bad_words_ids=bad_words_ids,
     )
     request.output_token_ids = list(output)

@@ -19,7 +19,7 @@ def make(prompt: int = 3, max_tokens: int = 4, **sampling: object) -> Request:
         params,
         max_total_tokens=prompt + max_tokens,
         seed=0,
-        eos_token_ids=frozenset({50}),
+        stop_token_ids=frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else {50}),
     )
 
 

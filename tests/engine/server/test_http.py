@@ -5,53 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from applications import client, error_of, run
 from servers import MODEL, metric
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from vattn.engine import LLM
-from vattn.engine.server.app import make_app, make_service
-from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings
-
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
-
-
-@asynccontextmanager
-async def client(
-    *, config: dict[str, Any] | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    """A client of an application in this process, whose engine must be idle in the end."""
-    llm = LLM(MODEL, **{"memory_budget": "8MiB", "max_num_seqs": 8, **(config or {})})
-    service = make_service(llm, ServerSettings(**settings), "tiny")
-    app = make_app(service)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as made:
-            yield made, service
-        if not service.engine.dead:
-            assert service.engine.num_unfinished == 0
-            await service.engine.call(llm.check)
-    finally:
-        await service.engine.shutdown(timeout=0)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    error: dict[str, Any] = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    return error
 
 
 def test_keys() -> None:

@@ -279,6 +279,94 @@ def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
                 connection.sendall(part)
 
 
+def send(server: Server, body: dict[str, Any], version: str = "1.1") -> socket.socket:
+    """A connection on which a completion is asked for."""
+    url = httpx.URL(server.url)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((url.host, url.port or 0), timeout=20)
+    connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+    return connection
+
+
+def read(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    received = b""
+    while data := connection.recv(100_000):
+        received += data
+    return received
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_client_gets_its_answer(server: Server, stream: bool) -> None:
+    with send(server, {**SHORT, "stream": stream}) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        *interim, head, body = read(connection).split(b"\r\n\r\n", maxsplit=2)
+    assert set(interim) <= {b"HTTP/1.1 100 Continue"}
+    assert head.startswith(b"HTTP/1.1 200")
+    assert (b"data: [DONE]" if stream else ANSWER.encode()) in body
+
+
+@pytest.mark.parametrize("sent", ["1.0", "head"])
+def test_a_half_closed_client_that_cannot_be_answered(server: Server, sent: str) -> None:
+    """HTTP/1.0 has no interim answers, by which a client that is gone is known; and half a request has no answer."""
+    url = httpx.URL(server.url)
+    connection = (
+        send(server, LONG, "1.0") if sent == "1.0" else socket.create_connection((url.host, url.port or 0), timeout=20)
+    )
+    with connection:
+        if sent == "head":
+            connection.sendall(POST[:40])
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection) == b""
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize("how", ["close", "both sides", "half, then close"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server, how: str, stream: bool) -> None:
+    connection = send(server, {**LONG, "stream": stream})
+    wait_until_unfinished(server, 1)
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    if how == "both sides":
+        connection.shutdown(socket.SHUT_RDWR)
+    elif how != "close":
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.3)
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted
+    if how != "both sides":
+        connection.close()
+    wait_until_idle(server)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+    connection.close()
+
+
+def test_requests_that_are_sent_ahead_have_a_limit(server: Server) -> None:
+    url = httpx.URL(server.url)
+    one = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        connection.sendall(one * 60)
+        received = b""
+        while received.count(b"HTTP/1.1 200 OK") < 60:
+            received += connection.recv(100_000)
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        connection.sendall(one * 5000)
+        try:
+            received = read(connection)
+        except ConnectionError:
+            received = b""
+    assert received.count(b"HTTP/1.1 200 OK") < 5000
+
+
+def test_a_body_in_chunks_of_single_bytes(server: Server) -> None:
+    url = httpx.URL(server.url)
+    content = json.dumps({**SHORT, "user": "x" * 100_000}).encode()
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n")
+        assert ANSWER.encode() in read(connection)
+
+
 @pytest.mark.slow
 def test_sigterm_lets_requests_finish() -> None:
     answers: list[Any] = []
@@ -298,9 +386,39 @@ def test_sigterm_lets_requests_finish() -> None:
         assert sorted(answer["usage"]["completion_tokens"] for answer in answers) == [100, 150]
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+        assert not server.plain
 
 
 @pytest.mark.slow
+def test_a_second_sigterm_ends_the_server_at_once() -> None:
+    """With clients that read and one that does not; and without an error in the log."""
+    with running() as server:
+        connections = [send(server, {**LONG, "stream": stream}) for stream in (False, True)]
+        stalled = send(server, {**LONG, "stream": True, "n": 12, "temperature": 1, "logprobs": 20})
+        wait_until_unfinished(server, 14)
+        server.process.terminate()
+        while not any(line["message"] == "stopping" for line in server.log):
+            time.sleep(0.01)
+        assert server.terminate() == 0
+        for connection in connections:
+            with connection:
+                assert b'"finish_reason":"abort"' in read(connection)
+        stalled.close()
+    assert not [line for line in server.log if line["level"] not in ("info", "warning")]
+    assert not server.plain
+
+
+def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("", " secret", "secret\n", "g\u00e9heim"):
+        monkeypatch.setenv("VATTN_API_KEY", key)
+        with pytest.raises(ConfigError, match=r"VATTN_API_KEY (is empty|has characters)") as caught:
+            serve(EngineConfig(model=MODEL), ServerSettings(port=0))
+        assert not key.strip() or key.strip() not in str(caught.value)
+    with pytest.raises(ConfigError, match="api_key is empty") as caught:
+        ServerSettings(api_key=["secret", ""])
+    assert "secret" not in str(caught.value)
+
+
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Files of a private key, and of a certificate that it signs."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
@@ -364,7 +482,7 @@ def test_an_address_that_is_taken() -> None:
         ({"max_num_queued_reqs": -1}, "max_num_queued_reqs is -1"),
         ({"max_body_bytes": "much"}, "max_body_bytes"),
         ({"api_key": [""]}, "api_key"),
-        ({"api_key": 3}, "api_key is 3"),
+        ({"api_key": 3}, "api_key is no text"),
         ({"allowed_origins": ['["https://a.example"]']}, "allowed_origins has .* which no page has"),
         ({"allowed_origins": ["a.example"]}, "allowed_origins has .a.example."),
         ({"ssl_keyfile": "key.pem"}, "needs ssl_certfile"),

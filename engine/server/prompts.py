@@ -1,0 +1,209 @@
+"""From the texts, token ids and conversations of bodies to prompts of the engine, within the limits of a request.
+
+All of it takes its time, so it is called in a worker's thread, and ends between two parts once the client has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vattn.engine.checks import check_encodable
+from vattn.engine.llm import LLM
+from vattn.engine.requests.chat import render
+from vattn.engine.requests.request import InvalidRequest
+from vattn.engine.server.errors import bad
+from vattn.engine.server.limits import Limits
+from vattn.engine.server.protocol import CompletionRequest, Message, Sampling, Templated
+from vattn.engine.server.workers import Check
+
+# Characters that are tokenized at a time to find out whether a text is too long. A character takes the tokenizer up to
+# 800 bytes, as four tokens.
+_PIECE = 2**15
+# A text has hardly fewer tokens than its pieces together: a cut adds some where it is inside a word.
+_TOKENS_OF_CUT = 128
+# Tokens before those that are kept, so that the latter are not where the text was cut.
+_MARGIN = 1024
+
+Prompt = dict[str, Any]
+
+
+class Prompts:
+    """Makes prompts for one engine.
+
+    Args:
+        chat_template: instead of the tokenizer's; None for that.
+    """
+
+    def __init__(self, llm: LLM, limits: Limits, chat_template: str | None) -> None:
+        self._limits = limits
+        self._max_model_len = llm.max_model_len
+        self._tokenizer = llm.tokenizer
+        self._reader = llm.core.intake.prompts
+        self._text = llm.core.intake.text
+        self._chat_template = chat_template
+
+    def read(
+        self, prompts: Sequence[str | list[int]], body: Sampling, max_tokens: int | None, check: Check
+    ) -> list[Prompt]:
+        """Prompts as token ids, of a length that leaves room for `max_tokens`.
+
+        Raises:
+            InvalidRequest, ApiError: 400, one of them is not possible.
+        """
+        read: list[Prompt] = []
+        room = self._limits.tokens
+        for prompt in prompts:
+            check()
+            read.append(self._read(prompt, body, max_tokens, check, special=special_tokens(body)))
+            room -= len(read[-1]["prompt_token_ids"])
+            if room < 0:
+                raise bad(
+                    f"the prompts have more than {self._limits.tokens} tokens together; send them in several requests",
+                    "prompt",
+                    "too_many_tokens",
+                )
+        return read
+
+    def read_chat(self, body: Templated, sampling: Sampling, max_tokens: int | None, check: Check) -> Prompt:
+        """As `read`, for the prompt that the chat template makes of a conversation."""
+        text = self.render(body)
+        check()
+        return {**self._read(text, sampling, max_tokens, check, special=False), "prompt": text}
+
+    def render(self, body: Templated) -> str:
+        """The text that the chat template makes of a conversation.
+
+        Raises:
+            InvalidRequest: the template refuses these messages, or has no such variable; or they are not text.
+            ApiError: 400, too long, messages about tool calls, or options that contradict each other.
+        """
+        if self._tokenizer is None:
+            raise bad("the server has no tokenizer, so it cannot chat; send token ids to /v1/completions", "messages")
+        options: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
+        if body.continue_final_message:
+            if body.add_generation_prompt:
+                raise bad(
+                    "add_generation_prompt and continue_final_message contradict each other; send one",
+                    "continue_final_message",
+                )
+            options["continue_final_message"] = True
+        if body.add_generation_prompt is not None:
+            options["add_generation_prompt"] = body.add_generation_prompt
+        if self._chat_template is not None:
+            options["chat_template"] = self._chat_template
+        self._check_characters("the conversation", sum(map(_characters, body.messages)), "messages")
+        try:
+            text = render(self._tokenizer, [_plain(message) for message in body.messages], **options)
+        except RecursionError:
+            raise bad("chat_template_kwargs is nested too deeply", "chat_template_kwargs") from None
+        self._check_characters("the conversation", len(text), "messages")
+        return text
+
+    def tokenize(self, text: str, check: Check, *, special: bool = True) -> list[int]:
+        """Token ids of a text, however many.
+
+        Raises:
+            InvalidRequest: text that no encoding has.
+            ApiError: 400, there is no tokenizer, or the text has too many characters.
+        """
+        self._check_characters("the prompt", len(text), "prompt")
+        return self._token_ids(text, check, special=special)
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """Token ids as text; "" without a tokenizer."""
+        return "" if self._text.tokenizer is None else self._text.of(token_ids, skip_special_tokens=False)
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise an InvalidRequest for a token id that the model does not have."""
+        self._reader.check_token_ids("tokens", token_ids)
+
+    def _read(
+        self, prompt: str | list[int], body: Sampling, max_tokens: int | None, check: Check, *, special: bool
+    ) -> Prompt:
+        text = prompt if isinstance(prompt, str) else None
+        if body.truncate_prompt_tokens is None:
+            token_ids = prompt if isinstance(prompt, list) else self._fitting_ids(prompt, check, special=special)
+        else:
+            token_ids, cut = self._last_ids(prompt, body.truncate_prompt_tokens, max_tokens, check, special=special)
+            text = None if cut else text
+        token_ids = self._reader.read(token_ids).token_ids
+        if len(token_ids) + (max_tokens or 0) > self._max_model_len:
+            raise bad(
+                f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "
+                f"maximum context length is {self._max_model_len} tokens; shorten the prompt, or lower max_tokens",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def _fitting_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
+        """Token ids of a text that may fit into the context."""
+        self._check_characters("the prompt", len(text), "prompt")
+        if len(text) > _PIECE:
+            most = self._max_model_len + self._max_model_len // 8
+            count = 0
+            for start in range(0, len(text), _PIECE):
+                count += len(self._token_ids(text[start : start + _PIECE], check, special=False)) - _TOKENS_OF_CUT
+                if count > most:
+                    raise bad(
+                        f"the prompt has more than {most} tokens, but this model's maximum context length is "
+                        f"{self._max_model_len} tokens; shorten the prompt",
+                        "prompt",
+                        "context_length_exceeded",
+                    )
+        return self._token_ids(text, check, special=special)
+
+    def _last_ids(
+        self, prompt: str | list[int], keep: int, max_tokens: int | None, check: Check, *, special: bool
+    ) -> tuple[list[int], bool]:
+        """The last token ids of a prompt, -1 for as many as fit, and whether there are others before them."""
+        if keep == 0:
+            raise bad("truncate_prompt_tokens is 0; give how many tokens to keep, or -1", "truncate_prompt_tokens")
+        room = self._max_model_len - max(1, max_tokens or 0)
+        if keep > room:
+            raise bad(f"truncate_prompt_tokens is {keep}, but there is room for {room}", "truncate_prompt_tokens")
+        keep = room if keep < 0 else keep
+        if isinstance(prompt, str):
+            start, count = len(prompt), 0
+            while start > 0 and count < keep + _MARGIN:
+                end, start = start, max(0, start - _PIECE)
+                count += len(self._token_ids(prompt[start:end], check, special=False))
+            prompt = self._token_ids(prompt[start:], check, special=special)
+        return prompt[-keep:], len(prompt) > keep
+
+    def _token_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise bad("the server has no tokenizer; send token ids")
+        check()
+        check_encodable("the prompt", text, InvalidRequest)
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _check_characters(self, what: str, count: int, param: str) -> None:
+        most = self._limits.characters
+        if count > most:
+            raise bad(
+                f"{what} has {count} characters, but this model's maximum context length is {self._max_model_len} "
+                f"tokens, at most {most} characters; shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
+
+def special_tokens(body: Sampling) -> bool:
+    """Whether special tokens are added to a text."""
+    return not isinstance(body, CompletionRequest) or body.add_special_tokens is not False
+
+
+def _characters(message: Message) -> int:
+    if isinstance(message.content, list):
+        return sum(len(value) for part in message.content for value in part.values() if isinstance(value, str))
+    return len(message.content or "")
+
+
+def _plain(message: Message) -> Mapping[str, Any]:
+    """A message as the template gets it."""
+    extra = message.model_extra or {}
+    if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
+        raise bad("messages about tool calls are not supported; write them as text of a user or assistant", "messages")
+    return {**extra, "role": message.role, "content": message.content}
