@@ -448,6 +448,8 @@ class EngineCore:
             try:
                 if plan.reserve:
                     self.kv.prepare(plan.reserve)
+                    # Otherwise layers with a window would count what is reserved as computed, and give it back.
+                    self.kv.prepare(dict.fromkeys(plan.reserve, 0))
                 self.kv.prepare(plan.lengths, plan.next_lengths)
                 for entry in plan.entries:
                     if entry.request.saved is not None:

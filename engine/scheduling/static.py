@@ -38,7 +38,7 @@ class StaticScheduler(Scheduler):
 
     def schedule(self, *, admit: bool = True) -> Plan:
         """Plan a step of the batch; the first step of a request reserves its slot up to the padded length."""
-        if not self.running and admit:
+        if not self.running and self.waiting and admit:
             self._admit_batch()
         budget = self.max_num_batched_tokens
         entries = []

@@ -175,6 +175,25 @@ def test_tokens_are_those_of_generate_alone(kv: str) -> None:
     assert used == sorted(used)
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "qwen2-window"])
+def test_prompts_in_chunks_where_layers_have_windows(family: str) -> None:
+    """What is reserved for a batch is not taken for tokens that have left the window."""
+    prompts = make_prompts([150, 5, 180])
+    want = [expected(family, prompt, 20) for prompt in prompts]
+    options = {"page_size": 4096, "layout": "fused"}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
+    with LLM(make_model(family), kv="virtual", scheduling="static", kv_options=options, **limits) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+        llm.check()
+        assert llm.kv.available() == llm.kv.total()
+    assert [output.outputs[0].token_ids for output in outputs] == want
+
+
+def test_a_step_with_nothing_to_do() -> None:
+    with LLM(make_model("llama"), kv="static", scheduling="static") as llm:
+        assert llm.step() == []
+
+
 def test_preemption_where_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that the accounting could not foresee: the youngest leaves the batch, and runs in the next."""
     prompts = make_prompts([20, 21, 22])
