@@ -53,8 +53,12 @@ struct Quads {
   static constexpr int kWeightGap = kBlock / 4;
 
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
+    return with_type(a.query_type, [&]<Type kType>() { return pack_query_of<kType>(a, row, out); });
+  }
+  template <Type kType>
+  static float pack_query_of(const Attention& a, const std::byte* row, std::uint32_t* out) {
     const auto load = [&](int i) {
-      return widen<Isa>(a.query_type, row + i * size_of(a.query_type), smaller(Isa::kLanes, a.head_dim - i));
+      return Isa::widen<kType>(row + i * size_of(kType), smaller(Isa::kLanes, a.head_dim - i));
     };
     F most = Isa::zero(), poison = Isa::zero();
     for (int i = 0; i < a.head_dim; i += Isa::kLanes) {

@@ -29,42 +29,46 @@ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A row that was not finite has a scale that is not; NaN then shows it in whatever is computed with the row.
-inline float scale(Type type, const std::byte* at) {
-  std::uint32_t bits;
-  if (type == Type::kFloat32) {
-    std::memcpy(&bits, at, 4);
+template <Type kType>
+float element(const std::byte* at) {
+  if constexpr (kType == Type::kInt8) {
+    return static_cast<float>(static_cast<std::int8_t>(*at));
+  } else if constexpr (kType == Type::kFloat32) {
+    float x;
+    std::memcpy(&x, at, 4);
+    return x;
   } else {
-    std::uint16_t high;
-    std::memcpy(&high, at, 2);
-    bits = static_cast<std::uint32_t>(high) << 16;
+    std::uint16_t half;
+    std::memcpy(&half, at, 2);
+    std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+    if constexpr (kType == Type::kFloat16) {
+      const std::uint32_t sign = bits & 0x80000000u, rest = half & 0x7fffu;
+      if (rest >= 0x7c00u) {
+        bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
+      } else if (rest >= 0x400u) {
+        bits = sign | ((rest << 13) + 0x38000000u);
+      } else {
+        const float tiny = static_cast<float>(rest) * 0x1p-24f;
+        return sign ? -tiny : tiny;
+      }
+    }
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
   }
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x + 0 * x;
 }
 
-template <class Isa>
-typename Isa::F widen(Type type, const std::byte* at, int count) {
+// Calls a function with a type of floats as its template argument. Loops over elements lie within: in a loop that reads
+// either four or two bytes at an address, GCC takes both reads for as safe as one of them, and does both.
+template <class Function>
+auto with_type(Type type, const Function& function) {
   switch (type) {
     case Type::kFloat32:
-      return Isa::template widen<Type::kFloat32>(at, count);
+      return function.template operator()<Type::kFloat32>();
     case Type::kBFloat16:
-      return Isa::template widen<Type::kBFloat16>(at, count);
+      return function.template operator()<Type::kBFloat16>();
     default:
-      return Isa::template widen<Type::kFloat16>(at, count);
-  }
-}
-
-template <class Isa>
-void narrow(Type type, std::byte* at, typename Isa::F x, int count) {
-  switch (type) {
-    case Type::kFloat32:
-      return Isa::template narrow<Type::kFloat32>(at, x, count);
-    case Type::kBFloat16:
-      return Isa::template narrow<Type::kBFloat16>(at, x, count);
-    default:
-      return Isa::template narrow<Type::kFloat16>(at, x, count);
+      return function.template operator()<Type::kFloat16>();
   }
 }
 
@@ -104,11 +108,13 @@ struct Floats {
 
   // These return the factor that the packed row is to be multiplied by.
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
-    for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
-      const int count = smaller(Isa::kLanes, a.head_dim - i);
-      const F x = widen<Isa>(a.query_type, row + i * size_of(a.query_type), count);
-      Isa::store(reinterpret_cast<float*>(out) + i, x, count);
-    }
+    with_type(a.query_type, [&]<Type kType>() {
+      for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
+        const int count = smaller(Isa::kLanes, a.head_dim - i);
+        Isa::store(reinterpret_cast<float*>(out) + i, Isa::template widen<kType>(row + i * size_of(kType), count),
+                   count);
+      }
+    });
     return 1;
   }
   static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
@@ -377,12 +383,27 @@ struct Softmax {
   }
 };
 
+// The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
+// shows it in whatever is computed with the row.
+template <class Place>
+void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
+  with_type(type, [&]<Type kType>() {
+    for (int i = 0; i < count; ++i) {
+      const float x = element<kType>(rows[i]);
+      out[i] = x + 0 * x;
+    }
+  });
+  for (int i = count; i < padded; ++i) out[i] = 0;
+}
+
 template <class Isa>
 void write_row(const Attention& a, const float* sums, float total, std::byte* output) {
   const auto inverse = Isa::set(1 / total);
-  for (int i = 0; i < a.v_head_dim; i += Isa::kLanes)
-    narrow<Isa>(a.query_type, output + i * size_of(a.query_type), Isa::mul(Isa::load(sums + i), inverse),
-                smaller(Isa::kLanes, a.v_head_dim - i));
+  with_type(a.query_type, [&]<Type kType>() {
+    for (int i = 0; i < a.v_head_dim; i += Isa::kLanes)
+      Isa::template narrow<kType>(output + i * size_of(kType), Isa::mul(Isa::load(sums + i), inverse),
+                                  smaller(Isa::kLanes, a.v_head_dim - i));
+  });
 }
 
 template <class Kind, class Place>
@@ -425,10 +446,8 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
       if constexpr (Kind::kScaled) {
         const Place key_scales(a, a.key_scale, request, head, begin, s.places + 2 * kBlock);
         const Place value_scales(a, a.value_scale, request, head, begin, s.places + 3 * kBlock);
-        for (int i = 0; i < full * kLanes; ++i) {
-          s.scales[i] = i < count ? scale(a.scale_type, key_scales[i]) : 0;
-          s.scales[kBlock + i] = i < count ? scale(a.scale_type, value_scales[i]) : 0;
-        }
+        read_scales(a.scale_type, key_scales, count, full * kLanes, s.scales);
+        read_scales(a.scale_type, value_scales, count, full * kLanes, s.scales + kBlock);
       }
       // The keys that come next are those of the next head, or else of the next block.
       const bool more = h + 1 < item.num_heads;
@@ -521,13 +540,15 @@ void merge_rows(const Attention& a, const float* partial, int count, std::int64_
   for (int i = 0; i < count; ++i)
     total += Isa::first(Isa::exp2(Isa::set(partial[i * stride] - most))) * partial[i * stride + 1];
   const F inverse = Isa::set(1 / total);
-  for (int d = 0; d < a.v_head_dim; d += Isa::kLanes) {
-    F sum = Isa::zero();
-    for (int i = 0; i < count; ++i)
-      sum = Isa::fma(Isa::exp2(Isa::set(partial[i * stride] - most)), Isa::load(partial + i * stride + 2 + d), sum);
-    narrow<Isa>(a.query_type, output + d * size_of(a.query_type), Isa::mul(sum, inverse),
-                smaller(Isa::kLanes, a.v_head_dim - d));
-  }
+  with_type(a.query_type, [&]<Type kType>() {
+    for (int d = 0; d < a.v_head_dim; d += Isa::kLanes) {
+      F sum = Isa::zero();
+      for (int i = 0; i < count; ++i)
+        sum = Isa::fma(Isa::exp2(Isa::set(partial[i * stride] - most)), Isa::load(partial + i * stride + 2 + d), sum);
+      Isa::template narrow<kType>(output + d * size_of(kType), Isa::mul(sum, inverse),
+                                  smaller(Isa::kLanes, a.v_head_dim - d));
+    }
+  });
 }
 
 // Dispatch to the operands of the stored type. `Pairs` and `Quads` are the kinds for bfloat16 and for codes.
