@@ -40,6 +40,7 @@ struct Avx512 {
   static F mul(F x, F y) { return _mm512_mul_ps(x, y); }
   static F div(F x, F y) { return _mm512_div_ps(x, y); }
   static F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
+  static F min(F x, F y) { return _mm512_min_ps(x, y); }
   static F max(F x, F y) { return _mm512_max_ps(x, y); }
   static float sum(F x) { return _mm512_reduce_add_ps(x); }
   static float largest(F x) { return _mm512_reduce_max_ps(x); }

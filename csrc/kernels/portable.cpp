@@ -49,6 +49,9 @@ struct Portable {
   static F fma(F x, F y, F z) {
     return each([&](int i) { return x.x[i] * y.x[i] + z.x[i]; });
   }
+  static F min(F x, F y) {
+    return each([&](int i) { return x.x[i] < y.x[i] ? x.x[i] : y.x[i]; });
+  }
   static F max(F x, F y) {
     return each([&](int i) { return x.x[i] > y.x[i] ? x.x[i] : y.x[i]; });
   }

@@ -17,6 +17,7 @@ struct Quads {
   static constexpr int kVectors = 4;
   static constexpr bool kScaled = true;
   static constexpr int kHead = 2;
+  static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
 
   struct Product {
     using Isa = Avx512;
@@ -67,7 +68,7 @@ struct Quads {
     }
     constexpr float kLargest = 127 * 256;
     const float largest = Isa::largest(most);
-    const F inverse = Isa::set(largest > 0 ? kLargest / largest : 0);
+    const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + a.head_dim;
     __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
@@ -120,7 +121,7 @@ struct Quads {
     }
     constexpr float kLargest = 65535;
     const float largest = Isa::largest(most);
-    const F inverse = Isa::set(largest > 0 ? kLargest / largest : 0);
+    const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
     out[0] = out[1] = 0;
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + kBlock;
