@@ -1,4 +1,4 @@
-"""Conversion of whole numbers from callers to `int`.
+"""Numbers from callers: conversion of whole ones to `int`, and whether a value is a number at all.
 
 NumPy and torch integers are not stored as they are: arithmetic on narrow ones overflows silently, and a tensor may
 change later.
@@ -6,7 +6,9 @@ change later.
 
 from __future__ import annotations
 
+import numbers
 import operator
+from typing import TypeGuard
 
 
 def as_int(value: object) -> int:
@@ -23,6 +25,11 @@ def as_int(value: object) -> int:
         return int(operator.index(value))  # type: ignore[arg-type]
     except Exception as error:  # an __index__ may raise anything
         raise TypeError(f"{shown(value)} is not a whole number") from error
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number of Python's or NumPy's, whole or not; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:

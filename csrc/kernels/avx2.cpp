@@ -32,6 +32,7 @@ struct Avx2 {
   static F mul(F x, F y) { return _mm256_mul_ps(x, y); }
   static F div(F x, F y) { return _mm256_div_ps(x, y); }
   static F fma(F x, F y, F z) { return _mm256_fmadd_ps(x, y, z); }
+  static F min(F x, F y) { return _mm256_min_ps(x, y); }
   static F max(F x, F y) { return _mm256_max_ps(x, y); }
   static float sum(F x) {
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -40,6 +40,7 @@ struct Avx512 {
   static F mul(F x, F y) { return _mm512_mul_ps(x, y); }
   static F div(F x, F y) { return _mm512_div_ps(x, y); }
   static F fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
+  static F min(F x, F y) { return _mm512_min_ps(x, y); }
   static F max(F x, F y) { return _mm512_max_ps(x, y); }
   static float sum(F x) { return _mm512_reduce_add_ps(x); }
   static float largest(F x) { return _mm512_reduce_max_ps(x); }
@@ -183,16 +184,17 @@ struct Widened : Neighbours<Avx512> {
     Isa::store(reinterpret_cast<float*>(even), first, count);
     Isa::store(reinterpret_cast<float*>(odd), second, count);
   }
-  static void split_row(Type type, const std::byte* row, int count, std::uint32_t* out) {
+  template <Type kType>
+  static void split_row(const std::byte* row, int count, std::uint32_t* out) {
     constexpr int kLanes = Isa::kLanes;
-    const auto load = [&](int i) { return widen<Isa>(type, row + i * size_of(type), smaller(kLanes, count - i)); };
+    const auto load = [&](int i) { return Isa::widen<kType>(row + i * size_of(kType), smaller(kLanes, count - i)); };
     for (int i = 0; i < count; i += 2 * kLanes) {
       const F high = i + kLanes < count ? load(i + kLanes) : Isa::zero();
       split(load(i), high, smaller(kLanes, (count - i) / 2), out + i / 2, out + (count + i) / 2);
     }
   }
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
-    split_row(a.query_type, row, a.head_dim, out);
+    with_type(a.query_type, [&]<Type kType>() { split_row<kType>(row, a.head_dim, out); });
     return 1;
   }
 };

@@ -76,7 +76,7 @@ struct LayerRows {
 
 template <class Isa, class Work>
 void layer_row(const Work& work, std::int64_t row) {
-  const auto go = [&]<Type kType>() {
+  with_type(work.type, [&]<Type kType>() {
     using Rows = LayerRows<Isa, kType>;
     if constexpr (__is_same(Work, Norm))
       Rows::norm(work, row);
@@ -84,15 +84,7 @@ void layer_row(const Work& work, std::int64_t row) {
       Rows::rotation(work, row);
     else
       Rows::gate(work, row);
-  };
-  switch (work.type) {
-    case Type::kFloat32:
-      return go.template operator()<Type::kFloat32>();
-    case Type::kBFloat16:
-      return go.template operator()<Type::kBFloat16>();
-    default:
-      return go.template operator()<Type::kFloat16>();
-  }
+  });
 }
 
 }  // namespace

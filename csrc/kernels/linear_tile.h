@@ -16,8 +16,8 @@ struct NoneAhead {
 
 template <class Kind>
 void widen_row(const Linear& linear, std::int64_t row, float* out) {
-  Kind::split_row(Type::kBFloat16, linear.input + row * linear.input_stride, static_cast<int>(linear.in),
-                  reinterpret_cast<std::uint32_t*>(out));
+  Kind::template split_row<Type::kBFloat16>(linear.input + row * linear.input_stride, static_cast<int>(linear.in),
+                                            reinterpret_cast<std::uint32_t*>(out));
 }
 
 template <class Kind>

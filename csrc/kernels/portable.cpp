@@ -49,6 +49,9 @@ struct Portable {
   static F fma(F x, F y, F z) {
     return each([&](int i) { return x.x[i] * y.x[i] + z.x[i]; });
   }
+  static F min(F x, F y) {
+    return each([&](int i) { return x.x[i] < y.x[i] ? x.x[i] : y.x[i]; });
+  }
   static F max(F x, F y) {
     return each([&](int i) { return x.x[i] > y.x[i] ? x.x[i] : y.x[i]; });
   }
@@ -83,35 +86,6 @@ struct Portable {
   template <Type kType>
   static F widen(const std::byte* at, int count) {
     return each([&](int i) { return i < count ? element<kType>(at + i * size_of(kType)) : 0.0f; });
-  }
-
-  template <Type kType>
-  static float element(const std::byte* at) {
-    if constexpr (kType == Type::kInt8) {
-      return static_cast<float>(static_cast<std::int8_t>(*at));
-    } else if constexpr (kType == Type::kFloat32) {
-      float x;
-      std::memcpy(&x, at, 4);
-      return x;
-    } else {
-      std::uint16_t half;
-      std::memcpy(&half, at, 2);
-      std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-      if constexpr (kType == Type::kFloat16) {
-        const std::uint32_t sign = bits & 0x80000000u, rest = half & 0x7fffu;
-        if (rest >= 0x7c00u) {
-          bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
-        } else if (rest >= 0x400u) {
-          bits = sign | ((rest << 13) + 0x38000000u);
-        } else {
-          const float tiny = static_cast<float>(rest) * 0x1p-24f;
-          return sign ? -tiny : tiny;
-        }
-      }
-      float x;
-      std::memcpy(&x, &bits, 4);
-      return x;
-    }
   }
 
   template <Type kType>

@@ -17,6 +17,7 @@ struct Quads {
   static constexpr int kVectors = 4;
   static constexpr bool kScaled = true;
   static constexpr int kHead = 2;
+  static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
 
   struct Product {
     using Isa = Avx512;
@@ -53,8 +54,12 @@ struct Quads {
   static constexpr int kWeightGap = kBlock / 4;
 
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
+    return with_type(a.query_type, [&]<Type kType>() { return pack_query_of<kType>(a, row, out); });
+  }
+  template <Type kType>
+  static float pack_query_of(const Attention& a, const std::byte* row, std::uint32_t* out) {
     const auto load = [&](int i) {
-      return widen<Isa>(a.query_type, row + i * size_of(a.query_type), smaller(Isa::kLanes, a.head_dim - i));
+      return Isa::widen<kType>(row + i * size_of(kType), smaller(Isa::kLanes, a.head_dim - i));
     };
     F most = Isa::zero(), poison = Isa::zero();
     for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
@@ -63,7 +68,7 @@ struct Quads {
     }
     constexpr float kLargest = 127 * 256;
     const float largest = Isa::largest(most);
-    const F inverse = Isa::set(largest > 0 ? kLargest / largest : 0);
+    const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + a.head_dim;
     __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
@@ -116,7 +121,7 @@ struct Quads {
     }
     constexpr float kLargest = 65535;
     const float largest = Isa::largest(most);
-    const F inverse = Isa::set(largest > 0 ? kLargest / largest : 0);
+    const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
     out[0] = out[1] = 0;
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + kBlock;

@@ -22,49 +22,58 @@ constexpr float kLog2E = 1.44269504088896340736f;
 // 2^x for x between -1/2 and 1/2: coefficients of a polynomial, the highest power first.
 constexpr float kExp2[] = {
     1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1};
-// Less than any score, but finite, so that differences with it are no NaN.
-constexpr float kLowest = -1e30f;
+// tanh(x) = x * numerator(x^2) / denominator(x^2) up to kTanhEnd, where it is 1: coefficients likewise. Its relative
+// error is 3e-7 everywhere, so that a large softcap costs no digits.
+constexpr float kTanhNumerator[] = {1.31774041e-8f, 2.04810985e-5f, 3.4878056e-3f, 0.133744702f, 1};
+constexpr float kTanhDenominator[] = {7.70399652e-7f, 3.27291142e-4f, 2.58473679e-2f, 0.467077851f, 1};
+constexpr float kTanhEnd = 9.1f;
+// Not more than any score, but finite, so that subtracting it never yields NaN.
+constexpr float kLowest = -__FLT_MAX__;
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A row that was not finite has a scale that is not; NaN then shows it in whatever is computed with the row.
-inline float scale(Type type, const std::byte* at) {
-  std::uint32_t bits;
-  if (type == Type::kFloat32) {
-    std::memcpy(&bits, at, 4);
+template <Type kType>
+float element(const std::byte* at) {
+  if constexpr (kType == Type::kInt8) {
+    return static_cast<float>(static_cast<std::int8_t>(*at));
+  } else if constexpr (kType == Type::kFloat32) {
+    float x;
+    std::memcpy(&x, at, 4);
+    return x;
   } else {
-    std::uint16_t high;
-    std::memcpy(&high, at, 2);
-    bits = static_cast<std::uint32_t>(high) << 16;
+    std::uint16_t half;
+    std::memcpy(&half, at, 2);
+    std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+    if constexpr (kType == Type::kFloat16) {
+      const std::uint32_t sign = bits & 0x80000000u, rest = half & 0x7fffu;
+      if (rest >= 0x7c00u) {
+        bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
+      } else if (rest >= 0x400u) {
+        bits = sign | ((rest << 13) + 0x38000000u);
+      } else {
+        const float tiny = static_cast<float>(rest) * 0x1p-24f;
+        return sign ? -tiny : tiny;
+      }
+    }
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
   }
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x + 0 * x;
 }
 
-template <class Isa>
-typename Isa::F widen(Type type, const std::byte* at, int count) {
+// Calls a function with a type of floats as its template argument. Loops over elements lie within: in a loop that reads
+// either four or two bytes at an address, GCC takes both reads for as safe as one of them, and does both.
+template <class Function>
+auto with_type(Type type, const Function& function) {
   switch (type) {
     case Type::kFloat32:
-      return Isa::template widen<Type::kFloat32>(at, count);
+      return function.template operator()<Type::kFloat32>();
     case Type::kBFloat16:
-      return Isa::template widen<Type::kBFloat16>(at, count);
+      return function.template operator()<Type::kBFloat16>();
     default:
-      return Isa::template widen<Type::kFloat16>(at, count);
-  }
-}
-
-template <class Isa>
-void narrow(Type type, std::byte* at, typename Isa::F x, int count) {
-  switch (type) {
-    case Type::kFloat32:
-      return Isa::template narrow<Type::kFloat32>(at, x, count);
-    case Type::kBFloat16:
-      return Isa::template narrow<Type::kBFloat16>(at, x, count);
-    default:
-      return Isa::template narrow<Type::kFloat16>(at, x, count);
+      return function.template operator()<Type::kFloat16>();
   }
 }
 
@@ -104,11 +113,13 @@ struct Floats {
 
   // These return the factor that the packed row is to be multiplied by.
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
-    for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
-      const int count = smaller(Isa::kLanes, a.head_dim - i);
-      const F x = widen<Isa>(a.query_type, row + i * size_of(a.query_type), count);
-      Isa::store(reinterpret_cast<float*>(out) + i, x, count);
-    }
+    with_type(a.query_type, [&]<Type kType>() {
+      for (int i = 0; i < a.head_dim; i += Isa::kLanes) {
+        const int count = smaller(Isa::kLanes, a.head_dim - i);
+        Isa::store(reinterpret_cast<float*>(out) + i, Isa::template widen<kType>(row + i * size_of(kType), count),
+                   count);
+      }
+    });
     return 1;
   }
   static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
@@ -144,12 +155,10 @@ struct Paged {
 
   Paged(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) : places(room) {
     const std::int32_t* table = a.table + a.slots[request] * a.table_stride;
-    const int last = smaller(first + kBlock, a.lengths[request]);
     int block = first / a.block_size, rest = first % a.block_size;
-    for (int token = first; token < last; ++block, rest = 0) {
+    for (int left = smaller(kBlock, a.lengths[request] - first); left > 0; ++block, rest = 0) {
       const std::byte* at = rows.data + table[block] * rows.slot_stride + head * rows.head_stride;
-      const int end = smaller(last, token + a.block_size - rest);
-      for (; token < end; ++token, ++rest) *room++ = at + rest * rows.token_stride;
+      for (; left > 0 && rest < a.block_size; --left, ++rest) *room++ = at + rest * rows.token_stride;
     }
   }
   const std::byte* operator[](int i) const { return places[i]; }
@@ -335,40 +344,64 @@ struct Softmax {
   using F = typename Isa::F;
   static constexpr int kLanes = Isa::kLanes;
 
-  static F tanh(F x) {
-    const F e = Isa::exp2(Isa::mul(x, Isa::set(2 * kLog2E)));
-    return Isa::sub(Isa::set(1), Isa::div(Isa::set(2), Isa::add(e, Isa::set(1))));
+  static F polynomial(const float (&coefficients)[5], F x) {
+    F y = Isa::set(coefficients[0]);
+    for (int i = 1; i < 5; ++i) y = Isa::fma(y, x, Isa::set(coefficients[i]));
+    return y;
   }
 
-  // Whether scores only have to be scaled, which the largest of them survives.
-  static bool is_direct(const Attention& a) { return a.softcap == 0 && a.scale > 0; }
+  static F tanh(F x) {
+    x = Isa::max(Isa::set(-kTanhEnd), Isa::min(Isa::set(kTanhEnd), x));  // in this order NaN stays NaN
+    const F square = Isa::mul(x, x);
+    return Isa::div(Isa::mul(x, polynomial(kTanhNumerator, square)), polynomial(kTanhDenominator, square));
+  }
 
-  // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum of
-  // the logits to base 2, which are `factor` times what is left.
+  // Whether scores only have to be scaled, which the largest of them survives; and by enough that a sink can be divided
+  // by it.
+  static bool is_direct(const Attention& a) { return a.softcap == 0 && a.scale > 1e-6f; }
+
+  // A score times this is a logit to base 2.
+  static float factor(const Attention& a) { return is_direct(a) ? a.scale * kLog2E : kLog2E; }
+
+  // A sink as a score.
+  static float sink(const Attention& a, int head) {
+    const float score = is_direct(a) ? a.sinks[head] / a.scale : a.sinks[head];
+    return score > kLowest ? (score < -kLowest ? score : -kLowest) : kLowest;
+  }
+
+  // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum.
   static float limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
-                     float factor, float maximum) {
+                     float maximum) {
     const bool direct = is_direct(a);
-    const F scale = Isa::set(a.softcap > 0 ? a.scale / a.softcap : a.scale), cap = Isa::set(a.softcap);
-    F most = Isa::set(-__builtin_inff());
+    const float inverse = 1 / a.softcap;
+    const F scale = Isa::set(a.scale), cap = Isa::set(a.softcap);
+    const F of_cap = Isa::set(inverse < -kLowest ? inverse : -kLowest);
+    F most = Isa::set(kLowest);
     for (int i = 0; i < vectors; ++i) {
       F x = Isa::load(scores + i * kLanes);
       const bool hidden = i * kLanes < first || (i + 1) * kLanes > last;
       if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
       if (!direct) x = Isa::mul(x, scale);
-      if (a.softcap > 0) x = Isa::mul(tanh(x), cap);
+      if (a.softcap > 0) x = Isa::mul(tanh(Isa::mul(x, of_cap)), cap);
       if (hidden) x = Isa::hide(x, first - i * kLanes, last - i * kLanes);
       if (scales || hidden || !direct) Isa::store(scores + i * kLanes, x, kLanes);
       most = Isa::max(most, x);
     }
-    const float here = Isa::largest(most) * factor;
+    const float here = Isa::largest(most);
     return here > maximum ? here : maximum;
   }
 
-  // Limited scores become weights, times the values' scales if there are any. Returns the weights' sum.
+  // The share that is left of what was weighed with an earlier maximum.
+  static F rescale(F earlier, F maximum, float factor) {
+    return Isa::exp2(Isa::mul(Isa::sub(earlier, maximum), Isa::set(factor)));
+  }
+
+  // Limited scores become weights, times the values' scales if there are any. Returns the weights' sum. The difference
+  // comes first: of products, whose roundings grow with the scores, the largest would not be the maximum.
   static float weights(float* scores, const float* scales, int vectors, float factor, float maximum) {
     F sum = Isa::zero();
     for (int i = 0; i < vectors; ++i) {
-      F x = Isa::exp2(Isa::fma(Isa::load(scores + i * kLanes), Isa::set(factor), Isa::set(-maximum)));
+      F x = rescale(Isa::load(scores + i * kLanes), Isa::set(maximum), factor);
       sum = Isa::add(sum, x);
       if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
       Isa::store(scores + i * kLanes, x, kLanes);
@@ -377,12 +410,27 @@ struct Softmax {
   }
 };
 
+// The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
+// shows it in whatever is computed with the row, and likewise a scale below 0, which no kernel of codes can use.
+template <class Place>
+void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
+  with_type(type, [&]<Type kType>() {
+    for (int i = 0; i < count; ++i) {
+      const float x = element<kType>(rows[i]);
+      out[i] = x < 0 ? __builtin_nanf("") : x + 0 * x;
+    }
+  });
+  for (int i = count; i < padded; ++i) out[i] = 0;
+}
+
 template <class Isa>
 void write_row(const Attention& a, const float* sums, float total, std::byte* output) {
   const auto inverse = Isa::set(1 / total);
-  for (int i = 0; i < a.v_head_dim; i += Isa::kLanes)
-    narrow<Isa>(a.query_type, output + i * size_of(a.query_type), Isa::mul(Isa::load(sums + i), inverse),
-                smaller(Isa::kLanes, a.v_head_dim - i));
+  with_type(a.query_type, [&]<Type kType>() {
+    for (int i = 0; i < a.v_head_dim; i += Isa::kLanes)
+      Isa::template narrow<kType>(output + i * size_of(kType), Isa::mul(Isa::load(sums + i), inverse),
+                                  smaller(Isa::kLanes, a.v_head_dim - i));
+  });
 }
 
 template <class Kind, class Place>
@@ -395,7 +443,7 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
   const int stride = Kind::query_stride(a.head_dim);
   const int vectors = ceil_div(a.v_head_dim, kLanes * Kind::kVectors) * Kind::kVectors;
   const std::int64_t width = sum_stride(a);
-  const float factor = Softmax<Isa>::is_direct(a) ? a.scale * kLog2E : kLog2E;
+  const float factor = Softmax<Isa>::factor(a);
   const int request = item.request;
   const int first_row = (a.starts ? a.starts[request] : request) + item.token;
   const int num_new = a.starts ? a.starts[request + 1] - a.starts[request] : 1;
@@ -408,15 +456,15 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         const int head = (item.head + h) * group + g;
         const std::byte* query = a.query + (first_row + t) * a.query_token_stride + head * a.query_head_stride;
         s.factor[r] = Kind::pack_query(a, query, s.queries + r * static_cast<std::int64_t>(stride));
-        const bool sink = a.sinks && item.begin == first_visible;
-        s.maximum[r] = sink && a.sinks[head] * kLog2E > kLowest ? a.sinks[head] * kLog2E : kLowest;
-        s.total[r] = sink ? 1.0f : 0.0f;
+        const bool sink = a.sinks && item.begin == first_visible && a.sinks[head] != -__builtin_inff();
+        s.maximum[r] = sink ? Softmax<Isa>::sink(a, head) : kLowest;
+        s.total[r] = sink ? 1 + 0 * a.sinks[head] : 0;  // NaN if it is not finite
       }
   const std::int64_t stored = size_of(a.stored_type);
   std::memset(s.sums, 0, sizeof(float) * all * width);
 
-  for (int begin = item.begin; begin < item.end; begin += kBlock) {
-    const int count = smaller(kBlock, item.end - begin);
+  for (std::int64_t at = item.begin; at < item.end; at += kBlock) {  // a length may be the largest number of 32 bits
+    const int begin = static_cast<int>(at), count = smaller(kBlock, item.end - begin);
     const int full = ceil_div(count, kLanes);
     for (int h = 0; h < item.num_heads; ++h) {
       const int head = item.head + h;
@@ -425,17 +473,14 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
       if constexpr (Kind::kScaled) {
         const Place key_scales(a, a.key_scale, request, head, begin, s.places + 2 * kBlock);
         const Place value_scales(a, a.value_scale, request, head, begin, s.places + 3 * kBlock);
-        for (int i = 0; i < full * kLanes; ++i) {
-          s.scales[i] = i < count ? scale(a.scale_type, key_scales[i]) : 0;
-          s.scales[kBlock + i] = i < count ? scale(a.scale_type, value_scales[i]) : 0;
-        }
+        read_scales(a.scale_type, key_scales, count, full * kLanes, s.scales);
+        read_scales(a.scale_type, value_scales, count, full * kLanes, s.scales + kBlock);
       }
       // The keys that come next are those of the next head, or else of the next block.
       const bool more = h + 1 < item.num_heads;
-      const int next_begin = more ? begin : begin + kBlock;
-      const int next_count = smaller(kBlock, item.end - next_begin);
-      const Place next_keys(a, a.key, request, more ? head + 1 : item.head, smaller(next_begin, item.end - 1),
-                            s.places + 4 * kBlock);
+      const int next_begin = more ? begin : begin + smaller(kBlock, item.end - 1 - begin);
+      const int next_count = more || count == kBlock ? smaller(kBlock, item.end - next_begin) : 0;
+      const Place next_keys(a, a.key, request, more ? head + 1 : item.head, next_begin, s.places + 4 * kBlock);
       Ahead ahead_values(values, count, a.v_head_dim * stored), ahead_keys(next_keys, next_count, a.head_dim * stored);
       const float* key_scales = Kind::kScaled ? s.scales : nullptr;
       const float* value_scales = Kind::kScaled ? s.scales + kBlock : nullptr;
@@ -459,12 +504,11 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         const int last = position + r / group;  // the query's own key
         const int first = a.window ? larger(0, last - a.window + 1) : 0;
         s.next[r] = Softmax<Isa>::limit(a, s.scores + r * kBlock, key_scales, full, first - begin,
-                                        smaller(count, last + 1 - begin), factor, maximum[r]);
+                                        smaller(count, last + 1 - begin), maximum[r]);
       }
       for (int r = 0; r < rows; r += kLanes) {
         const auto next = Isa::load(s.next + r);
-        const auto rescale = Isa::exp2(Isa::sub(Isa::load_some(maximum + r, rows - r), next));
-        Isa::store(s.rescale + r, rescale, kLanes);
+        Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), next, factor), kLanes);
       }
       for (int r = 0; r < rows; ++r) {
         float* weights = s.scores + r * kBlock;
@@ -517,17 +561,21 @@ void merge_rows(const Attention& a, const float* partial, int count, std::int64_
   using F = typename Isa::F;
   float most = partial[0];
   for (int i = 1; i < count; ++i) most = partial[i * stride] > most ? partial[i * stride] : most;
+  const float factor = Softmax<Isa>::factor(a);
+  const auto share = [&](int i) {
+    return Softmax<Isa>::rescale(Isa::set(partial[i * stride]), Isa::set(most), factor);
+  };
   float total = 0;
-  for (int i = 0; i < count; ++i)
-    total += Isa::first(Isa::exp2(Isa::set(partial[i * stride] - most))) * partial[i * stride + 1];
+  for (int i = 0; i < count; ++i) total += Isa::first(share(i)) * partial[i * stride + 1];
   const F inverse = Isa::set(1 / total);
-  for (int d = 0; d < a.v_head_dim; d += Isa::kLanes) {
-    F sum = Isa::zero();
-    for (int i = 0; i < count; ++i)
-      sum = Isa::fma(Isa::exp2(Isa::set(partial[i * stride] - most)), Isa::load(partial + i * stride + 2 + d), sum);
-    narrow<Isa>(a.query_type, output + d * size_of(a.query_type), Isa::mul(sum, inverse),
-                smaller(Isa::kLanes, a.v_head_dim - d));
-  }
+  with_type(a.query_type, [&]<Type kType>() {
+    for (int d = 0; d < a.v_head_dim; d += Isa::kLanes) {
+      F sum = Isa::zero();
+      for (int i = 0; i < count; ++i) sum = Isa::fma(share(i), Isa::load(partial + i * stride + 2 + d), sum);
+      Isa::template narrow<kType>(output + d * size_of(kType), Isa::mul(sum, inverse),
+                                  smaller(Isa::kLanes, a.v_head_dim - d));
+    }
+  });
 }
 
 // Dispatch to the operands of the stored type. `Pairs` and `Quads` are the kinds for bfloat16 and for codes.

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -43,10 +44,16 @@ void put(Type type, std::byte* at, float x) {
   std::memcpy(&bits, &x, 4);
   if (type == Type::kFloat32) {
     std::memcpy(at, &bits, 4);
-  } else {
-    const std::uint16_t high = static_cast<std::uint16_t>(bits >> 16);
-    std::memcpy(at, &high, 2);
+    return;
   }
+  std::uint16_t half = static_cast<std::uint16_t>(bits >> 16);
+  if (type == Type::kFloat16) {
+    // What is less than a normal number becomes 0.
+    const std::uint32_t exponent = (bits >> 23) & 0xff;
+    half = static_cast<std::uint16_t>((bits >> 16) & 0x8000);
+    if (exponent > 112) half |= static_cast<std::uint16_t>((exponent - 112) << 10 | ((bits >> 13) & 0x3ff));
+  }
+  std::memcpy(at, &half, 2);
 }
 
 float get(Type type, const std::byte* at) {
@@ -55,73 +62,88 @@ float get(Type type, const std::byte* at) {
   if (type == Type::kFloat32) {
     std::memcpy(&bits, at, 4);
   } else {
-    std::uint16_t high;
-    std::memcpy(&high, at, 2);
-    bits = static_cast<std::uint32_t>(high) << 16;
+    std::uint16_t half;
+    std::memcpy(&half, at, 2);
+    if (type == Type::kFloat16) {
+      const float size = std::ldexp(static_cast<float>((half & 0x3ff) | (half & 0x7c00 ? 0x400 : 0)),
+                                    std::max((half >> 10) & 31, 1) - 25);
+      return half & 0x8000 ? -size : size;
+    }
+    bits = static_cast<std::uint32_t>(half) << 16;
   }
   float x;
   std::memcpy(&x, &bits, 4);
   return x;
 }
 
-struct Shape {
-  Type query_type, stored_type;
-  int kv_heads, group, head_dim, v_head_dim;
-  std::vector<std::int32_t> lengths, new_tokens;
-  int window, block_size, threads;
+struct Types {
+  Type query, stored, scale;
 };
 
-void compare(const Kernels& kernels, const Shape& shape, unsigned seed) {
+struct Shape {
+  int kv_heads, group, head_dim, v_head_dim;
+  std::vector<std::int32_t> lengths, new_tokens;
+  int window;
+};
+
+// How rows lie in memory, and how the work is done.
+struct Way {
+  bool heads_first;
+  int block_size, threads;
+};
+
+void compare(const Kernels& kernels, const Types& types, const Shape& shape, const Way& way, unsigned seed) {
   std::mt19937 random(seed);
   std::uniform_real_distribution<float> uniform(-1, 1);
   const int count = static_cast<int>(shape.lengths.size()), heads = shape.kv_heads * shape.group;
-  std::vector<std::int32_t> starts{0}, slots, table;
+  std::vector<std::int32_t> starts{0}, slots(count), table;
   for (int n : shape.new_tokens) starts.push_back(starts.back() + n);
-  int longest = 0;
-  for (int length : shape.lengths) longest = std::max(longest, length);
-  const int blocks = shape.block_size ? (longest + shape.block_size - 1) / shape.block_size : 0;
-  for (int i = 0; i < count; ++i) slots.push_back(count - 1 - i);
-  for (int i = 0; i < count * blocks; ++i) table.push_back((i * 7 + 3) % (count * blocks));
+  // The longest request is in the last slot, and its last block is the last one: behind its last token is nothing.
+  const int longest = *std::max_element(shape.lengths.begin(), shape.lengths.end());
+  const int last =
+      static_cast<int>(std::find(shape.lengths.begin(), shape.lengths.end(), longest) - shape.lengths.begin());
+  for (int i = 0; i < count; ++i) slots[i] = (i - last + 2 * count - 1) % count;
+  const int blocks = way.block_size ? (longest + way.block_size - 1) / way.block_size : 0;
+  for (int i = 0; i < count * blocks; ++i) table.push_back((count * blocks - 1 - i) * 7 % (count * blocks));
+  if (blocks) std::swap(*std::find(table.begin(), table.end(), count * blocks - 1), table.back());
+  const int unit = blocks ? way.block_size : longest;  // tokens of a slot or a block
+  const int units = blocks ? count * blocks : count;
+  const std::int64_t tokens = std::int64_t{units - 1} * unit + (longest - 1) % unit + 1;
 
-  // Tokens of a head are neighbours, and the last one's row is followed by nothing.
-  const std::int64_t size = size_of(shape.stored_type),
-                     rows = blocks ? std::int64_t{count} * blocks * shape.block_size : std::int64_t{count} * longest;
-  const auto fill = [&](int dim, std::vector<std::unique_ptr<Guarded>>& keep, Rows& place) {
-    const std::int64_t token = dim * size, head = rows * token;
-    keep.push_back(std::make_unique<Guarded>(static_cast<std::size_t>(shape.kv_heads * head)));
+  const auto place = [&](Type type, int dim, std::vector<std::unique_ptr<Guarded>>& keep, auto fill) {
+    const std::int64_t row = dim * size_of(type);
+    keep.push_back(std::make_unique<Guarded>(static_cast<std::size_t>(shape.kv_heads * tokens * row)));
     std::byte* data = keep.back()->data();
-    for (std::int64_t i = 0; i < shape.kv_heads * rows * dim; ++i) {
-      if (shape.stored_type == Type::kInt8)
-        data[i] = static_cast<std::byte>(static_cast<int>(uniform(random) * 127));
-      else
-        put(shape.stored_type, data + i * size, uniform(random));
-    }
-    place = {data, (blocks ? shape.block_size : longest) * token, token, head};
+    for (std::int64_t i = 0; i < shape.kv_heads * tokens * dim; ++i) fill(data + i * size_of(type));
+    const std::int64_t token = way.heads_first ? row : shape.kv_heads * row;
+    return Rows{data, unit * token, token, way.heads_first ? tokens * row : row};
+  };
+  const auto fill_row = [&](std::byte* at) {
+    if (types.stored == Type::kInt8)
+      *at = static_cast<std::byte>(static_cast<int>(uniform(random) * 127));
+    else
+      put(types.stored, at, uniform(random));
   };
   std::vector<std::unique_ptr<Guarded>> keep;
   Attention a{};
-  a.query_type = shape.query_type;
-  a.stored_type = shape.stored_type;
-  a.scale_type = Type::kFloat32;
+  a.query_type = types.query;
+  a.stored_type = types.stored;
+  a.scale_type = types.scale;
   a.num_heads = heads;
   a.num_kv_heads = shape.kv_heads;
   a.head_dim = shape.head_dim;
   a.v_head_dim = shape.v_head_dim;
-  fill(shape.head_dim, keep, a.key);
-  fill(shape.v_head_dim, keep, a.value);
-  if (shape.stored_type == Type::kInt8) {
-    for (Rows* place : {&a.key_scale, &a.value_scale}) {
-      keep.push_back(std::make_unique<Guarded>(static_cast<std::size_t>(shape.kv_heads * rows * 4)));
-      for (std::int64_t i = 0; i < shape.kv_heads * rows; ++i)
-        put(Type::kFloat32, keep.back()->data() + 4 * i, std::fabs(uniform(random)) / 64);
-      *place = {keep.back()->data(), (blocks ? shape.block_size : longest) * 4, 4, rows * 4};
-    }
-  }
-  const std::int64_t query_size = size_of(shape.query_type), tokens = starts.back();
-  Guarded query(static_cast<std::size_t>(tokens * heads * shape.head_dim * query_size));
-  for (std::int64_t i = 0; i < tokens * heads * shape.head_dim; ++i)
-    put(shape.query_type, query.data() + i * query_size, uniform(random));
-  Guarded output(static_cast<std::size_t>(tokens * heads * shape.v_head_dim * query_size));
+  a.key = place(types.stored, shape.head_dim, keep, fill_row);
+  a.value = place(types.stored, shape.v_head_dim, keep, fill_row);
+  if (types.stored == Type::kInt8)
+    for (Rows* scales : {&a.key_scale, &a.value_scale})
+      *scales =
+          place(types.scale, 1, keep, [&](std::byte* at) { put(types.scale, at, std::fabs(uniform(random)) / 64); });
+  const std::int64_t query_size = size_of(types.query);
+  Guarded query(static_cast<std::size_t>(starts.back() * heads * shape.head_dim * query_size));
+  for (std::int64_t i = 0; i < std::int64_t{starts.back()} * heads * shape.head_dim; ++i)
+    put(types.query, query.data() + i * query_size, uniform(random));
+  Guarded output(static_cast<std::size_t>(starts.back() * heads * shape.v_head_dim * query_size));
   a.query = query.data();
   a.query_head_stride = shape.head_dim * query_size;
   a.query_token_stride = heads * a.query_head_stride;
@@ -132,58 +154,67 @@ void compare(const Kernels& kernels, const Shape& shape, unsigned seed) {
   a.starts = starts.data();
   a.table = blocks ? table.data() : nullptr;
   a.table_stride = blocks;
-  a.block_size = shape.block_size;
+  a.block_size = way.block_size;
   a.scale = 1 / std::sqrt(static_cast<float>(shape.head_dim));
   a.window = shape.window;
-  a.threads = shape.threads;
+  a.threads = way.threads;
   attend(a, kernels);
 
-  const auto at = [&](const Rows& place, int slot, int token, int head) {
-    const std::int64_t unit = blocks ? table[slot * blocks + token / shape.block_size] : slot;
-    return place.data + unit * place.slot_stride + (blocks ? token % shape.block_size : token) * place.token_stride +
-           head * place.head_stride;
+  const auto at = [&](const Rows& rows, int slot, int token, int head) {
+    const std::int64_t number = blocks ? table[slot * blocks + token / way.block_size] : slot;
+    return rows.data + number * rows.slot_stride + (blocks ? token % way.block_size : token) * rows.token_stride +
+           head * rows.head_stride;
   };
+  const double bound = types.query == Type::kFloat32 ? 2e-5 : types.query == Type::kFloat16 ? 3e-3 : 2e-2;
   for (int i = 0; i < count; ++i)
     for (int t = 0; t < shape.new_tokens[i]; ++t)
       for (int h = 0; h < heads; ++h) {
         const int position = shape.lengths[i] - shape.new_tokens[i] + t, head = h / shape.group;
         const int first = shape.window ? std::max(0, position - shape.window + 1) : 0;
-        std::vector<double> weights, sums(shape.v_head_dim);
+        std::vector<double> sums(shape.v_head_dim);
         double total = 0;
         for (int token = first; token <= position; ++token) {
           double score = 0;
           for (int d = 0; d < shape.head_dim; ++d)
-            score += double{get(shape.query_type, a.query + (starts[i] + t) * a.query_token_stride +
-                                                      h * a.query_head_stride + d * query_size)} *
-                     get(shape.stored_type, at(a.key, slots[i], token, head) + d * size);
-          if (a.key_scale.data) score *= get(Type::kFloat32, at(a.key_scale, slots[i], token, head));
+            score += double{get(types.query, a.query + (starts[i] + t) * a.query_token_stride +
+                                                 h * a.query_head_stride + d * query_size)} *
+                     get(types.stored, at(a.key, slots[i], token, head) + d * size_of(types.stored));
+          if (a.key_scale.data) score *= get(types.scale, at(a.key_scale, slots[i], token, head));
           const double weight = std::exp(score * a.scale);
           total += weight;
-          const double scale = a.value_scale.data ? get(Type::kFloat32, at(a.value_scale, slots[i], token, head)) : 1;
+          const double scale = a.value_scale.data ? get(types.scale, at(a.value_scale, slots[i], token, head)) : 1;
           for (int d = 0; d < shape.v_head_dim; ++d)
-            sums[d] += weight * scale * get(shape.stored_type, at(a.value, slots[i], token, head) + d * size);
+            sums[d] +=
+                weight * scale * get(types.stored, at(a.value, slots[i], token, head) + d * size_of(types.stored));
         }
         for (int d = 0; d < shape.v_head_dim; ++d) {
           const std::int64_t index = ((starts[i] + t) * std::int64_t{heads} + h) * shape.v_head_dim + d;
-          const double got = get(shape.query_type, output.data() + index * query_size);
-          const double error = std::fabs(got - sums[d] / total),
-                       bound = shape.query_type == Type::kFloat32 ? 2e-5 : 2e-2;
-          CHECK(error < bound);
+          const double got = get(types.query, output.data() + index * query_size);
+          CHECK(std::fabs(got - sums[d] / total) < bound);
         }
       }
 }
 
-void compare_all(Type query, Type stored) {
+void compare_all(const Types& types) {
+  const Shape shapes[] = {
+      {2, 7, 64, 64, {1, 127, 300}, {1, 1, 1}, 0},
+      {1, 3, 40, 8, {129, 16, 700}, {2, 16, 1}, 0},
+      {3, 1, 8, 72, {200, 131}, {30, 1}, 50},
+      {2, 1, 24, 16, {5}, {1}, 0},
+      {1, 2, 16, 24, {128}, {1}, 0},
+      {3, 1, 16, 16, {256, 100}, {3, 1}, 0},
+  };
   for (const Kernels* kernels : kernels()) {
     if (!kernels->supported()) continue;
     unsigned seed = 0;
     for (int threads : {1, 3})
-      for (int block_size : {0, 8, 24}) {
-        check::context = std::string(kernels->name) + ", blocks of " + std::to_string(block_size);
-        compare(*kernels, {query, stored, 2, 7, 64, 64, {1, 127, 300}, {1, 1, 1}, 0, block_size, threads}, ++seed);
-        compare(*kernels, {query, stored, 1, 3, 40, 8, {129, 16, 700}, {2, 16, 1}, 0, block_size, threads}, ++seed);
-        compare(*kernels, {query, stored, 3, 1, 8, 72, {200, 131}, {30, 1}, 50, block_size, threads}, ++seed);
-      }
+      for (int block_size : {0, 8, 24})
+        for (const Shape& shape : shapes) {
+          const bool heads_first = (seed + seed / std::size(shapes)) % 2;
+          check::context = std::string(kernels->name) + (heads_first ? ", heads first" : ", tokens first") +
+                           ", blocks of " + std::to_string(block_size) + ", case " + std::to_string(seed);
+          compare(*kernels, types, shape, {heads_first, block_size, threads}, ++seed);
+        }
   }
 }
 
@@ -229,8 +260,15 @@ TEST(linear) {
     }
   }
 }
-TEST(float32) { compare_all(Type::kFloat32, Type::kFloat32); }
-TEST(bfloat16) { compare_all(Type::kBFloat16, Type::kBFloat16); }
-TEST(codes_for_float32) { compare_all(Type::kFloat32, Type::kInt8); }
-TEST(codes_for_bfloat16) { compare_all(Type::kBFloat16, Type::kInt8); }
+constexpr Type kNone = Type::kFloat32;  // of scales that are not there
+
+TEST(float32) { compare_all({Type::kFloat32, Type::kFloat32, kNone}); }
+TEST(bfloat16) { compare_all({Type::kBFloat16, Type::kBFloat16, kNone}); }
+TEST(float16) { compare_all({Type::kFloat16, Type::kFloat16, kNone}); }
+TEST(codes_for_float32) { compare_all({Type::kFloat32, Type::kInt8, Type::kFloat32}); }
+TEST(codes_for_bfloat16) { compare_all({Type::kBFloat16, Type::kInt8, Type::kFloat32}); }
+TEST(codes_with_small_scales) {
+  for (Type query : {Type::kFloat32, Type::kBFloat16, Type::kFloat16})
+    compare_all({query, Type::kInt8, Type::kBFloat16});
+}
 TEST(the_last_one_runs_everywhere) { CHECK(vattn::kernels::kernels().back()->supported()); }

@@ -6,7 +6,6 @@ kernel is called; the kernel gets the queries, the batch, and a cache to read fr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.storage import Blocks, Contiguous
 from vattn.errors import ConfigError
+from vattn.integers import is_real, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AttentionParams:
         sinks: `[num_query_heads]` logits that take part in each softmax and add nothing to its sum; None for none.
 
     Raises:
-        ConfigError: `softcap` is not positive and finite.
+        ConfigError: `softcap` is no positive number of float32's range.
     """
 
     scale: float | None = None
@@ -64,10 +64,21 @@ class AttentionParams:
         return (-1, -1) if self.window is None or self.window >= group.max_length else (self.window - 1, 0)
 
 
-def check_softcap(softcap: float | None) -> None:
-    """Refuses a bound on scores that kernels would take for none, or turn into NaN."""
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ConfigError(f"softcap={softcap}; give a finite number above 0, or None for scores without bound")
+def check_softcap(softcap: object) -> float | None:
+    """Refuses a bound on scores that kernels would take for none, or turn into NaN; returns any other.
+
+    Raises:
+        ConfigError: it is no positive number of float32's range.
+    """
+    if softcap is None:
+        return None
+    limits = torch.finfo(torch.float32)
+    if not is_real(softcap) or not limits.tiny <= softcap <= limits.max:
+        raise ConfigError(
+            f"softcap={shown(softcap)}; give a finite number above 0 of float32's range, or None for scores without "
+            "bound"
+        )
+    return float(softcap)
 
 
 # The unit in which a kernel must read the cache: one request (`KVSource.read`) or a whole layer (`whole_layer`).

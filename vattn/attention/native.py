@@ -30,7 +30,7 @@ class Native:
         return cpu.refusal(case.dtype, case.head_dim, v_head_dim)
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
-        query = query if query.stride(2) == 1 else query.contiguous()
+        query = (query if query.stride(2) == 1 else query.contiguous()).resolve_neg()
         stored = kv.stored(layer)
         if stored is not None:
             return self._attend(query, stored, batch, params)

@@ -112,6 +112,7 @@ def _is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
         query.dtype == key.dtype == value.dtype
         and cpu.refusal(query.dtype, key.shape[3], value.shape[3]) is None
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     )

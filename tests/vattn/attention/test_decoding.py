@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
 from vattn.attention import decode
 from vattn.errors import ConfigError
-from vattn.quantised import quantise
+from vattn.quantised import quantise, quantised_groups
 
 # Of the largest magnitude of the result: one rounding of the output, and what weights of the same type cost.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -211,6 +214,113 @@ def test_nothing_past_the_last_page(kernels: str, kv_order: str) -> None:
                 assert (got - want).abs().max() < 1e-2 * want.abs().max()
 
 
+@pytest.mark.parametrize("kv_order", ["HND", "NHD"])
+def test_nothing_past_the_last_scale(kernels: str, kv_order: str) -> None:
+    """As above, for bfloat16 scales: the last one ends with the page."""
+    groups, places = quantised_groups([vattn.TensorGroup(layers=[0], num_kv_heads=4, head_dim=64)], torch.bfloat16)
+    config = vattn.KVConfig(
+        groups=groups,
+        dtype=torch.bfloat16,
+        max_batch_size=2,
+        max_context_len=1024,
+        page_size=4096,
+        kv_order=kv_order,
+        layout="layer",
+        guard="strict",
+        eager_pages=0,
+        overlap=False,
+        memory_budget="16MiB",
+    )
+    with vattn.KVCache(config) as cache:
+        slot = cache.alloc_reqid(1)
+        codes, scales = cache.layer(0), places[0].views(cache.layer(places[0].layer)[0])
+        in_a_page = 4096 // (2 * 2 * 4)
+        for length in (1, in_a_page - 1, in_a_page, 3 * in_a_page):
+            cache.step({slot: length})
+            want = []
+            for tensor, scale in zip(codes, scales, strict=True):
+                tensor[slot, :length], scale[slot, :length] = quantise(torch.randn(length, 4, 64).bfloat16())
+                want.append((tensor[slot, :length].double() * scale[slot, :length].double())[None])
+            lengths, slots = torch.tensor([length], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
+            query = torch.randn(1, 8, 64).bfloat16()
+            got = decode(query, *codes, lengths, slots=slots, scales=scales)
+            expected = reference(query, *want, lengths, torch.arange(1), torch.arange(2))
+            assert (got - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_longest_length(kernels: str, blocks: bool) -> None:
+    """The largest number of 32 bits, over a token that is repeated."""
+    most = 2**31 - 1
+    key, value = (torch.randn(1, 1, 1, 8).expand(1, most, 1, 8) for _ in range(2))
+    table = torch.zeros(1, 1, dtype=torch.int32) if blocks else None
+    for window in (1, 130, 1000):
+        lengths = torch.tensor([most], dtype=torch.int32)
+        got = decode(torch.randn(1, 1, 8), key, value, lengths, window=window, block_table=table)
+        torch.testing.assert_close(got[0], value[0, 0])
+
+
+@pytest.mark.parametrize("size", [-1e4, 1e4, -5e4, 3e5, -1e8, 1e8, -1e15, 1e15])
+def test_large_scores(kernels: str, size: float) -> None:
+    """Keys with equal scores share the weight; where they differ, all of it is the largest one's."""
+    query, key = torch.full((1, 1, 8), abs(size)), torch.full((1, 300, 1, 8), size)
+    value, lengths = torch.randn(1, 300, 1, 8), torch.tensor([300], dtype=torch.int32)
+    torch.testing.assert_close(decode(query, key, value, lengths)[0, 0], value[0, :, 0].mean(0), atol=1e-5, rtol=1e-5)
+    key[0, 170] *= 1.01 if size > 0 else 0.99
+    torch.testing.assert_close(decode(query, key, value, lengths)[0, 0], value[0, 170, 0])
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1.0, 50.0, 1e3, 1e5, 1e8, 1e20, 1e38])
+def test_any_softcap(kernels: str, softcap: float) -> None:
+    """Large ones cost no digits: scores that are small beside them stay as they are."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 64), torch.randn(1, 300, 4, 64), torch.randn(1, 300, 4, 64)
+    lengths = torch.tensor([300], dtype=torch.int32)
+    want = reference(query, key, value, lengths, torch.arange(1), torch.arange(2), softcap=softcap)
+    error = (decode(query, key, value, lengths, softcap=softcap).double() - want).abs().max()
+    assert error < 2e-6, error
+
+
+@pytest.mark.parametrize("logit", [-math.inf, -1e38, -3.0, 100.0, 1e38])
+def test_any_sink(kernels: str, logit: float) -> None:
+    """Beside any scale, alone and over several parts of a request that threads share."""
+    query, key, value = torch.randn(1, 2, 16), torch.randn(1, 900, 1, 16), torch.randn(1, 900, 1, 16) + 1
+    sinks = torch.tensor([logit, 0.5])
+    threads = torch.get_num_threads()
+    try:
+        for scale in (None, 1e-5, 1e-7, 1e-40, -1.0, 0.0):
+            for torch_threads, length in ((1, 1), (1, 200), (3, 900)):
+                torch.set_num_threads(torch_threads)
+                lengths = torch.tensor([length], dtype=torch.int32)
+                got = decode(query, key, value, lengths, sinks=sinks, scale=scale)
+                want = reference(query, key, value, lengths, torch.arange(1), torch.arange(2), sinks=sinks, scale=scale)
+                torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_sinks_that_are_not_finite_show(kernels: str) -> None:
+    query, key, value = torch.randn(2, 3, 16), torch.randn(2, 200, 1, 16), torch.randn(2, 200, 1, 16)
+    lengths = torch.tensor([200, 1], dtype=torch.int32)
+    got = decode(query, key, value, lengths, sinks=torch.tensor([math.nan, 0.0, math.inf]))
+    assert got[:, [0, 2]].isnan().all()
+    assert got[:, 1].isfinite().all()
+
+
+def test_scales_below_zero_show(kernels: str) -> None:
+    """In the rows that see them."""
+    codes, scales = quantise(torch.randn(2, 50, 1, 16))
+    for i in range(2):
+        wrong = scales.clone()
+        wrong[1, 30] = -1
+        pair = (wrong, scales) if i == 0 else (scales, wrong)
+        for length, seen in ((50, True), (30, False)):
+            lengths = torch.tensor([50, length], dtype=torch.int32)
+            got = decode(torch.randn(2, 3, 16), codes, codes, lengths, scales=pair)
+            assert got[0].isfinite().all()
+            assert got[1].isnan().all() == seen
+
+
 def test_nan_shows(kernels: str) -> None:
     """What is not finite comes out as NaN, in the rows that see it and in no other."""
     for where in ("query", "key", "value"):
@@ -264,7 +374,24 @@ def arguments() -> dict[str, Tensor]:
         ({"slots": torch.tensor([0, 1], dtype=torch.int32)}, r"\[3\]"),
         ({"starts": torch.tensor([0, 1, 1, 3], dtype=torch.int32)}, "one or more"),
         ({"starts": torch.tensor([0, 1, 2, 4], dtype=torch.int32)}, "rows 0 to 4"),
+        ({"starts": torch.tensor([0, 2**31 - 1, -(2**31), 3], dtype=torch.int32)}, "follow each other"),
+        ({"starts": torch.tensor([-1, 1, 2, 3], dtype=torch.int32)}, "rows -1 to 3"),
+        ({"lengths": torch.tensor(3, dtype=torch.int32)}, "lengths has shape"),
+        ({"lengths": torch.tensor([1, -(2**31), 7], dtype=torch.int32)}, "new tokens"),
+        ({"slots": torch.tensor([0, -1, 1], dtype=torch.int32)}, "there are 3"),
         ({"window": 0}, "window=0"),
+        ({"window": -(10**400)}, "hides every key"),
+        ({"window": 1.5}, "window: 1.5"),
+        ({"window": True}, "window: True"),
+        ({"scale": math.nan}, "scale=nan"),
+        ({"scale": -math.inf}, "scale=-inf"),
+        ({"scale": 1e39}, r"scale=1e\+39"),
+        ({"scale": 10**400}, "scale="),
+        ({"scale": "0.5"}, "scale='0.5'"),
+        ({"scale": True}, "scale=True"),
+        ({"softcap": 1e39}, r"softcap=1e\+39"),
+        ({"softcap": 1e-39}, "softcap=1e-39"),
+        ({"softcap": torch.tensor(30.0)}, r"softcap=tensor\(30"),
         ({"softcap": 0.0}, "softcap=0"),
         ({"softcap": -30.0}, "softcap=-30"),
         ({"softcap": math.nan}, "softcap=nan"),
@@ -275,6 +402,18 @@ def arguments() -> dict[str, Tensor]:
         ({"scales": (torch.ones(3, 32, 2, 1), torch.ones(3, 32, 2, 1))}, "int8"),
         ({"block_table": torch.zeros(3, 1, dtype=torch.int32) + 3}, "there are 3"),
         ({"block_table": torch.zeros(3, dtype=torch.int32)}, "block_table"),
+        (
+            {
+                "block_table": torch.zeros(3, 1, dtype=torch.int32),
+                "key": torch.randn(3, 0, 2, 16),
+                "value": torch.randn(3, 0, 2, 8),
+            },
+            "blocks have 0 tokens",
+        ),
+        ({"scales": (torch.ones(3, 32, 2, 1),)}, "scales="),
+        ({"scales": torch.ones(2, 3, 32, 2, 1)}, "scales="),
+        ({"query": torch.randn(1, 1, 16).expand(3, 2**25, 16)}, "count up to"),
+        ({"key": torch.randn(1, 1, 1, 16).expand(3, 2**31, 2, 16)}, "count up to"),
     ],
 )
 def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
@@ -284,6 +423,148 @@ def test_what_is_refused(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decode(**given)  # type: ignore[arg-type]
     assert torch.equal(out, before) or change.keys() == {"out"}
+
+
+class Wrapper(Tensor):
+    """A subclass that has no memory, but a tensor that has."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(each.inner if isinstance(each, Wrapper) else each for each in args), **(kwargs or {}))
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake(tensor: Tensor) -> Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+NOT_PLAIN: dict[str, Callable[[Tensor], object]] = {
+    "text": lambda tensor: "query",
+    "number": lambda tensor: 1.5,
+    "bool": lambda tensor: True,
+    "complex": lambda tensor: 1j,
+    "list": lambda tensor: tensor.tolist(),
+    "array": lambda tensor: tensor.numpy(),
+    "none": lambda tensor: None,
+    "0-d": lambda tensor: tensor.flatten()[0],
+    "another dimension": lambda tensor: tensor[None],
+    "a longer row": lambda tensor: torch.cat([tensor, tensor], dim=-1),
+    "float64": lambda tensor: tensor.double(),
+    "int64": lambda tensor: tensor.long(),
+    "bools": lambda tensor: tensor.bool(),
+    "complex64": lambda tensor: tensor.to(torch.complex64),
+    "meta": lambda tensor: tensor.to("meta"),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "nested": lambda tensor: torch.nested.as_nested_tensor(list(tensor.float())),
+    "jagged": lambda tensor: torch.nested.as_nested_tensor(list(tensor.float()[:, None]), layout=torch.jagged),
+    "negated": lambda tensor: torch._neg_view(tensor),
+    "zero": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+    "quantised": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+    "fake": fake,
+    "wrapper": Wrapper,
+    "emptied": lambda tensor: emptied(tensor.clone()),
+}
+# Arguments that may be left out, and those that pass for others.
+FINE = {("out", "none"), ("sinks", "none"), ("starts", "none"), ("slots", "none"), ("block_table", "none")} | {
+    ("block_table", "a longer row")
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's prototypes
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_is_no_plain_tensor(kind: str) -> None:
+    """As every argument that is a tensor; scales go with codes, the others with floats."""
+    plain = arguments() | {
+        "starts": torch.tensor([0, 1, 2, 3], dtype=torch.int32),
+        "sinks": torch.randn(4),
+        "block_table": torch.zeros(3, 2, dtype=torch.int32),
+        "out": torch.zeros(3, 4, 8),
+    }
+    codes = {"key": torch.zeros(3, 32, 2, 16).char(), "value": torch.zeros(3, 32, 2, 8).char()}
+    scales = torch.ones(3, 32, 2, 1), torch.ones(3, 32, 2, 1)
+    decode(**plain)
+    decode(**plain | codes, scales=scales)
+    for name, tensor in plain.items():
+        changed = plain | {name: NOT_PLAIN[kind](tensor)}
+        if (name, kind) in FINE:
+            decode(**changed)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(ConfigError):
+            decode(**changed)  # type: ignore[arg-type]
+    for i in range(2):
+        pair = list(scales)
+        pair[i] = NOT_PLAIN[kind](scales[i])  # type: ignore[call-overload]
+        with pytest.raises(ConfigError):
+            decode(**plain | codes, scales=tuple(pair))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_transforms_of_functions_are_refused(transform: Callable[..., Any]) -> None:
+    given = arguments()
+
+    def attended(query: Tensor) -> Tensor:
+        return decode(query, **{name: given[name] for name in given if name != "query"}).sum()
+
+    query = given["query"] if transform is torch.func.grad else given["query"][None]
+    with pytest.raises(ConfigError, match="plain tensor"):
+        transform(attended)(query)
+
+
+def test_subclasses_with_memory_are_read() -> None:
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("it was asked")
+
+    given = arguments()
+    want = decode(**given)
+    for wrap in (torch.nn.Parameter, lambda tensor: tensor.as_subclass(Loud)):
+        got = decode(**given | {name: wrap(given[name]) for name in ("query", "key", "value")})
+        assert type(got) is Tensor
+        assert torch.equal(got, want)
+        assert not got.requires_grad
+
+
+def test_memory_that_is_written_is_not_read() -> None:
+    given = arguments() | {"value": torch.randn(3, 32, 2, 16)}
+    want = decode(**given)
+    query = given["query"].clone()
+    assert decode(**given | {"query": query}, out=query) is query
+    assert torch.equal(query, want)
+    room = torch.zeros(300)
+    room[:192].view(3, 4, 16)[:] = given["query"]
+    shifted = {"query": room[:192].view(3, 4, 16), "out": room[16:208].view(3, 4, 16)}
+    with pytest.raises(ConfigError, match="out shares memory with query"):
+        decode(**given | shifted)
+    with pytest.raises(ConfigError, match="out shares memory with value"):
+        decode(**given, out=given["value"].view(-1)[:192].view(3, 4, 16))
+    with pytest.raises(ConfigError, match="out shares memory with sinks"):
+        decode(**given, out=room[:192].view(3, 4, 16), sinks=room[188:192])
+
+
+def test_autograd_notices_what_is_written() -> None:
+    with pytest.raises(ConfigError, match="gradients"):
+        decode(**arguments(), out=torch.zeros(3, 4, 8, requires_grad=True))
+    out, weight = torch.zeros(3, 4, 8), torch.ones(3, 4, 8, requires_grad=True)
+    product = (weight * out).sum()
+    decode(**arguments(), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        decode(**arguments(), out=torch.zeros(3, 4, 8))
 
 
 def test_no_gradient_flows() -> None:

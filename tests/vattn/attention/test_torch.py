@@ -110,6 +110,14 @@ def test_half_precision(kernel: attention.Attention, dtype: torch.dtype) -> None
         torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=3e-2, rtol=3e-2)
 
 
+def test_queries_that_torch_negates(kernel: attention.Attention) -> None:
+    batch = PackedBatch.pack([Span(0, 0, 30), Span(1, 40, 41)])
+    store = Store(2, 8, 8, torch.float32)
+    query = torch.randn(batch.num_tokens, HEADS, 8)
+    got = kernel(torch._neg_view(query), store, 3, batch, AttentionParams())
+    torch.testing.assert_close(got.double(), by_hand(-query, store, batch, AttentionParams()), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_long_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """Decodes and short chunks as products, where 16 heads of 256 have one KV head; shorter ones are not."""

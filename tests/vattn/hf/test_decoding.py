@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn.hf.decoding import Coded
+from vattn.hf.decoding import Coded, DecodedKeys
 from vattn.quantised import dequantise, quantise
 
 
@@ -39,6 +39,13 @@ def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
     output = scaled_dot_product_attention(query, keys, values, **how)  # type: ignore[arg-type]
     torch.testing.assert_close(output, scaled_dot_product_attention(query, plain_keys, plain_values))
     assert keys.is_read
+
+
+def test_views_that_torch_negates() -> None:
+    """As the imaginary part of a conjugate is."""
+    query, keys, values = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    output = scaled_dot_product_attention(torch._neg_view(query), keys.as_subclass(DecodedKeys), values)
+    torch.testing.assert_close(output, scaled_dot_product_attention(-query, keys, values))
 
 
 def test_several_queries() -> None:
