@@ -22,9 +22,9 @@ std::span<const Kernels* const> kernels() {
 
 namespace {
 
-constexpr int kRows = 64;     // of a head in an item: their sums stay in the second cache
-constexpr int kItems = 4;     // per thread, so that threads end at nearly the same time
-constexpr int kFewest = 256;  // keys in a part of a request: below, merging costs more than waiting
+constexpr int kRows = 64;    // of a head in an item: their sums stay in the second cache
+constexpr int kMost = 8;     // items of a request that are enough for the threads, without a division by keys
+constexpr int kKeys = 1024;  // most in a part of an item: each part starts anew, which takes as long as 20 keys
 
 // Partial results of one stretch of queries: `count` of them, `stride` floats apart.
 struct Merge {
@@ -38,55 +38,51 @@ struct Plan {
   std::vector<Merge> merges;
   std::int64_t partial = 0;  // floats
   int rows = 0;              // most of an item
+
+  // Adds an item, in parts if it may be `divided` and has many keys.
+  void add(Item item, const Attention& a, bool divided) {
+    const int keys = item.end - item.begin, parts = divided ? (keys + kKeys - 1) / kKeys : 1;
+    if (parts <= 1) {
+      items.push_back(item);
+      return;
+    }
+    // Whole blocks, but for the last part.
+    const int part = (keys + parts * kBlock - 1) / (parts * kBlock) * kBlock;
+    const std::int64_t stride = item.num_tokens * a.group() * item.num_heads * (sum_stride(a) + 2);
+    Merge& merge = merges.emplace_back(item, 0, stride);
+    merge.item.partial = partial;
+    const int end = item.end;
+    for (int begin = item.begin; begin < end; begin += part) {
+      item.begin = begin;
+      item.end = std::min(end, begin + part);
+      item.partial = partial;
+      partial += stride;
+      ++merge.count;
+      items.push_back(item);
+    }
+  }
 };
 
+// What an item computes, and so the order of its sums, follows from its own request: neither other requests nor the
+// number of threads change a result.
 Plan plan(const Attention& a) {
   Plan plan;
   // Where the heads of a token are neighbours, an item takes all heads, so that memory is read in order.
   const bool together = a.key.head_stride < a.key.token_stride;
   const int heads = together ? a.num_kv_heads : 1;
   const int tokens = std::max(1, kRows / a.group() / heads);
-  std::int64_t work = 0;
   for (int i = 0; i < a.count; ++i) {
     const int num_new = a.starts ? a.starts[i + 1] - a.starts[i] : 1;
+    const bool few = (num_new + tokens - 1) / tokens * (a.num_kv_heads / heads) < kMost;
     for (int token = 0; token < num_new; token += tokens) {
       const int count = std::min(tokens, num_new - token);
       const int position = a.lengths[i] - num_new + token;
       const int begin = a.window ? std::max(0, position - a.window + 1) : 0;
-      work += std::int64_t{position + count - begin} * count * a.num_kv_heads;
       for (int head = 0; head < a.num_kv_heads; head += heads)
-        plan.items.push_back({i, head, heads, token, count, begin, position + count, -1});
+        plan.add({i, head, heads, token, count, begin, position + count, -1}, a, few);
       plan.rows = std::max(plan.rows, count * a.group() * heads);
     }
   }
-  if (a.threads == 1) return plan;
-
-  const std::int64_t share = std::max<std::int64_t>(1, work / (a.threads * kItems));
-  std::vector<Item> items;
-  for (const Item& item : plan.items) {
-    const std::int64_t keys = item.end - item.begin;
-    const std::int64_t cost = keys * item.num_tokens * item.num_heads;
-    const std::int64_t parts = std::clamp<std::int64_t>((cost + share - 1) / share, 1, (keys + kFewest - 1) / kFewest);
-    if (parts == 1) {
-      items.push_back(item);
-      continue;
-    }
-    // Whole blocks, but for the last part.
-    const std::int64_t part = (keys + parts * kBlock - 1) / (parts * kBlock) * kBlock;
-    const std::int64_t stride = item.num_tokens * a.group() * item.num_heads * (sum_stride(a) + 2);
-    Merge& merge = plan.merges.emplace_back(item, 0, stride);
-    merge.item.partial = plan.partial;
-    for (std::int64_t begin = item.begin; begin < item.end; begin += part) {
-      Item piece = item;
-      piece.begin = static_cast<int>(begin);
-      piece.end = static_cast<int>(std::min<std::int64_t>(item.end, begin + part));
-      piece.partial = plan.partial;
-      plan.partial += stride;
-      ++merge.count;
-      items.push_back(piece);
-    }
-  }
-  plan.items = std::move(items);
   return plan;
 }
 

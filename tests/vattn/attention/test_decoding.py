@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -124,6 +125,40 @@ def test_against_float64(kernels: str, seed: int, threads: int, longest: int) ->
     finally:
         torch.set_num_threads(before)
     case.assert_near(got, case.want())
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_neither_threads_nor_other_requests_change_a_result(kernels: str, seed: int) -> None:
+    """Not by a bit: the order of a sum follows from its own request."""
+    case = Case(seed, 5000)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(
+                decode(
+                    case.query, case.key, case.value, case.lengths, slots=case.slots, starts=case.starts, **case.options
+                )
+            )
+            alone = []
+            for i, (start, end) in enumerate(itertools.pairwise(case.starts.tolist())):
+                alone.append(
+                    decode(
+                        case.query[start:end],
+                        case.key,
+                        case.value,
+                        case.lengths[i : i + 1],
+                        slots=case.slots[i : i + 1],
+                        starts=torch.tensor([0, end - start], dtype=torch.int32),
+                        **case.options,
+                    )
+                )
+            results.append(torch.cat(alone))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
 @settings(max_examples=30, deadline=None)
