@@ -15,16 +15,17 @@ struct Remains {
   std::size_t page_size, tensor_bytes;
   std::vector<Address> bases, mapped;
 
-  // False if it has to wait for a capture to end.
-  bool give_back() const {
+  // False if something has to wait: for a capture to end, or until a call that failed succeeds.
+  bool give_back() {
     const Driver::Scope scope(*driver);
     Call call;
     if (!mapped.empty())
       if (const Result result = driver->synchronize(nullptr, &call); result != kSuccess)
         return result != kCaptureUnsupported;
-    for (const Address at : mapped) driver->unmap(at, page_size);
-    for (const Address base : bases) driver->free(base, tensor_bytes);
-    return true;
+    std::erase_if(mapped, [&](Address at) { return driver->unmap(at, page_size) == kSuccess; });
+    if (!mapped.empty()) return false;
+    std::erase_if(bases, [&](Address base) { return driver->free(base, tensor_bytes) == kSuccess; });
+    return bases.empty();
   }
 };
 
@@ -48,7 +49,7 @@ void give_back_left_behind() {
     const std::lock_guard lock(left.mutex);
     remains.swap(left.remains);
   }
-  std::erase_if(remains, [](const Remains& each) { return each.give_back(); });
+  std::erase_if(remains, [](Remains& each) { return each.give_back(); });
   const std::lock_guard lock(left.mutex);
   std::move(remains.begin(), remains.end(), std::back_inserter(left.remains));
 }

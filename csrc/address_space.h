@@ -37,8 +37,8 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   // then.
   AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape);
   // Gives the addresses back. Whatever is mapped is unmapped first, whether the books know of it or not, so nothing of
-  // it may be in the mapper's log. If a graph is being captured, so that kernels that read it cannot be waited for, it
-  // stays until the next space is made or goes after that; for good, if waiting fails otherwise.
+  // it may be in the mapper's log. If a graph is being captured, so that kernels that read it cannot be waited for, or
+  // a call fails, it stays until the next space is made or goes after that; for good, if waiting fails otherwise.
   ~AddressSpace();
   AddressSpace(const AddressSpace&) = delete;
   AddressSpace& operator=(const AddressSpace&) = delete;

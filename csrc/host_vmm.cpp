@@ -199,6 +199,13 @@ constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
 
+// What is mapped without access can be read as what is not mapped can: kernels read past what they use while the worker
+// is between its calls.
+int protection_of(Access access, bool strict) {
+  if (access == Access::kReadWrite) return PROT_READ | PROT_WRITE;
+  return access == Access::kRead ? PROT_READ : reservation_protection(strict);
+}
+
 Result from_errno() { return errno == ENOMEM ? kOutOfMemory : kErrno + errno; }
 
 std::map<Address, Reservation>::iterator find_reservation(State& s, Address address) {
@@ -235,7 +242,7 @@ bool joined(const Reservation& reservation, Address boundary) {
   const Mapping* right = right_it == reservation.mappings.end() ? nullptr : &right_it->second;
   if (!left || !right) return left == right;
   return left->fd == right->fd && left->offset + static_cast<off_t>(left->size) == right->offset &&
-         left->access == right->access;
+         protection_of(left->access, reservation.strict) == protection_of(right->access, reservation.strict);
 }
 
 // Boundaries inside the reservation, from begin to end inclusive, at which the kernel needs a new entry.
@@ -260,8 +267,8 @@ std::size_t seams(Address base, const Reservation& reservation, Address begin, A
 constexpr std::size_t kReservedMappings = 512;
 
 // Whether the kernel's table has room for `more` and a reserve. Near the limit the rest of the process is counted anew.
-bool room_for_mappings(State& s, std::size_t more, std::size_t reserve) {
-  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + reserve <= s.max_mappings; };
+bool room_for_mappings(State& s, std::size_t more) {
+  const auto fits = [&] { return s.kernel_mappings + s.other_mappings + more + kReservedMappings <= s.max_mappings; };
   if (s.other_mappings == 0 || !fits()) {
     s.max_mappings = max_mappings();
     std::ifstream maps("/proc/self/maps");
@@ -382,11 +389,10 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   auto next = reservation.mappings.lower_bound(address);
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
-  if (!room_for_mappings(s, 2, flags & kMapRestore ? kReservedMappings / 2 : kReservedMappings)) return kOutOfMemory;
+  if (!(flags & kMapRestore) && !room_for_mappings(s, 2)) return kOutOfMemory;
   const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
-  // It has no access yet as far as callers are told, but a kernel may be reading past what it uses here.
-  const int protection = reservation_protection(reservation.strict);
+  const int protection = protection_of(Access::kNone, reservation.strict);
   if (!map_fixed(address, size, protection, MAP_SHARED, fd, memory.offset)) return from_errno();
   reservation.mappings.emplace(address, Mapping{size, handle, fd, memory.offset, Access::kNone});
   memory.mappings += 1;
@@ -418,10 +424,7 @@ Result unmap(Address address, std::size_t size) {
 Result set_access(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
   if (!descs || count != 1 || descs->location.type != kLocationHost) return kInvalidValue;
   const auto access = static_cast<Access>(descs->flags);
-  int protection = PROT_NONE;
-  if (access == Access::kRead) protection = PROT_READ;
-  if (access == Access::kReadWrite) protection = PROT_READ | PROT_WRITE;
-  if (protection == PROT_NONE && access != Access::kNone) return kInvalidValue;
+  if (access != Access::kNone && access != Access::kRead && access != Access::kReadWrite) return kInvalidValue;
   State& s = state();
   const std::lock_guard lock(s.mutex);
   auto it = find_reservation(s, address);
@@ -429,7 +432,7 @@ Result set_access(Address address, std::size_t size, const AccessDesc* descs, st
   std::map<Address, Mapping>::iterator first, last;
   if (!whole_mappings(it->second, address, size, &first, &last)) return kInvalidValue;
   const std::size_t seams_before = seams(it->first, it->second, address, address + size);
-  if (mprotect(pointer(address), size, protection) != 0) return from_errno();
+  if (mprotect(pointer(address), size, protection_of(access, it->second.strict)) != 0) return from_errno();
   for (auto mapping = first; mapping != last; ++mapping) mapping->second.access = access;
   s.kernel_mappings += seams(it->first, it->second, address, address + size) - seams_before;
   // Fills the process's page table now instead of by faults in the caller's kernels. A read suffices: shared memory

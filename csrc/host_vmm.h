@@ -15,8 +15,8 @@ constexpr int kMaxGranularityLog2 = 21;
 // A flag of address_reserve: what is not mapped cannot be read either, instead of reading as zeros.
 constexpr Flags kReserveStrict = 1;
 
-// A flag of map: puts back what was mapped a moment ago. It may use half of the mappings that others must leave free,
-// so that undoing works where the table was found full.
+// A flag of map: puts back what was mapped a moment ago. It may use the mappings that others must leave free, so that
+// undoing works where the table was found full.
 constexpr Flags kMapRestore = 1;
 
 // Results from here on are Linux's errno: the machine has the memory, but something else stopped the call.

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <csignal>
 #include <stdexcept>
 #include <utility>
@@ -58,6 +59,8 @@ struct Mapper::Worker {
   // The thread's own: memory to give back, and memory that the transaction under way zeroes.
   std::vector<Handle> released, zeroed;
   std::vector<Window> left_over;  // that could not be closed
+  std::deque<Undo> undoing;       // what undoes the failed transaction, in order
+  bool mending = false;           // undoing is to go on
   std::deque<Handle> stock;       // oldest first, so that memory created in sequence is used in sequence
   std::size_t wanted = 0;         // in stock
   bool returning = false;         // the stock is to be given back
@@ -145,6 +148,15 @@ std::size_t Mapper::unstock() {
   return before;
 }
 
+bool Mapper::mend() {
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
+  std::unique_lock lock(worker_->mutex);
+  worker_->mending = true;
+  worker_->submitted.notify_one();
+  worker_->finished.wait(lock, [&] { return !worker_->mending || worker_->stopping; });
+  return !broken_;
+}
+
 void Mapper::stop() {
   if (fork_.forked()) return;
   std::call_once(stop_once_, [this] {
@@ -163,23 +175,34 @@ void Mapper::run() {
   const Result attached = driver_->attach(&call);
   std::unique_lock lock(worker_->mutex);
   worker_->barren = attached != kSuccess;
-  const auto called = [&] { return worker_->stopping || worker_->returning || !worker_->log.empty(); };
+  const auto called = [&] {
+    return worker_->stopping || worker_->returning || worker_->mending || !worker_->log.empty();
+  };
   for (;;) {
     worker_->submitted.wait(lock, [&] { return called() || lacks_stock(); });
     if (!called()) {
       if (!worker_->submitted.wait_until(lock, worker_->rested, called)) fill(lock);
       continue;
     }
+    if (worker_->mending) {
+      lock.unlock();
+      undo();
+      lock.lock();
+      worker_->mending = false;
+      worker_->finished.notify_all();
+      continue;
+    }
     if (worker_->log.empty()) {
       worker_->released.insert(worker_->released.end(), worker_->stock.begin(), worker_->stock.end());
       worker_->stock.clear();
       worker_->busy = true;
+      const bool stopping = worker_->stopping;
       lock.unlock();
-      tidy();
+      tidy(stopping);
       lock.lock();
       worker_->busy = worker_->returning = false;
       worker_->finished.notify_all();
-      if (worker_->stopping) return;
+      if (stopping) return;
       continue;
     }
     Transaction& transaction = *worker_->log.front();
@@ -213,7 +236,7 @@ void Mapper::execute(Transaction& transaction) {
   Result* const result = &transaction.failed_result_;
   std::size_t i = 0, done = 0;
   for (; i < operations.size(); ++i, done = 0)
-    if (!perform(operations[i], false, &done, call, result)) break;
+    if (!perform(operations[i], &done, call, result)) break;
   Window window;
   const bool performed = i == operations.size() && open(window, call, result) && zero(window, call, result);
   if (!close(window)) worker_->left_over.push_back(window);
@@ -221,9 +244,9 @@ void Mapper::execute(Transaction& transaction) {
     worker_->zeroed.clear();
     return tidy();
   }
-  bool undone = i == operations.size() || undo(operations[i], done);
-  while (i-- > 0) undone = undo(operations[i], operations[i].pages.size()) && undone;
-  if (!undone) broken_ = true;
+  if (i < operations.size()) plan_undo(operations[i], done);
+  while (i-- > 0) plan_undo(operations[i], operations[i].pages.size());
+  undo();
 }
 
 bool Mapper::lacks_stock() const {
@@ -285,10 +308,11 @@ void Mapper::check() {
 }
 
 // What a transaction has no more use for. A call that fails here takes nothing back; it is made again with the next
-// transaction, and when the thread ends.
-void Mapper::tidy() {
+// transaction, and when the thread ends, which is the `last` time. While something is to be undone, that needs memory.
+void Mapper::tidy(bool last) {
   std::erase_if(worker_->left_over, [&](Window& window) { return close(window); });
-  std::erase_if(worker_->released, [&](Handle handle) { return release(handle); });
+  if (last || worker_->undoing.empty())
+    std::erase_if(worker_->released, [&](Handle handle) { return release(handle); });
 }
 
 // Maps all that is to be zeroed, side by side; false at the first call that fails.
@@ -328,25 +352,44 @@ bool Mapper::zero(const Window& window, Call* call, Result* result) {
   if (window.pages == 0) return true;
   bool touched = false;
   *result = driver_->zero(window.address, window.pages * pool_->page_size(), call, &touched);
-  if (*result != kSuccess && touched) broken_ = true;
+  if (*result != kSuccess && touched) ruined_ = true;
   return *result == kSuccess;
 }
 
-// Performs an operation, or one that restores what an undone one took away, counting the pages that are done; false at
-// the first call that fails.
-bool Mapper::perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result) {
+// Maps pages side by side, counting those that are done; false at the first call that fails.
+bool Mapper::map(Address address, const std::vector<Handle>& handles, Access access, bool restores, std::size_t* done,
+                 Call* call, Result* result) {
   const std::size_t page_size = pool_->page_size();
+  *call = Call::kMap;
+  for (; *done < handles.size(); ++*done) {
+    *result = driver_->map(address + *done * page_size, page_size, handles[*done], restores);
+    if (*result != kSuccess) return false;
+  }
+  // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
+  *call = Call::kSetAccess;
+  *result = driver_->set_access(address, handles.size() * page_size, access);
+  return *result == kSuccess;
+}
+
+// Unmaps neighbouring pages likewise.
+bool Mapper::unmap(Address address, std::size_t pages, std::size_t* done, Call* call, Result* result) {
+  const std::size_t page_size = pool_->page_size(), together = driver_->unmap_ranges() ? pages : 1;
+  *call = Call::kUnmap;
+  for (; *done < pages; *done += together) {
+    *result = driver_->unmap(address + *done * page_size, together * page_size);
+    if (*result != kSuccess) return false;
+  }
+  return true;
+}
+
+// Performs an operation, counting the pages that are done; false at the first call that fails.
+bool Mapper::perform(const Operation& operation, std::size_t* done, Call* call, Result* result) {
   const std::vector<PageId>& pages = operation.pages;
-  const auto failed = [&](Call which, Result r) {
-    if (r == kSuccess) return false;
-    *call = which;
-    *result = r;
-    return true;
-  };
   switch (operation.kind) {
     case Operation::Kind::kCreate:
+      *call = Call::kCreate;
       for (; *done < pages.size(); ++*done)
-        if (failed(Call::kCreate, create(pages[*done]))) return false;
+        if (*result = create(pages[*done]); *result != kSuccess) return false;
       return true;
     case Operation::Kind::kRelease:
       for (; *done < pages.size(); ++*done) worker_->released.push_back(pool_->handle(pages[*done]));
@@ -355,58 +398,60 @@ bool Mapper::perform(const Operation& operation, bool restores, std::size_t* don
       for (; *done < pages.size(); ++*done) worker_->zeroed.push_back(pool_->handle(pages[*done]));
       return true;
     case Operation::Kind::kMap:
-      for (; *done < pages.size(); ++*done)
-        if (failed(Call::kMap, driver_->map(operation.address + *done * page_size, page_size,
-                                            pool_->handle(pages[*done]), restores)))
-          return false;
-      // Once for the range: it is the dearest call on CUDA, and its price does not depend on the range's size.
-      return !failed(Call::kSetAccess,
-                     driver_->set_access(operation.address, pages.size() * page_size, operation.access));
-    case Operation::Kind::kUnmap: {
-      const std::size_t together = driver_->unmap_ranges() ? pages.size() : 1;
-      for (; *done < pages.size(); *done += together)
-        if (failed(Call::kUnmap, driver_->unmap(operation.address + *done * page_size, together * page_size)))
-          return false;
-      return true;
-    }
-    case Operation::Kind::kFence: {
-      Call which;
-      const Result waited = driver_->synchronize(operation.event.get(), &which);
-      return !failed(which, waited);
-    }
+      return map(operation.address, handles(pages, pages.size()), operation.access, false, done, call, result);
+    case Operation::Kind::kUnmap:
+      return unmap(operation.address, pages.size(), done, call, result);
+    case Operation::Kind::kFence:
+      *result = driver_->synchronize(operation.event.get(), call);
+      return *result == kSuccess;
   }
   return false;
 }
 
-// Undoes the first `done` pages of an operation; false if that fails.
-bool Mapper::undo(const Operation& operation, std::size_t done) {
-  if (done == 0) return true;
-  bool undone = true;
-  Operation inverse{operation.kind, {}, operation.address, operation.access};
-  inverse.pages.assign(operation.pages.begin(), operation.pages.begin() + static_cast<std::ptrdiff_t>(done));
+std::vector<Handle> Mapper::handles(const std::vector<PageId>& pages, std::size_t count) {
+  std::vector<Handle> found(count);
+  std::transform(pages.begin(), pages.begin() + static_cast<std::ptrdiff_t>(count), found.begin(),
+                 [&](PageId page) { return pool_->handle(page); });
+  return found;
+}
+
+// Undoes the first `done` pages of an operation: at once where that takes no call, else after what is planned already.
+void Mapper::plan_undo(const Operation& operation, std::size_t done) {
+  if (done == 0) return;
   switch (operation.kind) {
-    case Operation::Kind::kCreate:
-      while (done-- > 0) undone = release(pool_->handle(operation.pages[done])) && undone;
-      return undone;
+    case Operation::Kind::kCreate: {  // released before what the transaction itself releases, which its undo takes back
+      const std::vector<Handle> created = handles(operation.pages, done);
+      worker_->released.insert(worker_->released.begin(), created.begin(), created.end());
+      return;
+    }
     case Operation::Kind::kRelease:
       for (; done-- > 0; worker_->released.pop_back()) pool_->handle(operation.pages[done]) = worker_->released.back();
-      return true;
+      return;
     case Operation::Kind::kZero:
       worker_->zeroed.resize(worker_->zeroed.size() - done);
-      return true;
+      return;
     case Operation::Kind::kMap:
-      inverse.kind = Operation::Kind::kUnmap;
-      break;
     case Operation::Kind::kUnmap:
-      inverse.kind = Operation::Kind::kMap;
-      break;
+      worker_->undoing.push_back({operation.kind == Operation::Kind::kUnmap, operation.address, operation.access,
+                                  handles(operation.pages, done)});
+      return;
     case Operation::Kind::kFence:
-      return true;
+      return;
   }
-  std::size_t performed = 0;
+}
+
+// In order up to the first call that fails, since what follows may rest on it.
+void Mapper::undo() {
   Call call;
   Result result;
-  return perform(inverse, true, &performed, &call, &result);
+  const auto undone = [&](Undo& undo) {
+    return undo.maps ? map(undo.address, undo.handles, undo.access, true, &undo.done, &call, &result)
+                     : unmap(undo.address, undo.handles.size(), &undo.done, &call, &result);
+  };
+  auto& undoing = worker_->undoing;
+  while (!undoing.empty() && undone(undoing.front())) undoing.pop_front();
+  broken_ = ruined_ || !undoing.empty();
+  tidy();
 }
 
 }  // namespace vattn

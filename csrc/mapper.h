@@ -110,8 +110,13 @@ class Mapper {
   // log does not stand still.
   void check();
 
-  // True if undoing a failed transaction failed as well: the mappings are no longer what the books say.
+  // True while a failed transaction is not wholly undone, because a call failed in that as well: the mappings are not
+  // what the books say.
   bool broken() const { return broken_.load(std::memory_order_acquire); }
+  // True once nothing can mend that: memory may have been zeroed that somebody holds.
+  bool ruined() const { return ruined_.load(std::memory_order_acquire); }
+  // Goes on with undoing where a call failed; whether it is done. Pre: the log has run dry.
+  bool mend();
 
   // Executes what was submitted, then ends the thread; from whichever and however many threads it is called, all return
   // when that is done. Does nothing in a forked child.
@@ -128,14 +133,27 @@ class Mapper {
   };
   bool open(Window& window, Call* call, Result* result);
   bool close(Window& window);
-  void tidy();
+  void tidy(bool last = false);
   bool lacks_stock() const;
   void fill(std::unique_lock<std::mutex>& lock);
   Result create(PageId page);
   bool release(Handle handle);
   bool zero(const Window& window, Call* call, Result* result);
-  bool perform(const Operation& operation, bool restores, std::size_t* done, Call* call, Result* result);
-  bool undo(const Operation& operation, std::size_t done);
+  // Pages that are mapped again, or unmapped again.
+  struct Undo {
+    bool maps;
+    Address address;
+    Access access;
+    std::vector<Handle> handles;
+    std::size_t done = 0;
+  };
+  bool map(Address address, const std::vector<Handle>& handles, Access access, bool restores, std::size_t* done,
+           Call* call, Result* result);
+  bool unmap(Address address, std::size_t pages, std::size_t* done, Call* call, Result* result);
+  bool perform(const Operation& operation, std::size_t* done, Call* call, Result* result);
+  std::vector<Handle> handles(const std::vector<PageId>& pages, std::size_t count);
+  void plan_undo(const Operation& operation, std::size_t done);
+  void undo();
 
   const std::shared_ptr<Driver> driver_;
   const std::shared_ptr<PagePool> pool_;
@@ -148,6 +166,7 @@ class Mapper {
   std::atomic<Ticket> passed_{0};
   std::atomic<bool> failed_{false};
   std::atomic<bool> broken_{false};
+  std::atomic<bool> ruined_{false};
 };
 
 }  // namespace vattn

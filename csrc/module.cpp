@@ -393,7 +393,16 @@ NB_MODULE(_native, m) {
       .def("passed", &Mapper::passed, "ticket"_a)
       .def_prop_ro("last", &Mapper::last)
       .def_prop_ro("failed", &Mapper::failed)
-      .def_prop_ro("broken", &Mapper::broken)
+      .def_prop_ro("broken", &Mapper::broken, "Whether a failed transaction is not wholly undone.")
+      .def_prop_ro("ruined", &Mapper::ruined, "Whether nothing can mend that.")
+      .def(
+          "mend",
+          [](Mapper& self) {
+            bool mended = false;
+            without_lock([&] { mended = self.mend(); });
+            return mended;
+          },
+          "Goes on with undoing where a call failed; whether it is done.")
       .def(
           "failures",
           [](Mapper& self) {

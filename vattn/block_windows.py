@@ -364,8 +364,9 @@ class BlockWindows(PoolMember):
 
         Raises:
             IndexError: there is no such layer.
+            ForkedProcess: this is a child of the process that made the windows.
         """
-        self._check_open()
+        self._check_usable()
         return self._view(self._table.homes, layer, self._shape.num_blocks, self._shape.block_size)
 
     def window(self, layer: int) -> Tensor:
@@ -374,8 +375,9 @@ class BlockWindows(PoolMember):
 
         Raises:
             IndexError: there is no such layer.
+            ForkedProcess: this is a child of the process that made the windows.
         """
-        self._check_open()
+        self._check_usable()
         shape = self._shape
         return self._view(self._table.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
 

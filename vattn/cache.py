@@ -418,8 +418,9 @@ class KVCache(PoolMember):
 
         Raises:
             IndexError: the cache does not have this layer.
+            ForkedProcess: this is a child of the process that made the cache.
         """
-        self._check_open()
+        self._check_usable()
         index = self._checked_layer(index)
         if index not in self._views:
             self._views[index] = self.lend(index, None)
@@ -430,7 +431,7 @@ class KVCache(PoolMember):
         mapped as long as one of the tensors exists: a cache that is not closed gives its memory back when the last
         reference to it is dropped.
         """
-        self._check_open()
+        self._check_usable()
         index = self._checked_layer(index)
         spaces = self._bands.spaces
 

@@ -366,26 +366,30 @@ TEST(set_access_takes_whole_mappings_and_known_rights) {
   nothing_left.check();
 }
 
+// Without any, reads fault where those of unmapped addresses do.
 TEST(rights_are_enforced) {
-  const NothingLeft nothing_left;
-  const Address base = reserve(2 * kPage);
-  const Handle handle = create(kPage);
-  CHECK_EQ(vmm.map(base, kPage, 0, handle, 0), kSuccess);
-  CHECK(read_faults(base));
-  CHECK(write_faults(base));
-  CHECK_EQ(set_access(base, kPage, Access::kReadWrite), kSuccess);
-  CHECK(!write_faults(base));
-  word(base) = 5;
-  CHECK_EQ(set_access(base, kPage, Access::kRead), kSuccess);
-  CHECK(!read_faults(base));
-  CHECK(write_faults(base));
-  CHECK_EQ(word(base), 5u);
-  CHECK_EQ(set_access(base, kPage, Access::kNone), kSuccess);
-  CHECK(read_faults(base));
-  CHECK_EQ(vmm.unmap(base, kPage), kSuccess);
-  CHECK_EQ(vmm.release(handle), kSuccess);
-  CHECK_EQ(vmm.address_free(base, 2 * kPage), kSuccess);
-  nothing_left.check();
+  for (const bool strict : {false, true}) {
+    const NothingLeft nothing_left;
+    const Address base = reserve(2 * kPage, 0, strict ? kReserveStrict : 0);
+    const Handle handle = create(kPage);
+    CHECK_EQ(vmm.map(base, kPage, 0, handle, 0), kSuccess);
+    CHECK_EQ(read_faults(base), strict);
+    CHECK(write_faults(base));
+    CHECK_EQ(set_access(base, kPage, Access::kReadWrite), kSuccess);
+    CHECK(!write_faults(base));
+    word(base) = 5;
+    CHECK_EQ(set_access(base, kPage, Access::kRead), kSuccess);
+    CHECK(!read_faults(base));
+    CHECK(write_faults(base));
+    CHECK_EQ(word(base), 5u);
+    CHECK_EQ(set_access(base, kPage, Access::kNone), kSuccess);
+    CHECK_EQ(read_faults(base), strict);
+    CHECK(write_faults(base));
+    CHECK_EQ(vmm.unmap(base, kPage), kSuccess);
+    CHECK_EQ(vmm.release(handle), kSuccess);
+    CHECK_EQ(vmm.address_free(base, 2 * kPage), kSuccess);
+    nothing_left.check();
+  }
 }
 
 TEST(stray_reads_see_zeros_and_stray_writes_fault) {

@@ -43,6 +43,15 @@ class PoolMember(ABC):
     def _check_open(self) -> None:
         """Raises CacheClosed after `close`."""
 
+    def _check_usable(self) -> None:
+        """Checks that tensors can be handed out.
+
+        Raises:
+            CacheClosed, ForkedProcess, DriverError: they could not be used.
+        """
+        self._check_open()
+        self._pool.check_usable()
+
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
         """Checks the pool, with no transaction in progress, then what is checked within the context.
@@ -73,6 +82,8 @@ class PoolMember(ABC):
         with self._pool.lock:
             if not self._finalizer.alive:
                 return
+            if self._pool.inherited:
+                self._pool.check_usable()
             if not self._closed:
                 self._leave_pool()
             self._forget()
@@ -88,7 +99,7 @@ class PoolMember(ABC):
             self._closed = True
             give_back(change)
 
-        if self._pool.mapper.broken:
+        if self._pool.is_broken():
             self._pool.leave_broken(self._tenant, plan)
         else:
             self._leave_by(plan)

@@ -161,7 +161,9 @@ class PagePool:
         self._chores: list[Callable[[], object]] = []  # work deferred to the next call
         self._left: list[Plan] = []  # what dropped caches left behind
         self._unowned = False  # the cache whose own pool this is was dropped
-        self._refusal: VattnError | None = None
+        # Why no call is possible any more. Made anew for every call: an error that was raised refers to its callers.
+        self._refusal: Callable[[], VattnError] | None = None
+        self._owner = os.getpid()
         self.failures = 0  # transactions that failed in a driver call
         _pools.add(self)
         self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
@@ -183,9 +185,12 @@ class PagePool:
 
         Raises:
             VattnError: a cache still uses the pool.
+            ForkedProcess: this is a child of the process that made the pool.
             StreamCapturing: a dropped cache left pages behind, and a stream is capturing a CUDA graph.
         """
         with self.lock:
+            if self.inherited:
+                self.check_usable()
             if tenants := list(self._tenants):
                 raise VattnError(f"{len(tenants)} caches still use the pool; close them first")
             self.take_back()
@@ -196,7 +201,21 @@ class PagePool:
     def shut(self) -> None:
         """`close`, even if caches still use the pool; with the lock held, or when nobody else references the pool."""
         self._finalizer()
-        self._refusal = self._refusal or CacheClosed("the pool is closed; make a new one")
+        self._refusal = self._refusal or functools.partial(CacheClosed, "the pool is closed; make a new one")
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child of the process that made the pool."""
+        return os.getpid() != self._owner
+
+    def check_usable(self) -> None:
+        """Checks that calls are possible, and that what is mapped can be used; takes no lock.
+
+        Raises:
+            CacheClosed, ForkedProcess, DriverError: the pool is no longer usable.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
 
     def atomically(self, body: Callable[[], R], check: Callable[[], None] = lambda: None) -> R:
         """Runs the body of a call atomically, under the lock.
@@ -254,11 +273,11 @@ class PagePool:
         """Prepares for a call: refuses it if the pool is unusable, and reverts what failed before.
 
         Raises:
-            CacheClosed, ForkedProcess, DriverError: the pool is no longer usable.
+            CacheClosed, ForkedProcess: the pool is no longer usable.
+            DriverError: nor is it as long as mappings are unknown.
             VattnError: this thread is already inside a call.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        self.check_usable()
         if self.call is not None:
             if not self.call.failed:
                 raise VattnError(
@@ -335,23 +354,44 @@ class PagePool:
     def settle(self) -> None:
         """Waits for the worker and reverts the decisions of every transaction that failed or was cancelled. If
         interrupted, it can be called again.
+
+        Raises:
+            DriverError: the worker could not undo what it did of them, and still cannot. Nothing is reverted.
         """
         failures = self.mapper.failures()
+        if self.is_broken():
+            raise self._unknown(failures[0])()
         for transaction in reversed(failures):
             revert(transaction, self._undo.get(transaction.ticket, []))
-        if self.mapper.broken:
-            self._refusal = DriverError(
-                "a driver call failed, and so did undoing what went before it: the mappings are unknown; close the "
-                "cache and make a new one",
-                call=failures[0].failed_call,
-                code=failures[0].failed_code,
-                name=self.driver.native.result_name(failures[0].failed_code),
-            )
-            raise self._refusal
         self._refresh()
         self.failures += sum(t.status == _native.Status.FAILED for t in failures)
         self.mapper.resume()
         self._undo.clear()
+
+    def is_broken(self) -> bool:
+        """Whether mappings are unknown, because undoing a failed transaction failed too, and still does."""
+        return self.mapper.broken and (self._refusal is not None or not self.mapper.mend())
+
+    def _unknown(self, failed: _native.Transaction) -> Callable[[], DriverError]:
+        """Makes the error for calls while mappings are unknown."""
+        limit = self.driver.device.mapping_limit()
+        lacking = "" if limit is None else f" (mappings, say, of which vm.max_map_count allows the process {limit})"
+        again = f"every call tries to undo it again, and can once what is lacking is there{lacking}; or "
+        return functools.partial(
+            DriverError,
+            "a driver call failed, and so did undoing what went before it: the mappings are unknown; "
+            f"{'' if self.mapper.ruined else again}close the cache and make a new one",
+            call=failed.failed_call,
+            code=failed.failed_code,
+            name=self.driver.native.result_name(failed.failed_code),
+        )
+
+    def _abandon(self) -> None:
+        """Gives up a pool whose mappings are unknown: reverts the books, and refuses all further calls."""
+        failures = self.mapper.failures()
+        self._refusal = self._unknown(failures[0])
+        for transaction in reversed(failures):
+            revert(transaction, self._undo.get(transaction.ticket, []))
 
     def drain(self) -> None:
         """Waits until the worker has executed all transactions, and settles."""
@@ -435,7 +475,11 @@ class PagePool:
         self.execute(plan)
 
     def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
-        """`leave` when mappings are unknown: clears the books; address spaces unmap what they have when destroyed."""
+        """`leave` when mappings are unknown: clears the books; address spaces unmap what they have when destroyed. The
+        pool refuses further calls.
+        """
+        if self._refusal is None:
+            self._abandon()
         self._tenants.discard(tenant)
         give_back(Change())
 
@@ -465,7 +509,10 @@ class PagePool:
             return
         try:
             if self._refusal is None and not self.is_inside():
-                self.atomically(lambda: None)
+                if (self._unowned or not self._tenants) and self.is_broken():
+                    self._abandon()
+                else:
+                    self.atomically(lambda: None)
         finally:
             if self._refusal is not None:  # address spaces unmap what they have when destroyed
                 self._left.clear()
@@ -571,9 +618,10 @@ def _refuse_in_child() -> None:
         pool._finalizer.detach()
         pool.lock = threading.RLock()  # a thread that does not exist in this process may have held it
         pool.call = None
-        pool._refusal = ForkedProcess(
-            f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): mappings "
-            "and their worker do not survive a fork; make a cache here, or start workers with 'spawn'"
+        pool._refusal = functools.partial(
+            ForkedProcess,
+            f"this cache belongs to process {pool._owner}, and this is a fork of it (process {os.getpid()}): mappings "
+            "and their worker do not survive a fork; make a cache here, or start workers with 'spawn'",
         )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import target
+import torch
 from waiting import wait_until
+
+import vattn
 
 pytestmark = target.host_only
 
@@ -56,3 +60,107 @@ def test_a_child_that_never_touches_vattn_keeps_no_memory(family: tuple[int, int
     owner, worker = family
     assert memfds(owner)
     wait_until(lambda: not memfds(worker))  # fork() returns in the owner before the worker has let go
+
+
+def config() -> vattn.KVConfig:
+    return vattn.KVConfig(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=2, max_context_len=64,
+        memory_budget="1MiB", page_size=4096,
+    )  # fmt: skip
+
+
+def blocks(pool: vattn.PagePool | None = None) -> vattn.BlockWindows:
+    return vattn.BlockWindows(
+        num_layers=1, num_blocks=8, block_size=16, row=(64,), dtype=torch.float32, num_windows=3, max_context_len=64,
+        page_size="auto" if pool else 4096, pool=pool,
+    )  # fmt: skip
+
+
+# What only describes the object, and says the same in a child.
+DESCRIBES = {
+    vattn.KVCache: {"layers", "total_pages", "prefix_block_tokens", "capacity"},
+    vattn.BlockWindows: set[str](),
+}
+
+
+def public(kind: type) -> set[str]:
+    """Methods and properties that users call."""
+    return {
+        name
+        for name, member in inspect.getmembers(kind, lambda each: callable(each) or isinstance(each, property))
+        if not name.startswith("_")
+    }
+
+
+def test_every_call_in_a_child_says_that_it_is_one() -> None:
+    pool = vattn.PagePool("1MiB", page_size=4096)
+    cache, windows = vattn.KVCache(config()), blocks()
+    shared_cache, shared_windows = vattn.KVCache(config(), pool=pool), blocks(pool)
+    slot = cache.alloc_reqid()
+    cache.step({slot: 10})
+    cache.layer(0)
+    windows.back([0, 1])
+    windows.show([[0, 1]])
+    calls: dict[str, Callable[[], object]] = {
+        "KVCache.alloc_reqid": cache.alloc_reqid,
+        "KVCache.admit": lambda: cache.admit([1, 2]),
+        "KVCache.commit": lambda: cache.commit(slot, []),
+        "KVCache.retract": lambda: cache.retract(slot),
+        "KVCache.fork": lambda: cache.fork(slot),
+        "KVCache.evict_prefixes": cache.evict_prefixes,
+        "KVCache.step": lambda: cache.step({slot: 11}),
+        "KVCache.free_reqid": lambda: cache.free_reqid(slot),
+        "KVCache.layer": lambda: cache.layer(0)[0][slot, :10].sum(),
+        "KVCache.lend": lambda: cache.lend(0, None)[0][slot, :10].sum(),
+        "KVCache.available_pages": cache.available_pages,
+        "KVCache.pages_needed": lambda: cache.pages_needed(1),
+        "KVCache.stats": cache.stats,
+        "KVCache.page_map": cache.page_map,
+        "KVCache.trim": cache.trim,
+        "KVCache.check": cache.check,
+        "KVCache.close": cache.close,
+        "BlockWindows.back": lambda: windows.back([2]),
+        "BlockWindows.show": lambda: windows.show([[0, 1]]),
+        "BlockWindows.trim": lambda: windows.trim([]),
+        "BlockWindows.backed": windows.backed,
+        "BlockWindows.home": lambda: windows.home(0)[0].sum(),
+        "BlockWindows.window": lambda: windows.window(0)[0].sum(),
+        "BlockWindows.shown": lambda: windows.shown(0),
+        "BlockWindows.stats": windows.stats,
+        "BlockWindows.check": windows.check,
+        "BlockWindows.close": windows.close,
+    }
+    for kind, describes in DESCRIBES.items():
+        assert {f"{kind.__name__}.{name}" for name in public(kind) - describes} == {
+            name for name in calls if name.startswith(f"{kind.__name__}.")
+        }
+    calls |= {
+        "PagePool.close": pool.close,
+        "KVCache(pool=)": lambda: vattn.KVCache(config(), pool=pool),
+        "BlockWindows(pool=)": lambda: blocks(pool),
+        "KVCache.layer, the first time": lambda: shared_cache.layer(0)[0][0].sum(),
+        "the close of a pool's member": shared_windows.close,
+    }
+    for name, call in calls.items():
+        assert status_in_child(call) == 0, name
+    cache.check()
+    windows.check()
+    for each in (cache, windows, shared_cache, shared_windows, pool):
+        each.close()
+
+
+def status_in_child(call: Callable[[], object]) -> int:
+    """0 if the call raises ForkedProcess in a forked child, else another exit status, or minus a signal's number."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            call()
+        except vattn.ForkedProcess:
+            status = 0
+        except BaseException:
+            status = 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

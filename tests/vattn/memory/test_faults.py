@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import scripts
 from faults import FaultyTable
 from target import DEVICE, host_only
 
@@ -175,16 +177,130 @@ def test_a_failure_in_the_background_costs_nothing_but_a_wait() -> None:
     setup.close()
 
 
-def test_when_undoing_fails_too_the_cache_says_so_and_gives_its_memory_back() -> None:
-    setup = Setup(overlap=False)
-    reqid = setup.cache.alloc_reqid()
+def break_undoing(setup: Setup) -> tuple[int, int]:
+    """Makes a step fail, and what should undo it, in a cache with a request of 100 tokens; its slot, and another."""
+    reqid, other = setup.cache.alloc_reqid(), setup.cache.alloc_reqid()
+    setup.cache.step({reqid: 100})
+    for layer in (0, 1):
+        for tensor in setup.cache.layer(layer):
+            tensor[reqid, :100] = 7.0
     setup.table.fail_always("cuMemSetAccess", "cuMemUnmap")
-    with pytest.raises(vattn.DriverError, match="make a new one"):
-        setup.cache.step({reqid: 100})
+    with pytest.raises(vattn.DriverError, match="every call tries to undo it again"):
+        setup.cache.step({other: 100})
+    return reqid, other
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_when_undoing_fails_too_no_call_is_possible_until_it_succeeds(overlap: bool) -> None:
+    setup = Setup(overlap=overlap)
+    reqid, other = break_undoing(setup)
+    for call in (lambda: setup.cache.step({reqid: 101}), setup.cache.stats, setup.cache.check, setup.cache.trim):
+        with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+            call()
+    with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+        vattn.KVCache(setup.cache.config, pool=setup.pool)
+    setup.table.fail_always("cuMemUnmap")  # one of the calls works again, which is not enough
+    with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+        setup.cache.stats()
     setup.table.heal()
-    with pytest.raises(vattn.DriverError):
-        setup.cache.step({reqid: 1})
+    assert setup.cache.stats().live_tokens == 100
+    setup.check()
+    setup.cache.step({reqid: 101, other: 300})
+    assert all(bool((tensor[reqid, :100] == 7.0).all()) for tensor in setup.cache.layer(1))
+    setup.check()
     setup.close()
+
+
+@pytest.mark.parametrize("healed", [False, True])
+def test_a_cache_with_unknown_mappings_can_be_closed_and_gives_its_memory_back(healed: bool) -> None:
+    """If its calls fail still, the address space asks the driver what is mapped, once they work."""
+    setup = Setup(overlap=False)
+    another = vattn.KVCache(setup.cache.config, pool=setup.pool)
+    break_undoing(setup)
+    if healed:
+        setup.table.heal()
+        setup.cache.close()
+        another.alloc_reqid()
+        another.check()
+    else:
+        setup.cache.close()
+        setup.table.heal()
+        with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+            another.alloc_reqid()
+        with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+            another.layer(0)
+    another.close()
+    setup.pool.close()
+
+
+def test_a_cache_that_is_dropped_while_mappings_are_unknown_gives_its_memory_back() -> None:
+    for own in (False, True):
+        setup = Setup(overlap=False)
+        break_undoing(setup)
+        if own:
+            setup.cache._owns_pool = True
+        setup.table.heal()
+        del setup.cache
+        gc.collect()
+        del setup
+
+
+EXHAUSTED = """
+import ctypes, sys, vattn
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+PAGE, FIXED, ANONYMOUS = 4096, 0x10, 0x4022
+most = vattn._native.host_max_mappings()
+
+def exhaust(left):
+    # Pages with other rights than their neighbours, until the table is full, but for `left` of them.
+    base = libc.mmap(None, 2 * most * PAGE, 0, ANONYMOUS, -1, 0)
+    made = 0
+    while libc.mmap(base + 2 * made * PAGE, PAGE, 1, ANONYMOUS | FIXED, -1, 0) not in (None, 2**64 - 1):
+        made += 1
+    for i in range(made - left, made):
+        libc.mmap(base + 2 * i * PAGE, PAGE, 0, ANONYMOUS | FIXED, -1, 0)
+    return base
+
+found = []
+for left in (0, 1, 4):
+    for operation in ("copy", "trim"):
+        cache = vattn.init(num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=4, page_size=PAGE,
+                           max_context_len=640, memory_budget=400 * PAGE, overlap=False, eager_pages=0, layout="layer")
+        a = cache.alloc_reqid()
+        cache.step({a: 100})
+        for tensor in cache.layer(1):
+            tensor[a, :100] = 7.0
+        cache.commit(a, list(range(96)))
+        b, _ = cache.admit(list(range(100)))
+        cache.step({b: 100})
+        parked = cache.alloc_reqid()
+        cache.step({parked: 300})
+        cache.free_reqid(parked)
+        cache.step({b: 40})
+        base = exhaust(left)
+        try:
+            cache.step({b: 200}) if operation == "copy" else cache.trim()
+            found.append("ok")
+        except (vattn.MappingLimit, vattn.DriverError) as error:
+            found.append(type(error).__name__)
+        libc.munmap(base, 2 * most * PAGE)
+        cache.step({a: 110, b: 210})
+        assert all(bool((tensor[a, :100] == 7.0).all()) for tensor in cache.layer(1))
+        assert all(bool((tensor[b, :40] == 7.0).all()) for tensor in cache.layer(1))
+        cache.check()
+        cache.close()
+assert set(found) - {"ok"}, "nothing was lacking"
+"""
+
+
+@host_only
+@pytest.mark.slow
+def test_a_process_that_had_used_up_its_mappings_goes_on_when_some_are_free_again() -> None:
+    done = scripts.run(EXHAUSTED)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing() -> None:
