@@ -107,6 +107,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.commit": lambda: cache.commit(slot, []),
         "KVCache.retract": lambda: cache.retract(slot),
         "KVCache.fork": lambda: cache.fork(slot),
+        "KVCache.unshare": lambda: cache.unshare(slot),
         "KVCache.evict_prefixes": cache.evict_prefixes,
         "KVCache.step": lambda: cache.step({slot: 11}),
         "KVCache.free_reqid": lambda: cache.free_reqid(slot),
@@ -135,6 +136,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
             name for name in calls if name.startswith(f"{kind.__name__}.")
         }
     calls |= {
+        "KVCache.pages_needed of a slot": lambda: cache.pages_needed(11, slot),
         "PagePool.close": pool.close,
         "KVCache(pool=)": lambda: vattn.KVCache(config(), pool=pool),
         "BlockWindows(pool=)": lambda: blocks(pool),
