@@ -71,23 +71,12 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.loaded = loaded = LoadedModel(config)
         self.on_step = config.on_step
         self.speculation = SpeculationStats()
         self.figures = Figures()
         self.asleep = False
         self.gate = Gate()
         self.sampler = Sampler()
-        self.intake = Intake(
-            PromptReader(loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
-            TokenText(loaded.tokenizer),
-            max_model_len=loaded.max_model_len,
-            eos_token_ids=loaded.eos_token_ids,
-            eos_token_id=loaded.eos_token_id,
-            max_logprobs=config.max_logprobs,
-            seed=config.seed,
-        )
-        self._decode_token = self.intake.text.of_token
         self._on_closing: Callable[[], None] = _nothing
         self._names = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
@@ -95,22 +84,33 @@ class EngineCore:
         self._phase = ""  # which part of a step is under way
         self._torn = ""  # which change of the books is under way, or was interrupted
         self._changed: list[Request] = []  # requests with news for the next outputs
+        self.loaded = loaded = LoadedModel(config)
         try:
+            self.intake = Intake(
+                PromptReader(loaded.tokenizer, loaded.vocab_size, loaded.max_model_len),
+                TokenText(loaded.tokenizer),
+                max_model_len=loaded.max_model_len,
+                eos_token_ids=loaded.eos_token_ids,
+                eos_token_id=loaded.eos_token_id,
+                max_logprobs=config.max_logprobs,
+                seed=config.seed,
+            )
+            self._decode_token = self.intake.text.of_token
             self.kv = _make_kv(config, loaded)
             self.scheduler = _make_scheduler(config, loaded, self.kv)
             self._swap = self.scheduler.swap
             if not config.enforce_eager:
                 loaded.optimize()
+            self.runner = ModelRunner(
+                loaded.model,
+                self.kv,
+                loaded.attention,
+                latents=loaded.latents,
+                graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
+            )
         except BaseException:
             loaded.close()
             raise
-        self.runner = ModelRunner(
-            loaded.model,
-            self.kv,
-            loaded.attention,
-            latents=loaded.latents,
-            graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
-        )
 
     def close(self) -> None:
         """End all requests, free the cache and restore the model's attention. Idempotent.

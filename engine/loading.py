@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,14 +62,16 @@ class LoadedModel:
         self.sampling_params = _default_sampling_params(self.sampling_defaults)
         self.latents: Mapping[int, packed.LatentAttention] = {}
         self._is_ours = isinstance(config.model, str)
-        self._restore_weights: Callable[[], None] = _nothing
+        # Also where this object is dropped, or an interrupt keeps its owner from getting it.
+        self._undo: list[Callable[[], None]] = []
+        weakref.finalize(self, _undo_all, self._undo).atexit = False
 
         if self.model.device.type == "cpu":
             optimize.keep_freed_memory()
         packed.register()
-        self._previous_attention = self.model.config._attn_implementation
-        self.model.set_attn_implementation(packed.NAME)
         try:
+            self._undo.append(partial(self.model.set_attn_implementation, self.model.config._attn_implementation))
+            self.model.set_attn_implementation(packed.NAME)
             self.shape = packed.kv_shape(self.model)
             if not config.enforce_eager:
                 self.latents = packed.find_latents(self.model, self.shape)
@@ -82,16 +86,17 @@ class LoadedModel:
         if optimize.supported(self.model):
             restore = optimize.optimize(self.model, keep_weights=not self._is_ours)
             if not self._is_ours:
-                self._restore_weights = restore
+                self._undo.append(restore)
 
     def close(self) -> None:
-        """Leave a model that was given as an object as it was."""
-        self._restore_weights()
-        self.model.set_attn_implementation(self._previous_attention)
+        """Leave a model that was given as an object as it was. Idempotent."""
+        _undo_all(self._undo)
 
 
-def _nothing() -> None:
-    pass
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo[-1]()  # may be interrupted, and called again
+        undo.pop()
 
 
 def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape) -> Attention:

@@ -90,19 +90,23 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
             if _is_plain(module) and module not in faster:
                 faster[module] = packed[module] = Packed(module.weight, module.bias)
         faster |= _decoder_layers(model, packed)
-    for module, forward in faster.items():
-        module.forward = forward
+
+    def restore() -> None:
+        for module in faster:
+            module.__dict__.pop("forward", None)
+
+    try:
+        for module, forward in faster.items():
+            module.forward = forward
+    except BaseException:
+        restore()
+        raise
     if not keep_weights:
         others = {id(p) for m in model.modules() if m not in faster for p in m.parameters(recurse=False)}
         for module in faster:
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in others:
                     parameter.data = parameter.data.new_empty(0)
-
-    def restore() -> None:
-        for module in faster:
-            module.__dict__.pop("forward", None)
-
     return restore
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
@@ -69,13 +71,21 @@ class ModelRunner:
         self._hidden: Tensor | None = None
         # Some model heads call the decoder inside the base model instead of the base model.
         bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
-        self._hooks = [body.register_forward_hook(self._note_hidden) for body in bodies]
+        note = weakref.WeakMethod(self._note_hidden)  # the model must not keep an engine alive that was dropped
+
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if (noted := note()) is not None:
+                noted(output)
+
+        self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        for body in bodies:
+            self._hooks.append(body.register_forward_hook(hook))
 
     def close(self) -> None:
         """Drop the graphs, and leave the model as it was."""
         self.graphs = None
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
@@ -139,7 +149,7 @@ class ModelRunner:
             rows = self._hidden[0].sum(dim=-1, dtype=torch.float32).isfinite().cpu()
         return {request: bool(rows[place].all()) for request, place in chunks.items()}
 
-    def _note_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _note_hidden(self, output: Any) -> None:
         if self._watching:
             self._hidden = output[0]
 
@@ -147,3 +157,8 @@ class ModelRunner:
         step = _Step(self.kv, self.attention, batch, self.latents)
         with handing_on(self.latents.values()):
             return run_packed(self.model, step, tokens, batch.positions, rows)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from backends import chosen
+from interruption import entries, interrupted
 from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -464,9 +468,38 @@ def test_bad_options(keywords: dict[str, Any], message: str) -> None:
     assert model.config._attn_implementation == before
 
 
-def test_bfloat16_runs_to_the_end(kv: str) -> None:
-    import copy
+def untouched(model: PreTrainedModel) -> bool:
+    """Whether nothing of an engine's is left in a model."""
+    return model.config._attn_implementation != "vattn" and not any(
+        module._forward_hooks or "forward" in vars(module) for module in model.modules()
+    )
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_interrupted_constructor_leaves_the_model_as_it_was(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(make_model("llama")).to(dtype)
+    count = entries(lambda: LLM(model, kv="static").close())
+    assert untouched(model)
+    for place in range(0, count, count // 15):
+        ended = interrupted(lambda: LLM(model, kv="static").close(), place)
+        assert ended is not None
+        gc.collect()
+        assert untouched(model), f"interrupted at entry {place} of {count}"
+
+
+def test_an_engine_that_is_dropped_leaves_the_model_as_it_was() -> None:
+    model = copy.deepcopy(make_model("llama"))
+    llm = LLM(model, kv="virtual")
+    llm.generate(make_prompts([9])[0], GREEDY, use_tqdm=False)
+    alive = weakref.ref(llm.kv)
+    del llm
+    gc.collect()
+    assert untouched(model)
+    assert alive() is None
+
+
+def test_bfloat16_runs_to_the_end(kv: str) -> None:
     model = copy.deepcopy(make_model("llama")).to(torch.bfloat16)
     with LLM(model, **chosen(kv, max_num_batched_tokens=64, block_size=64)) as llm:
         outputs = llm.generate(make_prompts([20, 3]), GREEDY, use_tqdm=False)
