@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import SECONDS
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
-START_SECONDS = 60
 
 _SCRIPT = """
 import json, sys
@@ -49,12 +49,12 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of `/metrics`."""
-        return metric(httpx.get(f"{self.url}/metrics", verify=self.verify).text, name, **labels)
+        return metric(httpx.get(f"{self.url}/metrics", verify=self.verify, timeout=SECONDS).text, name, **labels)
 
     def terminate(self) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=SECONDS)
 
     def read_log(self) -> None:
         """Until the process ends; in a thread."""
@@ -106,9 +106,9 @@ def started(
     reading = threading.Thread(target=server.read_log)
     reading.start()
     try:
-        assert server.serving.wait(START_SECONDS), "the server did not start"
+        assert server.serving.wait(SECONDS), "the server did not start"
         assert server.url, f"the server ended with {process.wait()}"
-        httpx.get(f"{server.url}/health", verify=verify, timeout=START_SECONDS)
+        httpx.get(f"{server.url}/health", verify=verify, timeout=SECONDS)
         yield server
     finally:
         process.kill()

@@ -9,12 +9,14 @@ from collections.abc import Callable
 SECONDS = 600  # far beyond what anything takes on a busy machine: only what never comes takes as long
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], object] = lambda: None) -> None:
-    """Until it holds; `what` is asked what is there instead where it never does."""
+def wait_until(
+    condition: Callable[[], object], what: Callable[[], object] = lambda: None, *, every: float = 0.001
+) -> None:
+    """Until it holds, asked every so many seconds; `what` is asked what is there instead where it never does."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, what()
-        time.sleep(0.001)
+        time.sleep(every)
 
 
 class Background:

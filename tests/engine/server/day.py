@@ -29,7 +29,7 @@ from servers import Server, running
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vattn:pages_owned")
 PARTS = ("owned", "parked", "cached", "other", "free")
 WAVE_SECONDS = 4.0  # of arrivals, before a pause
-IDLE_SECONDS = 60.0  # that the requests of a wave have to end
+IDLE_SECONDS = 600.0  # that the requests of a wave have to end
 RATE = 8.0  # requests per second, of a client each
 BURST = 30
 

