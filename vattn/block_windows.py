@@ -10,8 +10,9 @@ Decisions are left to `vattn.memory.block_table`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,9 @@ from vattn.errors import (
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
+    VattnError,
 )
+from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, check_choice, check_int
 from vattn.integers import as_int, shown
 from vattn.memory.block_table import Blocks, BlockTable
 from vattn.memory.fences import refusal
@@ -35,13 +38,19 @@ from vattn.memory.journal import Change
 from vattn.memory.member import PoolMember
 from vattn.memory.pool import PagePool, Plan, Tenant, atomic, reading, take_back
 from vattn.stats import BlockStats, CallStats
-from vattn.units import format_bytes
+from vattn.units import format_bytes, parse_bytes
 
 Rows = Sequence[Sequence[int]] | Tensor
 BlockLayout = Literal["layered", "fused"]
 
 # Of the kernel's mappings: what the rest of the process needs.
 _OTHER_MAPPINGS = 4096
+
+# Few enough that a typing error does not compute or allocate for long.
+_MOST_BLOCKS = 2**31 - 1  # block tables have 32 bits
+_MOST_DIMENSIONS = 16  # of what a token stores
+_MOST_SHOWN = 2**28  # blocks in all windows
+_MOST_BYTES = 2**47  # of addresses, which is all that a process has
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,11 @@ class _Shape:
     def block_pages(self) -> int:
         """Pages of a block in one tensor."""
         return self.block_bytes // self.page_size
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Addresses of all blocks and windows."""
+        return self.tensors * self.block_bytes * (self.num_blocks + self.num_windows * self.window_blocks)
 
     @property
     def mappings(self) -> int:
@@ -138,8 +152,11 @@ class BlockWindows(PoolMember):
         pool: PagePool | None = None,
     ) -> None:
         take_back()
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype")
+        if not isinstance(pool, PagePool | None):
+            raise ConfigError(f"pool={shown(pool)} is no vattn.PagePool")
+        check_choice("guard", guard, ("zero", "strict"))
+        if not (isinstance(page_size, str) and page_size == "auto"):
+            page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
         if pool is not None:
             if pool.driver.device is not drivers.find(device):
                 raise ConfigError(f"the pool is on {pool.driver.device.torch_device}, not on {device}; they must agree")
@@ -148,28 +165,26 @@ class BlockWindows(PoolMember):
                     "a pool has its own budget, page size and guard; leave memory_budget, page_size, guard"
                 )
             page_size = pool.page_size
-        sizes = {
-            "num_layers": num_layers,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "num_windows": num_windows,
-            "max_context_len": max_context_len,
-        }
-        sizes = {name: _positive(name, value) for name, value in sizes.items()}
-        most_tokens = sizes.pop("max_context_len")
+        most_tokens = check_int("max_context_len", max_context_len, at_least=1, at_most=MOST_TOKENS)
+        block_size = check_int("block_size", block_size, at_least=1, at_most=MOST_TOKENS)
         self._shape = _resolve(
             layout,
             page_size,
             drivers.find(device),
-            row=tuple(_positive("row", each) for each in row),
-            dtype=dtype,
-            window_blocks=-(-most_tokens // sizes["block_size"]),
-            **sizes,
+            num_layers=check_int("num_layers", num_layers, at_least=1, at_most=MOST_LAYERS),
+            num_blocks=check_int("num_blocks", num_blocks, at_least=1, at_most=_MOST_BLOCKS),
+            block_size=block_size,
+            row=_checked_row(row),
+            dtype=_checked_dtype(dtype),
+            num_windows=check_int("num_windows", num_windows, at_least=1, at_most=MOST_SLOTS),
+            window_blocks=-(-most_tokens // block_size),
         )
         shape = self._shape
         self._owns_pool = pool is None
         self._pool = pool = pool or PagePool(
-            memory_budget or shape.num_blocks * shape.tensors * shape.block_bytes,
+            shape.num_blocks * shape.tensors * shape.block_bytes
+            if memory_budget is None
+            else parse_bytes(memory_budget, "memory_budget"),
             device=device,
             page_size=shape.page_size,
             guard=guard,
@@ -196,7 +211,7 @@ class BlockWindows(PoolMember):
             self._table = BlockTable(
                 driver, homes, windows, block_pages=shape.block_pages, most_blocks=shape.window_blocks
             )
-            self._peak = self._shows = self._attached = self._detached = 0
+            self._peak = self._shows = 0
             self._join()
 
     # The interface
@@ -268,8 +283,9 @@ class BlockWindows(PoolMember):
 
         Raises:
             NoFreeSlot: more rows than windows.
-            InvalidBlock: a number that is no block, or of a block that is not backed.
-            InvalidLength: a row of more blocks than a window has, or counts that do not fit.
+            InvalidBlock: a number that is no block, or of a block that is not backed; rows that are no sequences.
+            InvalidLength: a row of more blocks than a window has; counts that are not whole numbers, or do not fit; a
+                table of another type.
             InvalidSlot: a number that is no window, or twice the same.
             MappingLimit: the kernel's table of mappings is full.
             StreamCapturing: windows would change while a stream captures a CUDA graph.
@@ -313,8 +329,6 @@ class BlockWindows(PoolMember):
                 raise
             self._pool.execute(lambda change: table.clear(change, idle))
             self._pool.execute(plan)
-        self._detached += sum(cut.values())
-        self._attached += sum(len(blocks) for _, _, blocks in changes)
 
     @atomic
     def trim(self, keep: Iterable[int]) -> int:
@@ -335,14 +349,8 @@ class BlockWindows(PoolMember):
         if table.capturing(handle):
             raise refusal("trim was called")
         gone = [block for block in table.homes.occupied() if block not in kept]
-        lost: list[int] = []
-
-        def drop(change: Change) -> None:
-            lost[:] = table.drop(change, gone, handle)
-
         if gone:
-            self._pool.execute(drop)
-            self._detached += sum(lost)
+            self._pool.execute(lambda change: table.drop(change, gone, handle))
         free = self._pool.native.counts().free
 
         def release(change: Change) -> None:
@@ -402,8 +410,8 @@ class BlockWindows(PoolMember):
             peak_backed_blocks=max(self._peak, table.backed_blocks),
             block_bytes=shape.tensors * shape.block_bytes,
             shown_blocks=table.shown_blocks(),
-            attached_blocks=self._attached,
-            detached_blocks=self._detached,
+            attached_blocks=table.attached,
+            detached_blocks=table.detached,
             shows=self._shows,
             reserved_bytes=shape.tensors * (table.homes.tensor_bytes + table.windows.tensor_bytes),
             kernel_mappings=_native.host_usage().kernel_mappings,
@@ -431,7 +439,7 @@ class BlockWindows(PoolMember):
         return self._table.give_back()
 
     def _forget(self) -> None:
-        del self._table
+        self.__dict__.pop("_table", None)  # it may have been interrupted
 
     def __repr__(self) -> str:
         shape = self._shape
@@ -485,21 +493,23 @@ class BlockWindows(PoolMember):
         if not isinstance(rows, Tensor):
             if counts is not None:
                 raise InvalidLength("counts are for a table; rows that are sequences have lengths")
-            lists = [self._checked_blocks(row) for row in rows]
+            plain = (
+                row if type(row) is list or isinstance(row, Tensor) else _listed(row, "a row", InvalidBlock)
+                for row in _listed(rows, "rows", InvalidBlock)
+            )
+            lists = [self._checked_blocks(row) for row in plain]
             counts = [len(row) for row in lists]
             rows = torch.zeros((len(lists), max(counts, default=0)), dtype=torch.int32)
             for row, numbers in enumerate(lists):
                 rows[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
         elif counts is None:
             raise InvalidLength("a table needs counts: how many blocks of each row count")
-        if rows.ndim != 2 or rows.dtype != torch.int32 or rows.device.type != "cpu":
+        dense = rows.layout == torch.strided and rows.device.type == "cpu"
+        if not dense or rows.ndim != 2 or rows.dtype != torch.int32:
             raise InvalidLength(
                 f"a table is int32 [rows, blocks] on the CPU, not {rows.dtype} {list(rows.shape)} on {rows.device}"
             )
-        try:
-            wanted = torch.as_tensor(counts).to("cpu", torch.int32)
-        except Exception as error:
-            raise InvalidLength(f"counts={shown(counts)} are not whole numbers: {error}") from error
+        wanted = _whole(counts)
         if wanted.ndim != 1 or len(wanted) != len(rows):
             raise InvalidLength(f"{list(wanted.shape)} counts for {len(rows)} rows; give one for each")
         if len(rows) > self._shape.num_windows:
@@ -514,11 +524,11 @@ class BlockWindows(PoolMember):
                     f"a row of {most if most > limit else least} blocks is not possible: from 0 to {limit}, as the "
                     f"table has {rows.shape[1]} and a window {self._shape.window_blocks}"
                 )
-        return rows.contiguous().numpy(), wanted.contiguous().numpy()
+        return rows.resolve_neg().contiguous().numpy(), wanted.to(torch.int32).numpy()
 
     def _checked_windows(self, windows: Sequence[int], count: int) -> list[int]:
         try:
-            numbers = [as_int(window) for window in windows]
+            numbers = [as_int(window) for window in _listed(windows, "windows", InvalidSlot)]
         except TypeError as error:
             raise InvalidSlot(f"windows: {error}") from None
         if len(numbers) != count:
@@ -535,14 +545,52 @@ class BlockWindows(PoolMember):
             raise CacheClosed("the windows are closed; make new ones, and do not touch these ones' tensors")
 
 
-def _positive(name: str, value: object) -> int:
+def _listed(values: Iterable[Any], name: str, error: type[VattnError]) -> list[Any]:
+    """The values of a caller's sequence, in their order; raises `error` if there is none."""
     try:
-        number = as_int(value)
-    except TypeError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if number < 1:
-        raise ConfigError(f"{name}={shown(value)} must be at least 1")
-    return number
+        if isinstance(values, str | bytes | Set | Mapping):
+            raise TypeError(f"{type(values).__name__} is no sequence of numbers")
+        return list(values)
+    except Exception as cause:  # iterating over a caller's object may raise anything
+        raise error(f"{name}={shown(values)}: {cause}") from cause
+
+
+def _whole(counts: Sequence[int] | Tensor) -> Tensor:
+    """Counts as int64 on the CPU; raises InvalidLength if they are not whole numbers."""
+    try:
+        if not isinstance(counts, Tensor):
+            numbers = _listed(counts, "counts", InvalidLength)
+            if not {int}.issuperset(map(type, numbers)):
+                numbers = [as_int(number) for number in numbers]
+            return torch.tensor(numbers, dtype=torch.int64)
+        if counts.dtype == torch.bool or counts.is_floating_point() or counts.is_complex():
+            raise TypeError(f"{counts.dtype} is no type of whole numbers")
+        return counts.to("cpu", torch.int64).contiguous().resolve_neg()
+    except InvalidLength:
+        raise
+    except Exception as error:
+        raise InvalidLength(f"counts={shown(counts)} must be whole numbers: {error}") from error
+
+
+def _checked_row(row: Sequence[int]) -> tuple[int, ...]:
+    """Validates the shape of what a token stores."""
+    sizes = _listed(islice(row, _MOST_DIMENSIONS + 1) if isinstance(row, Iterable) else row, "row", ConfigError)
+    if not 1 <= len(sizes) <= _MOST_DIMENSIONS:
+        raise ConfigError(
+            f"row={shown(row)} stores nothing; give the shape of what a token stores in a layer"
+            if not sizes
+            else f"row={shown(row)} has more than {_MOST_DIMENSIONS} dimensions"
+        )
+    return tuple(check_int("row", size, at_least=1, at_most=MOST_TOKENS) for size in sizes)
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Validates that bytes can be seen as elements of a type."""
+    try:
+        torch.empty(16, dtype=torch.uint8).view(dtype).clone()
+    except Exception as error:
+        raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype of plain numbers") from error
+    return dtype
 
 
 def _resolve(
@@ -553,10 +601,7 @@ def _resolve(
     Raises:
         ConfigError: a block is not whole pages, or there are too many mappings.
     """
-    if layout not in ("auto", "layered", "fused"):
-        raise ConfigError(f"layout={shown(layout)} is not 'layered', 'fused' or 'auto'")
-    if not row:
-        raise ConfigError("row=() stores nothing; give the shape of what a token stores in a layer")
+    check_choice("layout", layout, ("layered", "fused", "auto"))
     pages = device.page_sizes if page_size == "auto" else (device.check_page_size(page_size),)
     names: tuple[BlockLayout, ...] = ("layered", "fused") if layout == "auto" else (layout,)  # type: ignore[assignment]
     tried = [_Shape(layout=name, page_size=min(pages), row=row, **sizes) for name in names]
@@ -569,6 +614,13 @@ def _resolve(
             f"a block of {shape.block_size} tokens takes {format_bytes(shape.block_bytes)} in a tensor of layout "
             f"{shape.layout!r}, which is not a whole number of pages of {format_bytes(shape.page_size)}; use a "
             f"block_size that is a multiple of {tokens}" + (", or layout='fused'" if shape.layout == "layered" else "")
+        )
+    smallest = min(fitting, key=lambda shape: shape.reserved_bytes)
+    if smallest.reserved_bytes > _MOST_BYTES or smallest.num_windows * smallest.window_blocks > _MOST_SHOWN:
+        raise ConfigError(
+            f"{smallest.num_blocks} blocks and {smallest.num_windows} windows of {smallest.window_blocks} blocks need "
+            f"{format_bytes(smallest.reserved_bytes)} of addresses; a process has {format_bytes(_MOST_BYTES)}, and "
+            f"windows show at most {_MOST_SHOWN} blocks: use fewer blocks or windows, or a smaller max_context_len"
         )
     limit = device.mapping_limit()
     for shape in fitting:

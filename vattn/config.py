@@ -10,7 +10,7 @@ import torch
 
 from vattn import drivers
 from vattn.errors import ConfigError
-from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, check_int, parse_dtype
+from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, check_choice, check_int, parse_dtype
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
@@ -114,11 +114,11 @@ class KVConfig:
             self._check_int("block_tokens", at_least=1, at_most=MOST_TOKENS)
         for name in ("guard_rows", "eager_pages"):
             self._check_int(name, at_least=0, at_most=MOST_TOKENS)
-        self._check_choice("layout", ("auto", *LAYOUTS))
-        self._check_choice("kv_order", ("auto", "NHD", "HND"))
-        self._check_choice("guard", ("zero", "strict"))
+        check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        check_choice("kv_order", self.kv_order, ("auto", "NHD", "HND"))
+        check_choice("guard", self.guard, ("zero", "strict"))
         for name in ("overlap", "deferred_reclamation", "zero_on_free"):
-            self._check_choice(name, (True, False))
+            check_choice(name, getattr(self, name), (True, False))
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
         share = self.memory_utilization
@@ -197,11 +197,6 @@ class KVConfig:
 
     def _check_int(self, name: str, *, at_least: int, at_most: int) -> None:
         object.__setattr__(self, name, check_int(name, getattr(self, name), at_least=at_least, at_most=at_most))
-
-    def _check_choice(self, name: str, choices: tuple[object, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def default_kv_order(device: str | torch.device) -> KVOrder:

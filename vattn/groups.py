@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,12 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
         assert isinstance(dtype, torch.dtype)
         return dtype
     raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str | bool]) -> None:
+    """Raises ConfigError if a value is none of the choices; a number is no bool."""
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        raise ConfigError(f"{name}={shown(value)} is not one of {', '.join(map(repr, choices))}")
 
 
 def check_int(name: str, value: object, *, at_least: int, at_most: int) -> int:

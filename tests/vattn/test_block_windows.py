@@ -178,6 +178,25 @@ def test_bad_rows_change_nothing(windows: BlockWindows) -> None:
         (vattn.InvalidLength, "needs counts", lambda: windows.show(table)),
         (vattn.InvalidLength, "have lengths", lambda: windows.show([[0]], [1])),
         (vattn.InvalidLength, "is int32", lambda: windows.show(table.long(), [1, 1])),
+        (vattn.InvalidLength, "is int32", lambda: windows.show(table.to_sparse(), [1, 1])),
+        (vattn.InvalidLength, "is int32", lambda: windows.show(table.to("meta"), [1, 1])),
+        (vattn.InvalidLength, "a row of 4294967297", lambda: windows.show(table, [2**32 + 1, 1])),
+        (vattn.InvalidLength, "a row of 4294967297", lambda: windows.show(table, torch.tensor([2**32 + 1, 1]))),
+        (vattn.InvalidLength, "1.9 is not a whole", lambda: windows.show(table, [1.9, 1])),  # type: ignore[list-item]
+        (vattn.InvalidLength, "True is a bool", lambda: windows.show(table, [True, 1])),
+        (vattn.InvalidLength, "whole numbers", lambda: windows.show(table, [2**64, 1])),
+        (vattn.InvalidLength, "float32 is no type", lambda: windows.show(table, torch.tensor([1.0, 1.0]))),
+        (vattn.InvalidLength, "complex64 is no type", lambda: windows.show(table, torch.tensor([1j, 1j]))),
+        (vattn.InvalidLength, "bool is no type", lambda: windows.show(table, torch.tensor([True, True]))),
+        (vattn.InvalidLength, "counts=5", lambda: windows.show(table, 5)),  # type: ignore[arg-type]
+        (vattn.InvalidBlock, "rows=5", lambda: windows.show(5)),  # type: ignore[arg-type]
+        (vattn.InvalidBlock, "set is no sequence", lambda: windows.show([{0, 1}])),  # type: ignore[list-item]
+        (vattn.InvalidBlock, "dict is no sequence", lambda: windows.show({0: [1]})),  # type: ignore[arg-type]
+        (vattn.InvalidBlock, "True is a bool", lambda: windows.show([[True]])),
+        (vattn.InvalidBlock, "blocks are numbers", lambda: windows.back(torch.tensor([1.0]))),  # type: ignore[arg-type]
+        (vattn.InvalidSlot, "windows=5", lambda: windows.show([[0]], windows=5)),  # type: ignore[arg-type]
+        (vattn.InvalidSlot, "set is no sequence", lambda: windows.show([[0]], windows={1})),  # type: ignore[arg-type]
+        (vattn.InvalidSlot, "True is a bool", lambda: windows.show([[0]], windows=[True])),
         (vattn.InvalidSlot, "the same window", lambda: windows.show([[0], [1]], windows=[1, 1])),
         (vattn.InvalidSlot, r"window 4 is not in \[0, 4\)", lambda: windows.show([[0]], windows=[4])),
         (vattn.InvalidSlot, "1 windows for 2 rows", lambda: windows.show([[0], [1]], windows=[0])),
@@ -198,11 +217,24 @@ def test_bad_rows_change_nothing(windows: BlockWindows) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"block_size": 0}, "block_size=0 must be at least 1"),
-        ({"num_windows": 1.5}, "num_windows: 1.5 is not a whole number"),
+        ({"block_size": 0}, "block_size=0 must be a whole number from 1 to"),
+        ({"num_windows": 1.5}, "num_windows=1.5 must be a whole number"),
+        ({"num_windows": 2**31}, "num_windows=2147483648 must be a whole number from 1 to 65536"),
+        ({"num_blocks": 2**64}, "num_blocks=18446744073709551616 must be a whole number"),
+        ({"num_layers": True}, "num_layers=True must be a whole number"),
+        ({"num_windows": 65536, "max_context_len": 2**32}, "of addresses; a process has"),
         ({"row": ()}, "stores nothing"),
+        ({"row": 5}, "row=5: 'int' object is not iterable"),
+        ({"row": [1] * 17}, "more than 16 dimensions"),
+        ({"row": (2, 0.5)}, "row=0.5 must be a whole number"),
         ({"dtype": "float32"}, "no torch.dtype"),
-        ({"layout": "sliced"}, "'layered', 'fused' or 'auto'"),
+        ({"dtype": torch.quint8}, "no torch.dtype of plain numbers"),
+        ({"layout": "sliced"}, "'layered', 'fused', 'auto'"),
+        ({"layout": ["fused"]}, "layout=.* is not one of"),
+        ({"guard": "strikt"}, "guard='strikt' is not one of 'zero', 'strict'"),
+        ({"memory_budget": 0}, "memory_budget=0 must be more than 0 bytes"),
+        ({"page_size": "x"}, "page_size='x' must be a whole number"),
+        ({"pool": 5}, "pool=5 is no vattn.PagePool"),
         ({"block_size": 10, "layout": "layered"}, r"multiple of 16, or layout='fused'"),
         ({"block_size": 10, "layout": "fused"}, r"multiple of 8$"),
         ({"page_size": 1000}, "page_size=1000 is not possible"),
@@ -211,6 +243,18 @@ def test_bad_rows_change_nothing(windows: BlockWindows) -> None:
 def test_what_is_not_possible_says_what_is(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(vattn.ConfigError, match=match):
         make(**changes)
+
+
+def test_a_pool_says_what_is_possible() -> None:
+    for changes, match in (
+        ({"guard": "strikt"}, "guard='strikt' is not one of 'zero', 'strict'"),
+        ({"guard": None}, "guard=None is not one of"),
+        ({"page_size": "x"}, "page_size='x' must be a whole number"),
+        ({"page_size": 4096.0}, "page_size=4096.0 must be a whole number"),
+        ({"zero_on_free": "no"}, "zero_on_free='no' is not one of True, False"),
+    ):
+        with pytest.raises(vattn.ConfigError, match=match):
+            vattn.PagePool("1MiB", device=DEVICE, **changes)  # type: ignore[arg-type]
 
 
 @host_only
@@ -370,6 +414,38 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str) -> N
         interrupted(lambda scene=scene: CALLS[name](scene), entry)  # type: ignore[misc]
         consistent(scene)
         scene.close()
+
+
+@host_only
+@pytest.mark.parametrize("name", ["check", "stats", "close"])
+def test_what_only_looks_and_what_closes_may_be_interrupted_anywhere(name: str) -> None:
+    scene = Scene("layered")
+    total = entries(lambda: getattr(scene.windows, name)())
+    scene.close()
+    assert total > 2
+    for entry in range(total):
+        scene = Scene("layered")
+        interrupted(getattr(scene.windows, name), entry)
+        if name != "close":
+            consistent(scene)
+        scene.close()
+
+
+def test_check_changes_nothing(windows: BlockWindows) -> None:
+    """What is wrong is wrong the second time too."""
+    write(windows, range(4))
+    windows.show([[0, 1], [2, 3]])
+    books = windows._table
+    books._first[3] = {0: None}
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="filed under another block"):
+            windows.check()
+    books.refresh()
+    books.backed_blocks += 1
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="backed blocks are miscounted"):
+            windows.check()
+    books.refresh()
 
 
 @host_only

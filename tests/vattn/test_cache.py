@@ -510,3 +510,26 @@ def test_surplus_of_one_kind_is_found_where_the_other_is_short() -> None:
         cache.step({3: 10})  # all 40 pages
         assert cache.available_pages() == 0
         cache.check()
+
+
+def test_check_changes_nothing(cache: vattn.KVCache) -> None:
+    """What is wrong is wrong the second time too."""
+    slot = cache.alloc_reqid()
+    cache.step({slot: 100})
+    cache._slots.limit[slot] += 1
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="a step would not see"):
+            cache.check()
+    cache._slots.limit[slot] -= 1
+    for wrong in (1, -1):
+        cache._ledger._private[slot] += wrong
+        if wrong == 1:
+            for _ in range(2):
+                with pytest.raises(AssertionError, match="private pages are miscounted"):
+                    cache.check()
+
+
+def test_flags_are_bools() -> None:
+    for name in ("overlap", "deferred_reclamation", "zero_on_free"):
+        with pytest.raises(vattn.ConfigError, match=f"{name}=1 is not one of True, False"):
+            make(**{name: 1})

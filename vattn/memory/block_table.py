@@ -22,6 +22,7 @@ from vattn.memory.fences import Fences, guard_all
 from vattn.memory.journal import Change
 
 Blocks = NDArray[np.int32]
+Index = dict[int, dict[int, None]]  # windows by a block
 
 # Windows that are compared with a row that begins with the same block, before one is taken.
 _CANDIDATES = 8
@@ -39,6 +40,7 @@ class BlockTable:
     Attributes:
         rows: the window of each row of the last batch.
         backed_blocks: blocks that have memory.
+        attached, detached: mappings of blocks in windows that were made and taken away so far.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class BlockTable:
         self.most_blocks = most_blocks
         self.rows: list[int] = []
         self.backed_blocks = 0
+        self.attached = 0
+        self.detached = 0
         self._driver = driver
         self._block_pages = block_pages
         self._fences = Fences(driver)
@@ -65,8 +69,8 @@ class BlockTable:
         # Windows that no row of the last batch has, the longest unused first.
         self._idle: dict[int, None] = dict.fromkeys(range(windows.slots))
         # Windows by the first and the last block that they show, and where each of them is filed.
-        self._first: dict[int, dict[int, None]] = {}
-        self._last: dict[int, dict[int, None]] = {}
+        self._first: Index = {}
+        self._last: Index = {}
         self._filed: dict[int, tuple[int, int]] = {}
 
     # A tenant of the pool: only the owner of a block table knows which blocks are of no use.
@@ -80,13 +84,31 @@ class BlockTable:
 
     def refresh(self) -> None:
         """Recomputes which windows are idle, how many blocks have memory, and the indices by first and last block."""
+        self._idle = self._without_row()
+        self.backed_blocks = len(self.homes.occupied())
+        self._first, self._last, self._filed = self._files()
+
+    def _without_row(self) -> dict[int, None]:
+        """The windows that no row of the last batch has, those that are known to be idle first."""
         used = set(self.rows)
         known = dict.fromkeys((*self._idle, *range(self.windows.slots)))
-        self._idle = {window: None for window in known if window not in used}
-        self.backed_blocks = len(self.homes.occupied())
-        self._first, self._last, self._filed = {}, {}, {}
+        return {window: None for window in known if window not in used}
+
+    def _files(self) -> tuple[Index, Index, dict[int, tuple[int, int]]]:
+        """All windows by the first and by the last block that they show, and where each of them is filed."""
+        by_first: Index = {}
+        by_last: Index = {}
+        filed: dict[int, tuple[int, int]] = {}
         for window in np.flatnonzero(self._counts).tolist():
-            self._file(window)
+            first, last = filed[window] = self._ends(window)
+            by_first.setdefault(first, {})[window] = None
+            by_last.setdefault(last, {})[window] = None
+        return by_first, by_last, filed
+
+    def _ends(self, window: int) -> tuple[int, int]:
+        """The first and the last block that a window shows."""
+        first, last = self._shown[window, [0, self.shown_in(window) - 1]].tolist()
+        return first, last
 
     # Questions
 
@@ -163,13 +185,15 @@ class BlockTable:
         pages = [self.homes.pages(block, 0, self._block_pages) for block in blocks]
         self.windows.attach(change.transaction, window, pages)
         end = keep + len(blocks)
+        attached = self.attached
+        change.on_revert(lambda: setattr(self, "attached", attached))
         self._shown[window, keep:end] = blocks
         self._counts[window] = end
+        self.attached += len(blocks)
         self._file(window)
 
-    def drop(self, change: Change, blocks: Sequence[int], handle: int | None) -> list[int]:
-        """Plans to unmap blocks, wherever they are, when no kernel uses them; returns how many blocks each of the
-        windows that show one of them loses.
+    def drop(self, change: Change, blocks: Sequence[int], handle: int | None) -> None:
+        """Plans to unmap blocks, wherever they are, when no kernel uses them. Windows lose what they show after one.
 
         Args:
             handle: the stream of the kernels that wrote the blocks.
@@ -181,17 +205,13 @@ class BlockTable:
         self._fences.guard_running(change, handle)
         if handle != self._handle:
             self._fences.guard_running(change, self._handle)
-        lost = []
         for window in cut:
-            keep = int(hit[window].argmax())
-            lost.append(self.shown_in(window) - keep)
             self._fences.guard(change, window)
-            self._cut(change, window, keep)
+            self._cut(change, window, int(hit[window].argmax()))
             self._file(window)
         for block in blocks:
             self.homes.shrink(change.transaction, block, self._block_pages)
             self.backed_blocks -= 1
-        return lost
 
     def clear(self, change: Change, windows: Collection[int]) -> None:
         """Plans that these windows show nothing."""
@@ -250,12 +270,10 @@ class BlockTable:
             pages = [self.homes.pages(block, 0, self._block_pages) for block in blocks]
             assert self.windows.has(window, pages), f"window {window} shows other pages than those of its blocks"
         assert len(set(self.rows)) == len(self.rows), "two rows have the same window"
-        kept = self._first, self._last, self._filed
-        idle, count = self._idle, self.backed_blocks
-        self.refresh()
-        assert kept == (self._first, self._last, self._filed), "a window is filed under another block"
-        assert idle == self._idle, "a window is lost, or a row has an idle one"
-        assert count == self.backed_blocks, "backed blocks are miscounted"
+        assert (self._first, self._last, self._filed) == self._files(), "a window is filed under another block"
+        assert list(self._idle) == list(self._without_row()), "a window is lost, or a row has an idle one"
+        assert self.backed_blocks == len(backed), "backed blocks are miscounted"
+        assert self.attached - self.detached == self.shown_blocks(), "mappings in windows are miscounted"
 
     def give_back(self) -> Callable[[Change], None]:
         """Returns a plan that gives up every page, as soon as no kernel uses it. It does not keep the owner alive, and
@@ -287,15 +305,17 @@ class BlockTable:
 
     def _cut(self, change: Change, window: int, keep: int) -> None:
         """Plans to unmap what a window shows after the first `keep` blocks. Restores the window's books on failure."""
-        count, shown = self.shown_in(window), self._shown[window].copy()
+        count, shown, detached = self.shown_in(window), self._shown[window].copy(), self.detached
 
         def restore() -> None:
             self._shown[window] = shown
             self._counts[window] = count
+            self.detached = detached
 
         change.on_revert(restore)
         self.windows.shrink(change.transaction, window, (count - keep) * self._block_pages)
         self._counts[window] = keep
+        self.detached += count - keep
 
     def _file(self, window: int) -> None:
         """Files a window under the blocks that it shows now."""
@@ -304,8 +324,7 @@ class BlockTable:
                 del index[block][window]
                 if not index[block]:
                     del index[block]
-        if count := self.shown_in(window):
-            first, last = self._shown[window, [0, count - 1]].tolist()
-            self._filed[window] = first, last
+        if self.shown_in(window):
+            first, last = self._filed[window] = self._ends(window)
             self._first.setdefault(first, {})[window] = None
             self._last.setdefault(last, {})[window] = None

@@ -75,8 +75,11 @@ class Ledger:
 
     def refresh(self) -> None:
         """Recounts the private pages of all slots."""
-        self._private = [self._bands.private_pages(slot) for slot in range(self._layout.slots)]
+        self._private = self._counted()
         self._private_pages = sum(self._private)
+
+    def _counted(self) -> list[int]:
+        return [self._bands.private_pages(slot) for slot in range(self._layout.slots)]
 
     def check(self, *, alone: bool) -> None:
         """Asserts that the counts agree with the books.
@@ -84,9 +87,8 @@ class Ledger:
         Args:
             alone: whether no other cache holds pages of the pool.
         """
-        counted = self._private
-        self.refresh()
-        assert counted == self._private, "private pages are miscounted"
+        assert self._private == self._counted(), "private pages are miscounted"
+        assert self._private_pages == sum(self._private), "the sum of private pages is miscounted"
         taken = self._pool.native.counts().taken
         assert self.held <= taken, "more pages are held than taken"
         assert self.held <= self.budget, "more pages are held than the budget has"

@@ -26,6 +26,7 @@ from vattn.errors import (
     StreamCapturing,
     VattnError,
 )
+from vattn.groups import check_choice, check_int
 from vattn.memory.fences import any_capturing, sync_refusal
 from vattn.memory.journal import Call, Change, Undo, revert
 from vattn.units import format_bytes, parse_bytes
@@ -123,7 +124,8 @@ class PagePool:
         table: addresses of driver calls by CUDA's names, replacing the driver's own.
 
     Raises:
-        ConfigError: the budget is below one page, or no driver has that page size or device.
+        ConfigError: an argument is not possible, the budget is below one page, or no driver has that page size or
+            device.
     """
 
     def __init__(
@@ -137,9 +139,12 @@ class PagePool:
         table: dict[str, int] | None = None,
     ) -> None:
         take_back()
+        check_choice("guard", guard, ("zero", "strict"))
+        check_choice("zero_on_free", zero_on_free, (True, False))
         source = drivers.find(device)
-        if page_size == "auto":
+        if isinstance(page_size, str) and page_size == "auto":
             page_size = source.default_page_size
+        page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
         self.driver = source.open(page_size, guard=guard, table=table)
         self.page_size = page_size
         size = parse_bytes(budget, "budget")

@@ -226,22 +226,23 @@ class SlotTable:
 
     def set_limit(self, slot: int) -> None:
         """Computes the limit of an active slot."""
+        self.limit[slot] = self._limit(slot)
+
+    def _limit(self, slot: int) -> int:
         length = self.length[slot]
         ready = self.ready[slot] - self._config.guard_rows
         if slot in self.leaving:
-            self.limit[slot] = -1
-            return
+            return -1
         if self.leftover(slot):
             limit, used = min(length, ready), self._bands.used_tokens.get(slot, 0)
             if self._bands.stop(slot) * self._bands.block_tokens > used:
                 # Guard rows past the used blocks would lie in left-over blocks, which may be evicted.
                 limit = min(limit, used - self._config.guard_rows)
-            self.limit[slot] = limit
-            return
+            return limit
         most = self._config.max_context_len
         # With overlap, a step that reaches the last backed token has to queue the next one.
         limit = most if ready >= most else ready - self._config.overlap
-        self.limit[slot] = self._bands.outlives_at(slot, default=limit) if self._bands.windowed else limit
+        return self._bands.outlives_at(slot, default=limit) if self._bands.windowed else limit
 
     def mapped(self, slot: int) -> None:
         """Notes that the worker has finished all growth of the slot."""
@@ -317,6 +318,6 @@ class SlotTable:
             if bands.windowed and length:
                 assert self.start[slot] <= length, "an earlier query can come than what stays backed for it"
                 assert bands.sees(slot, self.start[slot]), "a token that is seen has left its window"
-            limit = self.limit[slot]
-            self.set_limit(slot)
-            assert limit <= self.limit[slot], "a step would not see that it has to back or replace something"
+            assert self.limit[slot] <= self._limit(slot), (
+                "a step would not see that it has to back or replace something"
+            )
