@@ -6,8 +6,10 @@ CLIENTS := build/clients
 PLUGIN := build/plugin
 WHEEL := build/wheel
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
-# A CPU build of torch where nothing else is wanted; TORCH="torch==2.12.*", say, takes another. TRANSFORMERS likewise.
+# TORCH="torch==2.12.*", say, takes another torch; TRANSFORMERS likewise. Without a GPU, torch's build for CPUs: the one on
+# PyPI brings 3 GB of CUDA's libraries. An index that cannot be reached is passed over.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
@@ -120,7 +122,7 @@ sanitize-python: $(VENV)/.installed
 
 # The sdist and the manylinux wheels, into dist/: built, repaired, and tried in fresh environments.
 wheel: $(WHEEL)/.installed
-	$(WHEEL)/bin/python .ci/wheels.py --torch "$(TORCH)" $(WHEEL_PYTHONS)
+	$(WHEEL)/bin/python .ci/wheels.py --torch="$(TORCH_INDEX) $(TORCH)" $(WHEEL_PYTHONS)
 
 $(WHEEL)/.installed: Makefile
 	rm -rf $(WHEEL)
@@ -135,7 +137,7 @@ bench: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install -qq $(TORCH_INDEX) "$(TORCH)"
 	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
 	touch $@

@@ -1,6 +1,6 @@
 """Builds what is published, and tries it: an sdist, and from it a wheel for each ABI, repaired for manylinux.
 
-    python .ci/wheels.py --out dist --torch torch python3.11 python3.12 python3.13
+    python .ci/wheels.py --out dist --torch=torch python3.11 python3.12 python3.13
 
 Python 3.11 gets a wheel of its own; those from 3.12 on share one for the stable ABI. Then each interpreter gets a fresh
 environment with the wheel that fits it, in which README's ten lines and `vattn generate` run, away from the sources.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="interpreters to build with and to try")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the sdist and the wheels; emptied")
-    parser.add_argument("--torch", default="torch", metavar="REQUIREMENT", help="the torch of the trials")
+    parser.add_argument("--torch", default="torch", metavar="ARGUMENTS", help="the torch of the trials, as pip takes it")
     args = parser.parse_args()
 
     missing = [python for python in args.pythons if subprocess.run([python, "-V"], capture_output=True).returncode]
@@ -98,7 +99,7 @@ def build_wheel(python: Path, sdist: Path, work: Path, out: Path) -> Path:
 
 def try_wheel(python: Path, wheel: Path, torch: str, work: Path) -> None:
     """README's ten lines and a prompt to the model that ships, with nothing but the wheel and what it requires."""
-    run(python, "-m", "pip", "install", "--quiet", torch)
+    run(python, "-m", "pip", "install", "-qq", *shlex.split(torch))
     run(python, "-m", "pip", "install", "--quiet", wheel)
     example = re.search(r"## Ten lines.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     if example is None:
