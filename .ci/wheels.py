@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="interpreters to build with and to try")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the sdist and the wheels; emptied")
-    parser.add_argument("--torch", default="torch", metavar="ARGUMENTS", help="the torch of the trials, as pip takes it")
+    parser.add_argument("--torch", default="torch", metavar="ARGUMENTS", help="torch for the trials, as pip takes it")
     args = parser.parse_args()
 
     missing = [python for python in args.pythons if subprocess.run([python, "-V"], capture_output=True).returncode]
