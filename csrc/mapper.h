@@ -7,7 +7,7 @@
 // taken their decisions back in reverse order (Transaction::revert), and resumed the log.
 //
 // While the log is empty, the worker fills a stock: memory that pages created later take instead of waiting until it is
-// made. In the books their pages are absent, so the stock refuses nobody anything and a fill that fails changes
+// made. In the books their pages are absent, so stocked pages never cause a refusal, and a fill that fails changes
 // nothing.
 #pragma once
 

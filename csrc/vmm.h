@@ -74,7 +74,7 @@ static_assert(sizeof(AccessDesc) == 12 && sizeof(AllocationProp) == 32, "CUDA's 
 //
 // The host has no streams: what its calls did is done when they return. Its events are complete once recorded.
 struct Vmm {
-  // Memory. None of these waits for kernels, reliably: what must not be read any more has to be waited for first.
+  // Memory. None of these is guaranteed to wait for kernels: wait first for those that still read what is to go.
 
   // Pre: size is a multiple of the granularity; alignment is 0 or a power of two; hint is 0.
   // Post: [*address, *address + size) belongs to the caller; nothing is mapped there.

@@ -191,7 +191,7 @@ class Request:
 
     @property
     def may_stop(self) -> bool:
-        """Whether the next token may end the output otherwise than by its number."""
+        """Whether the next token may end the output other than by reaching the length limit."""
         return len(self.output_token_ids) >= self.sampling.min_tokens
 
     @property

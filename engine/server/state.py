@@ -1,6 +1,6 @@
 """The live state of a server, as JSON: what `/dashboard`, `/health?memory=1` and `/metrics` show of the cache.
 
-It is looked at between two steps, on the engine thread, at most four times a second, however many ask.
+It is sampled between steps, on the engine thread, at most four times a second, however many ask.
 """
 
 from __future__ import annotations

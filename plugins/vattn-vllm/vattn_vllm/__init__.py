@@ -1,4 +1,4 @@
-"""vattn inside vLLM. Experimental until a GPU has judged it.
+"""vattn inside vLLM. Experimental: not tested on a GPU.
 
     VLLM_PLUGINS=vattn vllm serve MODEL --worker-cls vattn_vllm.CPUWorker
 

@@ -29,7 +29,7 @@ def _pattern(config: VllmConfig) -> str:
 
 
 class Usage:
-    """The numbers of one worker, which go with its process."""
+    """The numbers of one worker, removed when its process exits."""
 
     def __init__(self, config: VllmConfig, rank: int) -> None:
         data_rank = config.parallel_config.data_parallel_rank

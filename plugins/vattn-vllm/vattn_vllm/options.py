@@ -58,7 +58,7 @@ class Options:
         """The options of an engine.
 
         Raises:
-            ConfigError: an option that there is not, or a value that is not possible.
+            ConfigError: an unknown option, or a value that is not possible.
         """
         additional = config.additional_config
         given: Any = additional.get("vattn", {}) if isinstance(additional, Mapping) else {}
