@@ -25,7 +25,8 @@ MEMORY_TOP = 288
 def draw() -> str:
     """The picture as SVG."""
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif">',
         "<title>Contiguous rows of virtual memory over physical pages in any order</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="{GROUND}"/>',
         _text(16, 30, "What a kernel sees: a contiguous row for each request", INK, bold=True),
