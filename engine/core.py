@@ -622,6 +622,7 @@ class EngineCore:
                 if ended:
                     del self._groups[parent_id]
                     self._count(group)
+                group.forget_told()
         self._changed.clear()
 
     def _count(self, group: RequestGroup) -> None:

@@ -161,10 +161,16 @@ class RequestGroup:
                 if request.detokenizer is not None:
                     self._texts[row] += request.detokenizer.take()
                 completions.append(_completion(request, start, self._texts[row]))
-                if request.logprobs is not None:
-                    first = next((place for place in range(start, 0, -1) if request.logprobs[place - 1] is _TOLD), 0)
-                    request.logprobs[first:start] = [_TOLD] * (start - first)
         return completions
+
+    def forget_told(self) -> None:
+        """Drop the reports that were in an output, if no other output will have them."""
+        if self.kind is not RequestOutputKind.DELTA:
+            return
+        for request, told in zip(self.requests, self._told, strict=True):
+            if request.logprobs is not None:
+                first = next((place for place in range(told, 0, -1) if request.logprobs[place - 1] is _TOLD), 0)
+                request.logprobs[first:told] = [_TOLD] * (told - first)
 
     def _metrics(self, finished: bool) -> RequestMetrics:
         if len(self.requests) == 1:  # nearly always, and for every token
