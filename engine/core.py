@@ -84,6 +84,7 @@ class EngineCore:
         self._phase = ""  # which part of a step is under way
         self._torn = ""  # which change of the books is under way, or was interrupted
         self._changed: list[Request] = []  # requests with news for the next outputs
+        self._outputs: list[RequestOutput] = []  # what no step has returned
         self.loaded = loaded = LoadedModel(config)
         try:
             self.intake = Intake(
@@ -133,6 +134,7 @@ class EngineCore:
             return
         self._groups.clear()
         self._changed.clear()
+        self._outputs.clear()
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self.runner.close()
@@ -178,7 +180,7 @@ class EngineCore:
         return len(self._groups)
 
     def has_unfinished(self) -> bool:
-        return bool(self._groups)
+        return bool(self._groups or self._outputs)
 
     def new_id(self) -> str:
         """A request id that no unfinished request has."""
@@ -289,7 +291,9 @@ class EngineCore:
                 self.on_step(record)
         finally:
             self._phase = ""
-        return self._outputs()
+        self._collect()
+        outputs, self._outputs = self._outputs, []  # with no call after it
+        return outputs
 
     @exclusive
     def sleep(self, level: int = 1) -> int:
@@ -353,9 +357,9 @@ class EngineCore:
         """
         self._check_usable(name)
         self.check_awake(name)
-        if self._groups:
+        if unfinished := self.group_ids:
             raise VattnError(
-                f"{name}() was called with {len(self._groups)} unfinished requests; finish or abort them first, or "
+                f"{name}() was called with {len(unfinished)} unfinished requests; finish or abort them first, or "
                 "use add_request() and step()"
             )
 
@@ -364,6 +368,7 @@ class EngineCore:
         self._torn = _STEP
         self._groups.clear()
         self._changed.clear()
+        self._outputs.clear()
         self._mend(error)
 
     @contextmanager
@@ -602,18 +607,23 @@ class EngineCore:
                 self.scheduler.finish(fallen, FinishReason.ERROR, error)
             changed.append(request)
 
-    def _outputs(self) -> list[RequestOutput]:
-        """Outputs of requests that changed, but for those aborted since; groups that ended are dropped."""
-        changed = dict.fromkeys(request.parent_id for request in self._changed)
-        groups = [group for parent_id in changed if (group := self._groups.get(parent_id)) is not None]
-        outputs = [output for group in groups if (output := group.output()) is not None]
-        ended = [group for group in groups if not group.unfinished()]
-        for group in ended:
-            self._count(group)
-        for group in ended:  # without a call, at which an interrupt could lose outputs
-            del self._groups[group.request_id]
+    def _collect(self) -> None:
+        """Add the outputs of requests that changed, but for those aborted since, to those that no step has returned.
+
+        Drops groups that ended. What an interrupt leaves out comes with the next call.
+        """
+        for parent_id in dict.fromkeys(request.parent_id for request in self._changed):
+            group = self._groups.get(parent_id)
+            if group is not None:
+                ended = not group.unfinished()
+                output = group.output()
+                if output is not None:  # no calls, at which an interrupt could come between
+                    self._outputs += [output]
+                if ended:
+                    del self._groups[parent_id]
+                    self._count(group)
+                group.forget_told()
         self._changed.clear()
-        return outputs
 
     def _count(self, group: RequestGroup) -> None:
         """Note how a group's requests ended."""
@@ -623,8 +633,8 @@ class EngineCore:
 
     @property
     def group_ids(self) -> list[str]:
-        """Names of the prompts whose requests have not all ended, in order of arrival."""
-        return list(self._groups)
+        """Names of the prompts whose last output no step has returned, in order of arrival."""
+        return list(dict.fromkeys([*(output.request_id for output in self._outputs), *self._groups]))
 
 
 def _nothing() -> None:

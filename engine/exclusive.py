@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -97,7 +98,10 @@ _S = TypeVar("_S", bound=_Gated)
 
 
 def exclusive(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """A method that one thread at a time may run; the outermost call runs a `close` that was called inside."""
+    """A method that one thread at a time may run; the outermost call runs a `close` that was called inside.
+
+    What a method without arguments returns is not lost to an interrupt on the way.
+    """
 
     @functools.wraps(method)
     def guarded(self: _S, /, *args: _P.args, **keywords: _P.kwargs) -> Any:
@@ -105,11 +109,13 @@ def exclusive(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate
         use = Use(threading.current_thread(), method.__name__)
         try:
             gate.enter(use)
-            return method(self, *args, **keywords)
+            # Python looks for signals after the second kind of call, whatever was called.
+            return plain(self) if plain is not None else method(self, *args, **keywords)
         finally:
             if gate.user is use:
                 gate.user = None
                 if gate.closing:
                     self.close()
 
+    plain: Any = method if len(inspect.signature(method).parameters) == 1 else None
     return guarded

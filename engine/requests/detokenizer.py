@@ -81,9 +81,9 @@ class Detokenizer:
         return self._texts[0]
 
     def take(self) -> str:
-        """As `text`, and starts anew."""
-        text = self.text()
-        self._texts.clear()
+        """As `text`, and starts anew; an interrupt does so, or not."""
+        text = "".join(self._texts)
+        self._texts = []
         return text
 
     def _next(self, token_id: int) -> str:

@@ -108,8 +108,10 @@ class RequestGroup:
         self.request_id = request_id
         self.requests = requests
         self.kind = kind
-        self._told = [0] * len(requests)  # DELTA: tokens that were in an output
-        self._ended = [False] * len(requests)  # DELTA: the end was in an output
+        # DELTA: of each completion the tokens that were in an output, whether its end was, and the text that was not.
+        self._told = [0] * len(requests)
+        self._ended = [False] * len(requests)
+        self._texts = [""] * len(requests)
 
     def unfinished(self) -> list[Request]:
         return [request for request in self.requests if request.state is not State.DONE]
@@ -119,17 +121,25 @@ class RequestGroup:
         return [request]
 
     def output(self) -> RequestOutput | None:
-        """The current output; None if the output kind calls for none yet."""
+        """The current output; None if the output kind calls for none yet.
+
+        News count as told when this returns: an interrupt before leaves them for the next call.
+        """
         finished = not self.unfinished()
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         if self.kind is RequestOutputKind.DELTA:
             completions = self._news()
+            if not completions and not finished:
+                return None
         else:
             completions = [_completion(request, 0, request.text) for request in self.requests]
+        told = [len(request.output_token_ids) for request in self.requests]
+        ended = [request.state is State.DONE for request in self.requests]
+        texts = [""] * len(self.requests)
         first = self.requests[0]
         scored = first.prompt_logprobs
-        return RequestOutput(
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
@@ -140,20 +150,27 @@ class RequestGroup:
             num_cached_tokens=first.num_cached_tokens,
             error=next((request.error for request in self.requests if request.error is not None), None),
         )
+        self._told, self._ended, self._texts = told, ended, texts  # with no call after it
+        return output
 
     def _news(self) -> list[CompletionOutput]:
         completions = []
         for row, request in enumerate(self.requests):
-            ended = request.state is State.DONE
             start = self._told[row]
-            self._told[row] = len(request.output_token_ids)
-            if self._told[row] > start or ended > self._ended[row]:
-                text = request.detokenizer.take() if request.detokenizer is not None else ""
-                completions.append(_completion(request, start, text))
-                if request.logprobs is not None:
-                    request.logprobs[start:] = [_TOLD] * (len(request.logprobs) - start)
-            self._ended[row] = ended
+            if len(request.output_token_ids) > start or (request.state is State.DONE) > self._ended[row]:
+                if request.detokenizer is not None:
+                    self._texts[row] += request.detokenizer.take()
+                completions.append(_completion(request, start, self._texts[row]))
         return completions
+
+    def forget_told(self) -> None:
+        """Drop the reports that were in an output, if no other output will have them."""
+        if self.kind is not RequestOutputKind.DELTA:
+            return
+        for request, told in zip(self.requests, self._told, strict=True):
+            if request.logprobs is not None:
+                first = next((place for place in range(told, 0, -1) if request.logprobs[place - 1] is _TOLD), 0)
+                request.logprobs[first:told] = [_TOLD] * (told - first)
 
     def _metrics(self, finished: bool) -> RequestMetrics:
         if len(self.requests) == 1:  # nearly always, and for every token
