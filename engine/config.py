@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -53,6 +53,10 @@ class Flag:
     parse: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
     metavar: str | None = None
+
+
+def _num_threads(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 def _flag(help: str, **how: Any) -> dict[str, Flag]:
@@ -153,6 +157,12 @@ class EngineConfig:
         default="1GiB", metadata=_flag("host memory for caches of preempted requests", metavar="SIZE")
     )
     attention: str | Attention = field(default="auto", metadata=_flag("attention kernel; `vattn doctor` lists them"))
+    num_threads: int | Literal["auto"] = field(
+        default="auto",
+        metadata=_flag(
+            "threads that compute on a CPU; auto: measured as the engine runs", parse=_num_threads, metavar="NUMBER"
+        ),
+    )
     enforce_eager: bool = field(
         default=False, metadata=_flag("the model as transformers wrote it: no CUDA graphs, no packed weights")
     )
@@ -176,6 +186,8 @@ class EngineConfig:
         self._set("long_prefill_token_threshold", threshold)
         what = "how many log probabilities a request may ask for, or -1 for no limit"
         self._set("max_logprobs", checked_whole("max_logprobs", self.max_logprobs, -1, what=what))
+        if self.num_threads != "auto":
+            self._set("num_threads", checked_whole("num_threads", self.num_threads, 1))
         self._check_types()
         self._check_model()
         find_backend(self.kv, self.kv_cache_dtype, self.kv_options)

@@ -24,6 +24,7 @@ from vattn.engine.metrics import Figures, Metric, collect
 from vattn.engine.model.rows import Forward, Row
 from vattn.engine.model.runner import ModelRunner
 from vattn.engine.model.sampler import Sampler
+from vattn.engine.model.threads import Threads
 from vattn.engine.requests.grammar import exclude
 from vattn.engine.requests.intake import Intake
 from vattn.engine.requests.logprobs import Logprob, token_logprobs
@@ -62,6 +63,7 @@ class EngineCore:
         intake: makes requests of prompts.
         speculation: statistics of drafts so far.
         figures: running totals.
+        threads: how many of them compute.
         asleep: between `sleep` and `wake_up`.
         on_step: called with a `StepRecord` after each step.
 
@@ -109,6 +111,9 @@ class EngineCore:
                 latents=loaded.latents,
                 graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
             )
+            self.threads = Threads(config.num_threads, on_cpu=loaded.model.device.type == "cpu")
+            most_tokens = min(config.max_num_batched_tokens, loaded.max_model_len)
+            self.threads.measure(self.runner.rehearse, {"decode": config.max_num_seqs, "prefill": most_tokens})
         except BaseException:
             loaded.close()
             raise
@@ -476,9 +481,11 @@ class EngineCore:
         """Run a prepared plan; requests that got a token or failed join `changed`."""
         forked: list[Request] = []
         try:
-            forward = self._fork(self.runner.run(plan.entries), forked)
-            forward, beams = take_beams(forward, self._groups)
-            tokens = self.sampler.sample(forward.logits, forward.rows)
+            decodes = plan.num_tokens == len(plan.entries)
+            with self.threads.computing("decode" if decodes else "prefill", plan.num_tokens):
+                forward = self._fork(self.runner.run(plan.entries), forked)
+                forward, beams = take_beams(forward, self._groups)
+                tokens = self.sampler.sample(forward.logits, forward.rows)
             reports = self._token_logprobs(forward, tokens)
             self._note_prompt_logprobs(forward)
         except Exception as error:

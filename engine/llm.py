@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
 from vattn.engine.metrics import Metric
+from vattn.engine.model.threads import Phase
 from vattn.engine.requests.chat import Conversation, as_conversations
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
@@ -84,6 +85,9 @@ class LLM:
             and back), or "auto", whichever is estimated to be cheaper.
         swap_space: maximum host memory for such copies, bytes or text; allocated on use.
         attention: the kernel: one of `vattn.attention.names()`, "auto" for the best one on this machine, or an adapter.
+        num_threads: threads that compute a step on a CPU. "auto" measures steps with one thread up to torch's number
+            (`OMP_NUM_THREADS`, `torch.set_num_threads`), when the model is loaded and as the engine runs, prefill and
+            decode steps apart: a small model, or a busy machine, is faster with fewer. Tokens do not depend on it.
         enforce_eager: run the model as transformers wrote it: no CUDA graphs of decode steps, no packed weights and
             fused products (`vattn.engine.model.optimize`), and no latents in the cache in place of keys and values
             (`vattn.packed.latents`).
@@ -134,6 +138,7 @@ class LLM:
         preemption_mode: PreemptionMode = "auto",
         swap_space: int | str = "1GiB",
         attention: str | Attention = "auto",
+        num_threads: int | Literal["auto"] = "auto",
         enforce_eager: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         seed: int | None = 0,
@@ -171,6 +176,11 @@ class LLM:
     @on_step.setter
     def on_step(self, on_step: Callable[[StepRecord], None] | None) -> None:
         self.core.on_step = on_step
+
+    @property
+    def num_threads(self) -> dict[Phase, int]:
+        """Threads that compute a step now, by its kind; empty on a device that needs none."""
+        return self.core.threads.counts
 
     @exclusive
     def generate(

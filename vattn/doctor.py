@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 
 from vattn import _native, attention, cpu
+from vattn.cores import cores, free_cores, thread_counts
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
@@ -29,8 +30,9 @@ def doctor() -> str:
         f"{usage.reservations} reservations, {format_bytes(usage.physical_bytes)} in use by this process",
         *_cuda_driver(),
         "devices",
-        f"  cpu    {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, "
+        f"  cpu    {cores()} of {os.cpu_count()} cores for this process, {max(0, free_cores())} free now; "
         f"{format_bytes(machine.available_memory())} available",
+        f"  threads {_threads()}",
         *_cuda_devices(),
         "kernels",
         *(f"  {line}" for line in attention.describe()),
@@ -41,6 +43,19 @@ def doctor() -> str:
         f"  largest reservation   {_largest_reservation()}",
     ]
     return "\n".join(lines)
+
+
+def _threads() -> str:
+    """How many threads compute, and who decides it."""
+    most = torch.get_num_threads()
+    counts = thread_counts(cores(), most)
+    torch_says = f"torch computes with {most}"
+    if os.environ.get("OMP_NUM_THREADS"):
+        torch_says += ", as OMP_NUM_THREADS says"
+    if len(counts) == 1:
+        return f"{torch_says}; LLM with {counts[0]}, unless num_threads says otherwise"
+    listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
+    return f"{torch_says}; LLM measures steps with {listed}, again and again, unless num_threads says how many"
 
 
 def _cuda_driver() -> list[str]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend
+from vattn.engine.model.decoder_layer import Recorder
 from vattn.engine.model.graphs import DecodeGraphs
 from vattn.engine.model.rows import Forward, PromptRow, Row
 from vattn.engine.requests.request import Request
@@ -86,6 +87,12 @@ class ModelRunner:
         """Drop the graphs, and leave the model as it was."""
         self.graphs = None
         _remove(self._hooks)
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Compute a step of so many tokens without the cache and with no more than a gesture of attention."""
+        tokens = torch.arange(num_tokens, device=self.model.device)
+        embedding: Any = self.model.get_input_embeddings()
+        run_packed(self.model, Recorder(), tokens % embedding.num_embeddings, torch.zeros_like(tokens), tokens[-8:])
 
     def run(self, entries: Sequence[Entry]) -> Forward:
         """Compute the entries' tokens, which the backend is prepared for."""
