@@ -1,7 +1,8 @@
 """vattn's own kernels for CPUs: which ones there are, and the calls, which check nothing.
 
-The kernels are compiled for several instruction sets (`csrc/kernels/`). The fastest that the CPU has run, or those that
-the environment variable `VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
+The kernels are compiled for several instruction sets (`csrc/kernels/`): for those of the machine that builds, or for all
+(`VATTN_KERNELS=all` when building). The fastest that the CPU has run, or those that the environment variable
+`VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
 on every CPU that has both: the first call measures it, in a tenth of a millisecond.
 """
 
@@ -35,7 +36,7 @@ class Kernels:
         needs: what a CPU must have.
         supported: whether this one has it.
         worthwhile: whether, by measurement, they are faster on this CPU than the ones after them.
-        linear: whether linear layers are among them.
+        linear: whether their linear layers are faster on such CPUs than oneDNN's.
     """
 
     name: str
@@ -91,7 +92,7 @@ def chosen() -> Kernels:
     """The kernels that run here.
 
     Raises:
-        ConfigError: `VATTN_CPU_KERNELS` names others than this CPU can run, or there are none.
+        ConfigError: `VATTN_CPU_KERNELS` names others than this build has and this CPU can run, or there are none.
     """
     return kernels()[_index()]
 
@@ -104,7 +105,10 @@ def _index() -> int:
     usable = [each.name for each in found if each.supported]
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in usable:
-        raise ConfigError(f"{VARIABLE}={asked!r}; this CPU can run {', '.join(usable)}")
+        raise ConfigError(
+            f"{VARIABLE}={asked!r}; of what this build has, this CPU can run {', '.join(usable)} (VATTN_KERNELS=all when "
+            "building makes kernels for all instruction sets)"
+        )
     return [each.name for each in found].index(asked or next(each.name for each in found if each.worthwhile))
 
 

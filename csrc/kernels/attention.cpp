@@ -9,14 +9,28 @@
 
 namespace vattn::kernels {
 
-extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx512_kernels, avx2_kernels, portable_kernels;
-
-std::span<const Kernels* const> kernels() {
-  static constexpr const Kernels* all[] = {
-#if defined(__x86_64__)
-      &avx512_bf16_kernels, &avx512_vnni_kernels, &avx512_kernels, &avx2_kernels,
+#ifndef VATTN_KERNELS  // those that the build has, each followed by a comma
+#define VATTN_KERNELS
 #endif
-      &portable_kernels};
+extern const Kernels VATTN_KERNELS portable_kernels;
+
+std::span<const Kernels> kernels() {
+  // Joined here: code of theirs must not run before a CPU is known to have what it needs.
+  static const auto all = [] {
+    std::vector<Kernels> joined{VATTN_KERNELS portable_kernels};
+    for (Kernels& k : joined)
+      for (const Kernels* base = k.base; base; base = base->base) {
+        const auto inherit = [](auto& mine, auto theirs) { mine = mine ? mine : theirs; };
+        for (int i = 0; i < 4; ++i) inherit(k.attend[i], base->attend[i]);
+        inherit(k.merge, base->merge);
+        inherit(k.norm, base->norm);
+        inherit(k.rotation, base->rotation);
+        inherit(k.gate, base->gate);
+        inherit(k.linear_row, base->linear_row);
+        inherit(k.linear, base->linear);
+      }
+    return joined;
+  }();
   return all;
 }
 
@@ -137,7 +151,7 @@ void attend(const Attention& a, const Kernels& k) {
     lay_out(a, todo, k.lanes, memory + partial + static_cast<std::size_t>(omp_get_thread_num()) * each, scratch);
     scratch.partials = reinterpret_cast<float*>(memory);
 #pragma omp for schedule(dynamic)
-    for (int i = 0; i < num_items; ++i) k.attend(a, todo.items[i], scratch);
+    for (int i = 0; i < num_items; ++i) k.attend[static_cast<int>(a.stored_type)](a, todo.items[i], scratch);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < num_merges; ++i) merge(a, k, todo.merges[i], scratch.partials);
   }

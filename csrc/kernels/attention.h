@@ -91,27 +91,29 @@ struct Gate;
 struct Linear;
 struct LinearItem;
 
-// The kernels of one instruction set.
+// The kernels of one instruction set. What is null is as in `base`.
 struct Kernels {
   const char* name;
   const char* needs;  // what a CPU must have
+  const Kernels* base;
   int lanes;
   bool (*supported)();
   bool (*worthwhile)();  // whether they are faster than the ones after them, if that is not sure: a measurement
-  void (*attend)(const Attention&, const Item&, const Scratch&);
+  bool linear_layers;    // whether what linear.h has is faster than products of pairs of bfloat16
+  void (*attend[4])(const Attention&, const Item&, const Scratch&);  // by the type of what is stored
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.
   void (*merge)(const Attention&, const float* partial, int count, std::int64_t stride, std::byte* output);
   // One row or token of what layers.h has.
   void (*norm)(const Norm&, std::int64_t);
   void (*rotation)(const Rotation&, std::int64_t);
   void (*gate)(const Gate&, std::int64_t);
-  // A row's input, and an item, of what linear.h has; null for kernels without.
+  // A row's input, and an item, of what linear.h has.
   void (*linear_row)(const Linear&, std::int64_t, float* out);
   void (*linear)(const Linear&, const LinearItem&);
 };
 
-// All that this build has, the fastest first; the last one is supported everywhere.
-std::span<const Kernels* const> kernels();
+// All that this build has, the fastest first, with nothing null that they have; the last one is supported everywhere.
+std::span<const Kernels> kernels();
 
 void attend(const Attention&, const Kernels&);
 

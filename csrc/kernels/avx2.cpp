@@ -57,6 +57,7 @@ struct Avx2 {
     const F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F rest = _mm256_sub_ps(x, whole);
     F y = set(kExp2[0]);
+#pragma GCC unroll 8
     for (int i = 1; i < 7; ++i) y = fma(y, rest, set(kExp2[i]));
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
     y = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
@@ -150,17 +151,21 @@ bool supported() {
 }  // namespace
 
 extern const Kernels avx2_kernels;
-const Kernels avx2_kernels{"avx2",
-                           "AVX2, FMA and F16C",
-                           Avx2::kLanes,
-                           supported,
-                           nullptr,
-                           attend_any<Avx2, Floats<Avx2, Type::kBFloat16>, Floats<Avx2, Type::kInt8>>,
-                           merge_rows<Avx2>,
-                           layer_row<Avx2, Norm>,
-                           layer_row<Avx2, Rotation>,
-                           layer_row<Avx2, Gate>,
-                           nullptr,
-                           nullptr};
+constinit const Kernels avx2_kernels{
+    .name = "avx2",
+    .needs = "AVX2, FMA and F16C",
+    .base = nullptr,
+    .lanes = Avx2::kLanes,
+    .supported = supported,
+    .worthwhile = nullptr,
+    .linear_layers = false,
+    .attend = {attend_item<Floats<Avx2, Type::kFloat32>>, attend_item<Floats<Avx2, Type::kBFloat16>>,
+               attend_item<Floats<Avx2, Type::kFloat16>>, attend_item<Floats<Avx2, Type::kInt8>>},
+    .merge = merge_rows<Avx2>,
+    .norm = layer_row<Avx2, Norm>,
+    .rotation = layer_row<Avx2, Rotation>,
+    .gate = layer_row<Avx2, Gate>,
+    .linear_row = nullptr,
+    .linear = nullptr};
 
 }  // namespace vattn::kernels

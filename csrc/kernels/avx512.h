@@ -56,6 +56,7 @@ struct Avx512 {
     const F whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F rest = _mm512_sub_ps(x, whole);
     F y = set(kExp2[0]);
+#pragma GCC unroll 8
     for (int i = 1; i < 7; ++i) y = fma(y, rest, set(kExp2[i]));
     return _mm512_scalef_ps(y, whole);
   }
@@ -136,68 +137,13 @@ struct Neighbours {
   static F keys(const std::byte* row, int first, int count) { return Isa::dwords(row + 2 * first, count); }
 };
 
-// Neighbours that become floats in registers. A query is its even elements, then its odd ones; so are values.
-struct Widened : Neighbours<Avx512> {
-  static constexpr int kTokens = 1;
-  static constexpr int kVectors = 2;
-
-  static F even(F pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
-  static F odd(F pairs) {
-    return _mm512_and_ps(pairs, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000))));
-  }
-
-  struct ForKeys : PlainProduct<Isa> {
-    static constexpr int columns(int rows) { return rows <= 4 ? 4 : 2; }
-    static F step(F sum, const std::uint32_t* a, int gap, F b) {
-      sum = Isa::fma(Isa::broadcast(reinterpret_cast<const float*>(a)), even(b), sum);
-      return Isa::fma(Isa::broadcast(reinterpret_cast<const float*>(a + gap)), odd(b), sum);
-    }
-  };
-  using Plain = Floats<Avx512, Type::kFloat32>;
-  using ForValues = Plain::Product;
-
-  static int query_stride(int head_dim) { return head_dim; }
-  static int query_gap(int head_dim) { return head_dim / 2; }
-  static constexpr int kWeightGap = 0;
-  static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
-    return Plain::pack_weights(weights, vectors, out);
-  }
-
-  // `first` is even.
-  static F value(const std::byte* row, int first, int c, int rest) {
-    const std::byte* at = row + 64 * (first / 2 + c / 2);
-    const int count = rest / 2 - Isa::kLanes * (c / 2);
-    const F pairs = count >= Isa::kLanes ? _mm512_loadu_ps(at) : Isa::dwords(at, count);
-    return c % 2 ? odd(pairs) : even(pairs);
-  }
-  static void order(F (&x)[2]) {
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const F first = _mm512_permutex2var_ps(x[0], low, x[1]);
-    x[1] = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), x[1]);
-    x[0] = first;
-  }
-
-  static void split(F low, F high, int count, std::uint32_t* even, std::uint32_t* odd) {
-    const __m512i order = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const F first = _mm512_permutex2var_ps(low, order, high);
-    const F second = _mm512_permutex2var_ps(low, _mm512_add_epi32(order, _mm512_set1_epi32(1)), high);
-    Isa::store(reinterpret_cast<float*>(even), first, count);
-    Isa::store(reinterpret_cast<float*>(odd), second, count);
-  }
-  template <Type kType>
-  static void split_row(const std::byte* row, int count, std::uint32_t* out) {
-    constexpr int kLanes = Isa::kLanes;
-    const auto load = [&](int i) { return Isa::widen<kType>(row + i * size_of(kType), smaller(kLanes, count - i)); };
-    for (int i = 0; i < count; i += 2 * kLanes) {
-      const F high = i + kLanes < count ? load(i + kLanes) : Isa::zero();
-      split(load(i), high, smaller(kLanes, (count - i) / 2), out + i / 2, out + (count + i) / 2);
-    }
-  }
-  static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
-    with_type(a.query_type, [&]<Type kType>() { split_row<kType>(row, a.head_dim, out); });
-    return 1;
-  }
-};
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 
 }  // namespace
+
+extern const Kernels avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+
 }  // namespace vattn::kernels

@@ -1,8 +1,7 @@
-// AVX-512 with products of pairs of bfloat16 and of 8-bit quads.
+// AVX-512 with products of pairs of bfloat16.
 #include <chrono>
 
-#include "layer_rows.h"
-#include "quads.h"
+#include "avx512.h"
 
 namespace vattn::kernels {
 namespace {
@@ -51,9 +50,7 @@ struct Pairs : Neighbours<Avx512> {
 };
 
 bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
 // Seconds of many independent `step(sum)`.
@@ -86,18 +83,19 @@ bool worthwhile() {
 
 }  // namespace
 
-extern const Kernels avx512_bf16_kernels;
-const Kernels avx512_bf16_kernels{"avx512_bf16",
-                                  "AVX-512 (F, BW, DQ, VL) with BF16 and VNNI",
-                                  Avx512::kLanes,
-                                  supported,
-                                  worthwhile,
-                                  attend_any<Avx512, Pairs, Quads>,
-                                  merge_rows<Avx512>,
-                                  layer_row<Avx512, Norm>,
-                                  layer_row<Avx512, Rotation>,
-                                  layer_row<Avx512, Gate>,
-                                  nullptr,
-                                  nullptr};
+constinit const Kernels avx512_bf16_kernels{.name = "avx512_bf16",
+                                            .needs = "AVX-512 (F, BW, DQ, VL) with BF16 and VNNI",
+                                            .base = &avx512_vnni_kernels,
+                                            .lanes = Avx512::kLanes,
+                                            .supported = supported,
+                                            .worthwhile = worthwhile,
+                                            .linear_layers = false,
+                                            .attend = {nullptr, attend_item<Pairs>, nullptr, nullptr},
+                                            .merge = nullptr,
+                                            .norm = nullptr,
+                                            .rotation = nullptr,
+                                            .gate = nullptr,
+                                            .linear_row = nullptr,
+                                            .linear = nullptr};
 
 }  // namespace vattn::kernels

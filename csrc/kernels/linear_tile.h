@@ -10,10 +10,6 @@ namespace {
 // Pairs of inputs whose part of a tile of rows stays in the first cache.
 constexpr int kPairs = 256;
 
-struct NoneAhead {
-  void fetch() {}
-};
-
 template <class Kind>
 void widen_row(const Linear& linear, std::int64_t row, float* out) {
   Kind::template split_row<Type::kBFloat16>(linear.input + row * linear.input_stride, static_cast<int>(linear.in),
@@ -27,7 +23,7 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   constexpr int kLanes = Isa::kLanes;
   const int pairs = static_cast<int>(linear.in / 2);
   const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
-  NoneAhead none;
+  Ahead none;
   for (int pair = 0; pair < pairs; pair += kPairs) {
     const Panels<Isa> weight{linear.panels + item.panel * panel + pair * kLanes, panel};
     multiply<typename Kind::ForKeys>(

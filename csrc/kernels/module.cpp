@@ -29,7 +29,7 @@ Rows rows(const Place& place) {
   return {pointer<const std::byte>(data), slot, token, head};
 }
 
-const Kernels& find(int index) { return *kernels()[index]; }
+const Kernels& find(int index) { return kernels()[index]; }
 
 }  // namespace
 
@@ -38,16 +38,15 @@ NB_MODULE(_kernels, module) {
       "kernels",
       [] {
         std::vector<std::tuple<std::string, std::string, bool, bool, bool>> all;
-        for (const Kernels* k : kernels()) {
-          const bool supported = k->supported();
-          const bool worthwhile = supported && (!k->worthwhile || k->worthwhile());
-          all.emplace_back(k->name, k->needs, supported, worthwhile, k->linear != nullptr);
+        for (const Kernels& k : kernels()) {
+          const bool supported = k.supported();
+          const bool worthwhile = supported && (!k.worthwhile || k.worthwhile());
+          all.emplace_back(k.name, k.needs, supported, worthwhile, k.linear_layers);
         }
         return all;
       },
-      "Of all kernels, the fastest first: name, needs, whether this CPU has them, whether they are worthwhile on it, "
-      "and "
-      "whether linear layers are among them.");
+      "Of the kernels that were built, the fastest first: name, needs, whether this CPU has them, whether they are "
+      "worthwhile on it, and whether their linear layers are.");
 
   module.def(
       "attend",

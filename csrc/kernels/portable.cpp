@@ -16,6 +16,7 @@ struct Portable {
   template <class Function>
   static F each(Function function) {
     F y;
+#pragma GCC unroll 4
     for (int i = 0; i < kLanes; ++i) y.x[i] = function(i);
     return y;
   }
@@ -74,6 +75,7 @@ struct Portable {
       const float whole = z + 12582912.0f - 12582912.0f;  // 1.5 * 2^23 rounds to the nearest integer
       const float rest = z - whole;
       float y = kExp2[0];
+#pragma GCC unroll 8
       for (int k = 1; k < 7; ++k) y = y * rest + kExp2[k];
       if (z != z) return z;
       const std::uint32_t bits = static_cast<std::uint32_t>(static_cast<int>(whole) + 127) << 23;
@@ -142,17 +144,21 @@ bool supported() { return true; }
 }  // namespace
 
 extern const Kernels portable_kernels;
-const Kernels portable_kernels{"portable",
-                               "nothing",
-                               Portable::kLanes,
-                               supported,
-                               nullptr,
-                               attend_any<Portable, Floats<Portable, Type::kBFloat16>, Floats<Portable, Type::kInt8>>,
-                               merge_rows<Portable>,
-                               layer_row<Portable, Norm>,
-                               layer_row<Portable, Rotation>,
-                               layer_row<Portable, Gate>,
-                               nullptr,
-                               nullptr};
+constinit const Kernels portable_kernels{
+    .name = "portable",
+    .needs = "nothing",
+    .base = nullptr,
+    .lanes = Portable::kLanes,
+    .supported = supported,
+    .worthwhile = nullptr,
+    .linear_layers = false,
+    .attend = {attend_item<Floats<Portable, Type::kFloat32>>, attend_item<Floats<Portable, Type::kBFloat16>>,
+               attend_item<Floats<Portable, Type::kFloat16>>, attend_item<Floats<Portable, Type::kInt8>>},
+    .merge = merge_rows<Portable>,
+    .norm = layer_row<Portable, Norm>,
+    .rotation = layer_row<Portable, Rotation>,
+    .gate = layer_row<Portable, Gate>,
+    .linear_row = nullptr,
+    .linear = nullptr};
 
 }  // namespace vattn::kernels

@@ -88,15 +88,11 @@ struct PlainProduct {
   static Sum finish(Sum sum, float) { return sum; }
 };
 
-// Operands are floats, whatever is stored.
-template <class Isa_, Type kStored>
-struct Floats {
+// Operands that are floats, whatever is stored.
+template <class Isa_>
+struct FloatOperands {
   using Isa = Isa_;
   using F = typename Isa::F;
-  static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
-  static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
-  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
-  static constexpr bool kScaled = kStored == Type::kInt8;
 
   struct Product : PlainProduct<Isa> {
     static F step(F sum, const std::uint32_t* a, int, F b) {
@@ -127,6 +123,16 @@ struct Floats {
       Isa::store(reinterpret_cast<float*>(out) + i, Isa::load(weights + i), Isa::kLanes);
     return 1;
   }
+};
+
+// Of a stored type.
+template <class Isa, Type kStored>
+struct Floats : FloatOperands<Isa> {
+  using F = typename Isa::F;
+  static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
+  static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
+  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
+  static constexpr bool kScaled = kStored == Type::kInt8;
 
   static F keys(const std::byte* row, int first, int count) {
     return Isa::template widen<kStored>(row + first * size_of(kStored), count);
@@ -138,59 +144,92 @@ struct Floats {
   static void order(F (&)[kVectors]) {}
 };
 
-// Where the rows of a block of keys are: one after another,
+// Rows of a block of keys that are one after another,
 struct Contiguous {
   const std::byte* data;
   std::int64_t stride;
-
-  Contiguous(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte**)
-      : data(rows.data + a.slots[request] * rows.slot_stride + head * rows.head_stride + first * rows.token_stride),
-        stride(rows.token_stride) {}
   const std::byte* operator[](int i) const { return data + i * stride; }
 };
 
-// or in blocks that a table names.
+// or in blocks that a table names, which are listed.
 struct Paged {
-  const std::byte* const* places;
+  const std::byte* const* rows;
+  const std::byte* operator[](int i) const { return rows[i]; }
+};
 
-  Paged(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) : places(room) {
+// Either of them.
+class Place {
+ public:
+  Place(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) {
+    const std::byte* data = rows.data + head * rows.head_stride;
+    if (!a.table) {
+      contiguous_ = {data + a.slots[request] * rows.slot_stride + first * rows.token_stride, rows.token_stride};
+      return;
+    }
+    paged_ = {room};
     const std::int32_t* table = a.table + a.slots[request] * a.table_stride;
     int block = first / a.block_size, rest = first % a.block_size;
     for (int left = smaller(kBlock, a.lengths[request] - first); left > 0; ++block, rest = 0) {
-      const std::byte* at = rows.data + table[block] * rows.slot_stride + head * rows.head_stride;
+      const std::byte* at = data + table[block] * rows.slot_stride;
       for (; left > 0 && rest < a.block_size; --left, ++rest) *room++ = at + rest * rows.token_stride;
     }
   }
-  const std::byte* operator[](int i) const { return places[i]; }
+
+  const std::byte* operator[](int i) const { return paged_.rows ? paged_[i] : contiguous_[i]; }
+
+  const std::byte* const* listed() const { return paged_.rows; }
+  std::int64_t stride() const { return contiguous_.stride; }
+
+  // Calls a function with the rows as what they are.
+  template <class Function>
+  void visit(const Function& function) const {
+    if (paged_.rows)
+      function(paged_);
+    else
+      function(contiguous_);
+  }
+
+ private:
+  Contiguous contiguous_{};
+  Paged paged_{};
 };
 
 // Rows that will be needed next, fetched a few lines at a time while the products leave the memory idle: the hardware
 // does not look further ahead than a few rows.
-template <class Place>
 class Ahead {
  public:
+  Ahead() = default;  // nothing
   Ahead(const Place& rows, int count, std::int64_t row_bytes)
-      : rows_(rows), count_(count), lines_(static_cast<int>((row_bytes + 63) / 64)) {}
+      : listed_(rows.listed()),
+        at_(count > 0 ? rows[0] : nullptr),
+        stride_(rows.stride()),
+        left_(count),
+        lines_(static_cast<int>((row_bytes + 63) / 64)) {}
 
   void fetch() {
-    for (int i = 0; i < kLines && row_ < count_; ++i) {
-      __builtin_prefetch(rows_[row_] + 64 * line_);
-      if (++line_ == lines_) {
-        line_ = 0;
-        ++row_;
-      }
-    }
+    fetch_line();
+    fetch_line();
   }
 
  private:
-  static constexpr int kLines = 2;
-  const Place& rows_;
-  int count_, lines_, row_ = 0, line_ = 0;
+  void fetch_line() {
+    if (left_ <= 0) return;
+    __builtin_prefetch(at_ + 64 * line_);
+    if (++line_ < lines_) return;
+    line_ = 0;
+    if (--left_) at_ = listed_ ? *++listed_ : at_ + stride_;
+  }
+
+  const std::byte* const* listed_ = nullptr;
+  const std::byte* at_ = nullptr;
+  std::int64_t stride_ = 0;
+  int left_ = 0, lines_ = 0, line_ = 0;
 };
 
 // The right side of a product: vectors that were laid out one after another,
 template <class Isa>
 struct Panels {
+  static constexpr int kTogether = 1;  // vectors
   const std::uint32_t* data;
   std::int64_t stride;
 
@@ -199,21 +238,20 @@ struct Panels {
   }
 };
 
-// or values as they are stored, of which `kWhole` says that they fill their vectors.
-template <class Kind, bool kWhole, class Place>
+// or values as they are stored, where they fill their vectors.
+template <class Kind, class Rows>
 struct Values {
-  const Place& rows;
-  int v_head_dim;
+  static constexpr int kTogether = Kind::kVectors;
+  const Rows& rows;
 
   typename Kind::Isa::F operator()(int first, int c, int k) const {
-    constexpr int kLanes = Kind::Isa::kLanes;
-    return Kind::value(rows[k], first, c, kWhole ? (c + Kind::kVectors) * kLanes : v_head_dim - first * kLanes);
+    return Kind::value(rows[k], first, c, (c + Kind::kVectors) * Kind::Isa::kLanes);
   }
 };
 
-template <class Product, int kRows, int kColumns, class Right, class Next>
+template <class Product, int kRows, int kColumns, class Right>
 void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, int first, int steps,
-             const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
+             const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
   using Isa = typename Product::Isa;
   using F = typename Isa::F;
   typename Product::Sum sums[kRows][kColumns];
@@ -242,9 +280,9 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
     }
 }
 
-template <class Product, int kRows, class Right, class Next>
+template <class Product, int kRows, class Right>
 void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
-                     const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
+                     const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
   constexpr int kColumns = Product::columns(kRows);
   int c = 0;
   const auto go = [&]<int kCount>() {
@@ -253,13 +291,13 @@ void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right&
   };
   go.template operator()<kColumns>();
   if constexpr (kColumns > 2) go.template operator()<2>();
-  go.template operator()<1>();
+  if constexpr (Right::kTogether == 1) go.template operator()<1>();
 }
 
 // out = rescale * out + factor * (a x right), for any number of rows; out = factor * (a x right) without rescale.
-template <class Product, class Right, class Next>
+template <class Product, class Right>
 void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
-              const float* factor, const float* rescale, float* out, std::int64_t out_stride, Next& next) {
+              const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
   // Tiles of nearly equal size: nine rows are five and four.
   const int tile = ceil_div(rows, ceil_div(rows, Product::kMaxRows));
   for (int r = 0; r < rows; r += tile) {
@@ -297,7 +335,7 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
 }
 
 // Transposes up to kLanes keys into a panel; the lanes after them repeat the last one.
-template <class Kind, class Place>
+template <class Kind>
 void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint32_t* panel) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
@@ -321,7 +359,7 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint3
 }
 
 // Of the rows of `kTokens` tokens, as many vectors.
-template <class Kind, class Place>
+template <class Kind>
 void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* panels) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
@@ -339,6 +377,18 @@ void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* 
   }
 }
 
+// What is left of rows of values after `whole` vectors: one to `kVectors` of them, in as many panels.
+template <class Kind>
+void pack_rest(const Place& values, int count, int whole, int v_head_dim, std::uint32_t* panels) {
+  using Isa = typename Kind::Isa;
+  constexpr int kLanes = Isa::kLanes;
+  float* out = reinterpret_cast<float*>(panels);
+  for (int token = 0; token < count; ++token)
+    for (int c = 0; c < Kind::kVectors; ++c)
+      Isa::store(out + (c * kBlock + token) * kLanes, Kind::value(values[token], whole, c, v_head_dim - whole * kLanes),
+                 kLanes);
+}
+
 template <class Isa>
 struct Softmax {
   using F = typename Isa::F;
@@ -346,6 +396,7 @@ struct Softmax {
 
   static F polynomial(const float (&coefficients)[5], F x) {
     F y = Isa::set(coefficients[0]);
+#pragma GCC unroll 4
     for (int i = 1; i < 5; ++i) y = Isa::fma(y, x, Isa::set(coefficients[i]));
     return y;
   }
@@ -412,8 +463,7 @@ struct Softmax {
 
 // The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
 // shows it in whatever is computed with the row, and likewise a scale below 0, which no kernel of codes can use.
-template <class Place>
-void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
+inline void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
   with_type(type, [&]<Type kType>() {
     for (int i = 0; i < count; ++i) {
       const float x = element<kType>(rows[i]);
@@ -433,7 +483,7 @@ void write_row(const Attention& a, const float* sums, float total, std::byte* ou
   });
 }
 
-template <class Kind, class Place>
+template <class Kind>
 void attend_item(const Attention& a, const Item& item, const Scratch& s) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
@@ -517,19 +567,22 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         s.next[r] = Kind::pack_weights(weights, full, s.weights + r * kWeightStride);
       }
 
-      const auto weigh = [&](const auto& right) {
-        multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, right, vectors,
-                                           ceil_div(count, Kind::kTokens), s.next, s.rescale, s.sums + h * rows * width,
-                                           width, ahead_keys);
+      const auto weigh = [&](const auto& right, int first, int columns) {
+        multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, right, columns,
+                                           ceil_div(count, Kind::kTokens), s.next, s.rescale,
+                                           s.sums + h * rows * width + first * kLanes, width, ahead_keys);
       };
+      const Panels<Isa> panels{s.values, kBlock * kLanes};
       if constexpr (Kind::kTokens == 1) {
-        if (a.v_head_dim == vectors * kLanes)
-          weigh(Values<Kind, true, Place>{values, a.v_head_dim});
-        else
-          weigh(Values<Kind, false, Place>{values, a.v_head_dim});
+        const int whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
+        values.visit([&]<class Rows>(const Rows& places) { weigh(Values<Kind, Rows>{places}, 0, whole); });
+        if (whole < vectors) {
+          pack_rest<Kind>(values, count, whole, a.v_head_dim, s.values);
+          weigh(panels, whole, vectors - whole);
+        }
       } else {
         pack_values<Kind>(values, count, a.v_head_dim, s.values);
-        weigh(Panels<Isa>{s.values, kBlock * kLanes});
+        weigh(panels, 0, vectors);
       }
     }
   }
@@ -576,27 +629,6 @@ void merge_rows(const Attention& a, const float* partial, int count, std::int64_
                                   smaller(Isa::kLanes, a.v_head_dim - d));
     }
   });
-}
-
-// Dispatch to the operands of the stored type. `Pairs` and `Quads` are the kinds for bfloat16 and for codes.
-template <class Isa, class BFloat16, class Int8>
-void attend_any(const Attention& a, const Item& item, const Scratch& scratch) {
-  const auto go = [&]<class Kind>() {
-    if (a.table)
-      attend_item<Kind, Paged>(a, item, scratch);
-    else
-      attend_item<Kind, Contiguous>(a, item, scratch);
-  };
-  switch (a.stored_type) {
-    case Type::kFloat32:
-      return go.template operator()<Floats<Isa, Type::kFloat32>>();
-    case Type::kBFloat16:
-      return go.template operator()<BFloat16>();
-    case Type::kFloat16:
-      return go.template operator()<Floats<Isa, Type::kFloat16>>();
-    case Type::kInt8:
-      return go.template operator()<Int8>();
-  }
 }
 
 }  // namespace

@@ -204,16 +204,16 @@ void compare_all(const Types& types) {
       {1, 2, 16, 24, {128}, {1}, 0},
       {3, 1, 16, 16, {256, 100}, {3, 1}, 0},
   };
-  for (const Kernels* kernels : kernels()) {
-    if (!kernels->supported()) continue;
+  for (const Kernels& kernels : kernels()) {
+    if (!kernels.supported()) continue;
     unsigned seed = 0;
     for (int threads : {1, 3})
       for (int block_size : {0, 8, 24})
         for (const Shape& shape : shapes) {
           const bool heads_first = (seed + seed / std::size(shapes)) % 2;
-          check::context = std::string(kernels->name) + (heads_first ? ", heads first" : ", tokens first") +
+          check::context = std::string(kernels.name) + (heads_first ? ", heads first" : ", tokens first") +
                            ", blocks of " + std::to_string(block_size) + ", case " + std::to_string(seed);
-          compare(*kernels, types, shape, {heads_first, block_size, threads}, ++seed);
+          compare(kernels, types, shape, {heads_first, block_size, threads}, ++seed);
         }
   }
 }
@@ -250,13 +250,13 @@ void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std
 }  // namespace
 
 TEST(linear) {
-  for (const Kernels* kernels : kernels()) {
-    if (!kernels->supported() || !kernels->linear) continue;
-    check::context = kernels->name;
+  for (const Kernels& kernels : kernels()) {
+    if (!kernels.supported() || !kernels.linear) continue;
+    check::context = kernels.name;
     for (int threads : {1, 3}) {
-      compare_linear(*kernels, 1, 2, 1, threads);
-      compare_linear(*kernels, 9, 70, 50, threads);
-      compare_linear(*kernels, 270, 530, 33, threads);
+      compare_linear(kernels, 1, 2, 1, threads);
+      compare_linear(kernels, 9, 70, 50, threads);
+      compare_linear(kernels, 270, 530, 33, threads);
     }
   }
 }
@@ -271,4 +271,4 @@ TEST(codes_with_small_scales) {
   for (Type query : {Type::kFloat32, Type::kBFloat16, Type::kFloat16})
     compare_all({query, Type::kInt8, Type::kBFloat16});
 }
-TEST(the_last_one_runs_everywhere) { CHECK(vattn::kernels::kernels().back()->supported()); }
+TEST(the_last_one_runs_everywhere) { CHECK(vattn::kernels::kernels().back().supported()); }
