@@ -106,6 +106,15 @@ void without_lock(Body&& body) {
   if (thrown) std::rethrow_exception(thrown);
 }
 
+// Destroys what makes driver calls of its own then. It may be the last step of raising an error, and the calls of a
+// table may be functions of Python, which must not be called while an error is set.
+template <class T>
+void destroy(T* object) {
+  if (!PyGILState_Check()) return delete object;
+  const nb::error_scope raised;
+  delete object;
+}
+
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
 
 Stats call_stats(const Driver& driver) {
@@ -330,8 +339,9 @@ NB_MODULE(_native, m) {
   nb::class_<AddressSpace>(m, "AddressSpace", "Equal virtual tensors that grow and shrink together.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, std::size_t tensors,
                        std::size_t slots, std::size_t runs, std::size_t run_pages, bool zeroed) {
-             return std::make_shared<AddressSpace>(std::move(driver), std::move(pool),
-                                                   AddressSpace::Shape{tensors, slots, runs, run_pages, zeroed});
+             const AddressSpace::Shape shape{tensors, slots, runs, run_pages, zeroed};
+             return std::shared_ptr<AddressSpace>(new AddressSpace(std::move(driver), std::move(pool), shape),
+                                                  &destroy<AddressSpace>);
            }),
            "driver"_a, "pool"_a, nb::kw_only(), "tensors"_a, "slots"_a, "runs"_a, "run_pages"_a, "zeroed"_a = false,
            "zeroed: whether pages are zero when they are mapped by `grow`, whatever memory they are.")

@@ -86,6 +86,8 @@ class KVCache(PoolMember):
             )
         if pool is not None and config.zero_on_free and not pool.native.zero_on_free:
             raise ConfigError("zero_on_free=True needs a pool that was made with it: PagePool(..., zero_on_free=True)")
+        if pool is not None and config.guard == "strict" and pool.guard != "strict":
+            raise ConfigError("guard='strict' needs a pool that was made with it: PagePool(..., guard='strict')")
         self._owns_pool = pool is None
         pool = pool or PagePool(
             budget * layout.page_size,

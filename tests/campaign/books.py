@@ -80,9 +80,12 @@ def left(before: Books, pid: Pid = "self", *, ignore: Collection[str] = (), seco
 def disagreement() -> str:
     """Where the library's own counts, of this process, are not what the kernel says; empty if nowhere.
 
-    No call may be in progress, and no worker busy.
+    No call may be in progress. A worker that makes memory ahead of need is waited for.
     """
-    held, now = _native.host_usage(), read()
+    for _ in range(20):
+        held, now, then = _native.host_usage(), read(), _native.host_usage()
+        if held.physical_bytes == then.physical_bytes:
+            break
     wrong = []
     if held.physical_bytes != now.page_bytes:
         wrong.append(f"{held.physical_bytes} bytes of pages in the library's books, {now.page_bytes} in its files")

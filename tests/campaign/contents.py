@@ -89,3 +89,21 @@ def see(cache: Any, slot: int, tokens: Sequence[int], salt: bytes, firsts: dict[
         found = array[slot, first : len(tokens)]
         wrong = (found != rows(numbers[first:], layer, side, *array.shape[2:])).any(axis=(1, 2))
         assert not wrong.any(), f"DEFECT: wrong rows of layer {layer}, {'KV'[side]}: {np.flatnonzero(wrong) + first}"
+
+
+def flat(tensor: Any) -> Any:
+    """A layer's blocks or windows as bytes, `[blocks or windows, tokens, bytes of a token]`."""
+    return tensor.flatten(2).view(torch.uint8).numpy()
+
+
+def write(windows: Any, block: int, start: int, end: int, numbers: Any) -> None:
+    """Writes the rows of tokens with these numbers to a block, in every layer."""
+    layer = 0
+    while True:
+        try:
+            home = flat(windows.home(layer))
+        except IndexError:
+            return
+        assert writable(home[:, :, None], block, start, end), f"block {block} cannot be written"
+        home[block, start:end] = rows(numbers, layer, 0, 1, home.shape[2])[:, 0]
+        layer += 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import Drawer, draw_config
-from tests.campaign.world import Refused, World
+from tests.campaign.scenarios import SELDOM, Drawer, draw_config
+from tests.campaign.world import Config, Refused, World
 
 _CODES = (2, 999)  # out of memory, unknown
 
@@ -49,7 +49,7 @@ class Retried(Operation):
 
 def scenario(rng: random.Random, *, operations: int = 12, points: int = 60) -> Played:
     """A scenario, and again with each of its driver calls failing: with so many of them at most."""
-    config = replace(draw_config(rng, table=True), every=1)
+    config = replace(draw_config(rng, table=True), every=rng.choice((1, 3, SELDOM)), books=False)
     drawer = Drawer(rng)
     calls = 0
 
@@ -59,16 +59,25 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 60) -> P
         before = sum(world.table.calls.values())
         for _ in range(operations):
             operation = drawer.draw(world)
-            yield Retried(operation.cache, operation)
+            plain = type(operation).perform is not Operation.perform  # no call that could be made again
+            yield operation if plain else Retried(operation.cache, operation)
         calls = sum(world.table.calls.values()) - before
 
     done = play(config, drawn)
     if done.kind:
         return done
+    return fail_each(rng, config, done, calls, points)
+
+
+def fail_each(rng: random.Random, config: Config, done: Played, calls: int, points: int) -> Played:
+    """The same operations again, with each of their driver calls failing: with so many of them at most; in some runs
+    others fail as well.
+    """
     made = done.operations
     for nth in sorted(rng.sample(range(1, calls + 1), min(points, calls))):
-        failing = replace(config, fail=(nth, rng.choice(_CODES)))
-        done = done.plus(play(failing, lambda world: made))
+        more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))] if rng.random() < 0.5 else []
+        failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
+        done = done.plus(play(replace(config, fail=failing), lambda world: made))
         if done.kind:
             break
     return done

@@ -130,7 +130,7 @@ class Odd(Operation):
 
     def perform(self, world: World) -> None:
         each = world.caches[self.cache]
-        if any(label not in each.model.requests for label in self.labels):
+        if not each.open or any(label not in each.model.requests for label in self.labels):
             return
         made = self.inner.call(world) if self.inner is not None else Call("")
         if made is None:
@@ -161,7 +161,7 @@ class Odd(Operation):
     def _look(self, world: World) -> None:
         """Nothing but plain integers may be stored."""
         each = world.caches[self.cache]
-        for pages in each.cache.page_map():
+        for pages in each.it.page_map():
             for name in ("reqid", "length", "mapped", "pages"):
                 if type(value := getattr(pages, name)) is not int:
                     raise Found(
@@ -192,6 +192,8 @@ class Fuzzer(Drawer):
             return super().draw(world)
         number = self.rng.randrange(len(world.caches))
         each = world.caches[number]
+        if not each.open:
+            return super().draw(world)
         calls: list[Callable[[int, CacheUnderTest], Operation | None]] = [
             self._alloc_hint, self._alloc_start, self._admit_token, self._admit_salt, self._admit_all, self._step_all,
             self._pages, self._layer,
@@ -362,7 +364,7 @@ class Fuzzer(Drawer):
 
     def _layer(self, number: int, each: CacheUnderTest) -> Operation:
         code, meaning = self._argument(0)
-        return Odd(number, "layer(@)", code, errors=(IndexError,), harmless=meaning in each.cache.layers)
+        return Odd(number, "layer(@)", code, errors=(IndexError,), harmless=meaning in each.it.layers)
 
 
 @dataclass(frozen=True)
@@ -373,6 +375,8 @@ class Other(Odd):
 
     def perform(self, world: World) -> None:
         each = world.caches[self.cache]
+        if not each.open:
+            return
         world.names.update(NAMES)
         code = f"{each.name}.{self.code.replace('@', self.argument)}"
         try:

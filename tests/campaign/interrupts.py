@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import vattn
 from tests.campaign.injection import interrupted
 from tests.campaign.operations import Commit, Operation, Step
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import Drawer, draw_config
-from tests.campaign.world import Found, Refused, Stopped, World
+from tests.campaign.scenarios import SELDOM, Drawer, draw_config
+from tests.campaign.world import Config, Found, Refused, Stopped, World
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Interrupted(Operation):
 
     def _settle(self, world: World, gives_slot: bool) -> None:
         """Finds out whether the call happened."""
+        if self.inner.settle(world):
+            return
         try:
             now = [world.lengths(each) for each in world.caches]
         except vattn.VattnError as error:
@@ -69,35 +72,49 @@ class Interrupted(Operation):
             yield replace(self, how="raise")
 
 
+class Source(Protocol):
+    """What draws operations."""
+
+    def operations(self, world: World, count: int) -> Iterator[Operation]: ...
+
+    def target(self, world: World) -> tuple[list[Operation], Operation]:
+        """An operation that is a call, to be interrupted, and those that it needs before it."""
+
+
 def scenario(rng: random.Random, *, points: int = 40) -> Played:
     """A few operations, and one that is interrupted: at so many places, each in a world of its own."""
-    config = replace(draw_config(rng), every=1)
-    drawer = Drawer(rng)
+    config = replace(draw_config(rng), every=rng.choice((1, 1, SELDOM)), books=False)
+    return interrupt_one(rng, config, Drawer(rng), points=points)
+
+
+def interrupt_one(rng: random.Random, config: Config, drawer: Source, *, points: int) -> Played:
+    """Operations of a drawer, and one of them interrupted at so many places, each in a world of its own."""
     first = play(config, lambda world: drawer.operations(world, rng.randint(3, 16)))
     if first.kind:
         return first
-    count = len(first.operations)
+    count = 0
 
     def last(world: World) -> Iterator[Operation]:
+        nonlocal count
         yield from first.operations
-        for _ in range(20):
-            operation = drawer.draw(world)
-            if operation.call(world) is not None:
-                break
-        yield operation
+        before, target = drawer.target(world)
+        count = len(first.operations) + len(before)
+        yield from before
+        yield target
         yield from drawer.operations(world, 3)
 
     whole = play(config, last)
     if whole.kind or len(whole.operations) <= count:
         return first.plus(whole)
-    target, suffix = whole.operations[count], whole.operations[count + 1 :]
+    prefix, target, suffix = whole.operations[:count], whole.operations[count], whole.operations[count + 1 :]
     event = rng.choice(("call", "check"))
 
     def at(nth: int) -> Played:
         how = rng.choice(("raise", "signal"))
         interrupt = Interrupted(target.cache, target, event, nth, how)
-        return play(config, lambda world: [*first.operations, interrupt, *suffix])
+        return play(config, lambda world: [*prefix, interrupt, *suffix])
 
+    interrupted.events = 0  # type: ignore[attr-defined]
     done = first.plus(whole).plus(at(1 << 60))
     events = interrupted.events  # type: ignore[attr-defined]
     for nth in sorted(rng.sample(range(1, events + 1), min(points, events))):

@@ -26,6 +26,8 @@ class Request:
         back: the least length above 0 that a step may go back to.
         restored_from: while its tokens are still to be copied in: the first of which all layers see what is before it.
         written: by window, the first row that was ever there.
+        reached: the most tokens that it ever had.
+        stepped: whether a step named it.
     """
 
     salt: bytes
@@ -34,12 +36,20 @@ class Request:
     back: int
     restored_from: int | None = None
     written: dict[int, int] = field(default_factory=dict)
+    reached: int = 0
+    stepped: bool = False
     numbers: list[int] = field(default_factory=list)
     rendered: dict[Side, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.reached = max(self.reached, self.length)
+
     def copy(self) -> Request:
+        """The same tokens in another slot."""
         return replace(
             self,
+            reached=self.length,
+            stepped=False,
             pieces=self.pieces.copy(),
             numbers=self.numbers.copy(),
             written=self.written.copy(),
@@ -151,6 +161,7 @@ class Model:
                     request.written[window] = min(first, start) if start else first
                 written[label] = firsts
             request.length = length
+            request.stepped = True
             if not length:
                 request.written.clear()
         return written

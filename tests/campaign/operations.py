@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import vattn
+from tests.campaign import contents
 from tests.campaign.model import Request
 from tests.campaign.world import CacheUnderTest, Call, Found, Refused, World, tokens_code
 
@@ -33,6 +34,10 @@ class Operation:
     def moved(self, by: int) -> Operation:
         """The same on a cache with another number."""
         return replace(self, cache=self.cache + by)
+
+    def settle(self, world: World) -> bool:
+        """The call was interrupted: the model follows what became of it; False if lengths say all of that."""
+        return False
 
     def perform(self, world: World) -> None:
         """Makes it."""
@@ -57,8 +62,7 @@ class Alloc(Operation):
         each = world.caches[self.cache]
         hint = "" if self.num_tokens is None else str(self.num_tokens)
         start = f"start={self.start}" if self.start else ""
-        code = f"{each.name}.alloc_reqid({', '.join(filter(None, (hint, start)))})"
-        return Call(code, f"r{self.label}", _no_slot(each))
+        return _of(each, f"alloc_reqid({', '.join(filter(None, (hint, start)))})", f"r{self.label}", _no_slot(each))
 
     def accept(self, world: World, value: Any) -> None:
         _begin(world, self.cache, self.label, value, Request(b"", [], 0, 0, self.start or None))
@@ -81,8 +85,8 @@ class Admit(Operation):
 
     def call(self, world: World) -> Call | None:
         each = world.caches[self.cache]
-        code = f"{each.name}.admit({tokens_code([(self.stream, 0, self.length)])}, {SALTS[self.salt]!r})"
-        return Call(code, f"r{self.label}, cached", _no_slot(each))
+        code = f"admit({tokens_code([(self.stream, 0, self.length)])}, {SALTS[self.salt]!r})"
+        return _of(each, code, f"r{self.label}, cached", _no_slot(each))
 
     def accept(self, world: World, value: Any) -> None:
         each = world.caches[self.cache]
@@ -114,12 +118,15 @@ class Step(Operation):
 
     def call(self, world: World) -> Call | None:
         each = world.caches[self.cache]
+        if not each.open:
+            return _of(each, "step({})")
         requests = each.model.requests
         named = {label: length for label, (length, _) in self._lengths(world).items()}
         if self.lengths and not named:
             return None
-        promised = sum(each.cache.pages_needed(length, each.model.slots[label]) for label, length in named.items())
-        available = each.cache.available_pages()
+        slots = each.model.slots
+        promised = world.look(lambda: sum(each.it.pages_needed(n, slots[label]) for label, n in named.items()))
+        available = world.look(each.it.available_pages)
         expected: list[type[BaseException]] = []
         if each.model.windowed and any(0 < n < requests[label].back for label, n in named.items()):
             expected.append(vattn.InvalidLength)
@@ -139,7 +146,7 @@ class Step(Operation):
         lengths = self._lengths(world)
         before = {label: each.model.requests[label].length for label in lengths}
         written = each.model.step(lengths)
-        mapped = {pages.reqid: pages.mapped for pages in each.cache.page_map()}
+        mapped = {pages.reqid: pages.mapped for pages in world.look(each.it.page_map)}
         for label, (length, _) in lengths.items():
             backed = mapped[each.model.slots[label]]
             if length > before[label] and backed < length + each.guard_rows:
@@ -149,8 +156,11 @@ class Step(Operation):
                     f"print({each.name}.page_map())",
                 )
         for label in written:
+            request = each.model.requests[label]
             world.see(each, label, upto=before[label])
+            world.see_zeros(each, label, request.length, written[label])
             world.put(each, label, written[label])
+            request.reached = max(request.reached, request.length)
 
     def keeps_lengths(self, world: World) -> bool:
         """Whether no length changes."""
@@ -219,6 +229,31 @@ class Retract(Operation):
 
 
 @dataclass(frozen=True)
+class Unshare(Operation):
+    """`unshare`, after which all rows can be written."""
+
+    label: int
+
+    def call(self, world: World) -> Call | None:
+        each = world.caches[self.cache]
+        if self.label not in each.model.requests:
+            return None
+        return Call(f"{each.name}.unshare(r{self.label})", expected=(vattn.OutOfPages,))
+
+    def accept(self, world: World, value: Any) -> None:
+        each = world.caches[self.cache]
+        request, slot = each.model.requests[self.label], each.model.slots[self.label]
+        world.see(each, self.label)
+        firsts = each.model.firsts(request)
+        for (layer, side), array in each.arrays.items():
+            first, end = firsts[layer], request.length
+            if first < end:
+                if not contents.writable(array, slot, first, end):
+                    raise Found("rows cannot be written after unshare", f"{each.name} slot {slot}, from row {first} on")
+                array[slot, first:end] = request.rows((layer, side), first, end, array.shape[2:])
+
+
+@dataclass(frozen=True)
 class Fork(Operation):
     """`fork`."""
 
@@ -255,10 +290,10 @@ class Evict(Operation):
     """`evict_prefixes`."""
 
     def call(self, world: World) -> Call | None:
-        return Call(f"{world.caches[self.cache].name}.evict_prefixes()")
+        return _of(world.caches[self.cache], "evict_prefixes()")
 
     def accept(self, world: World, value: Any) -> None:
-        if left := world.caches[self.cache].cache.stats().cached_pages:
+        if left := world.look(world.caches[self.cache].it.stats).cached_pages:
             raise Found("evict_prefixes left cached pages", str(left))
 
 
@@ -267,7 +302,7 @@ class Trim(Operation):
     """`trim`."""
 
     def call(self, world: World) -> Call | None:
-        return Call(f"{world.caches[self.cache].name}.trim()")
+        return _of(world.caches[self.cache], "trim()")
 
 
 def _mapping(lengths: dict[int, int]) -> str:
@@ -276,6 +311,14 @@ def _mapping(lengths: dict[int, int]) -> str:
 
 def _no_slot(each: CacheUnderTest) -> tuple[type[BaseException], ...]:
     return (vattn.NoFreeSlot,) if len(each.model.requests) == each.slots else ()
+
+
+def _of(each: CacheUnderTest, code: str, into: str = "", expected: tuple[type[BaseException], ...] = ()) -> Call | None:
+    """A call on a cache; None if the cache was dropped. One that was closed says so."""
+    if each.cache is None:
+        return None
+    made = Call(f"{each.name}.{code}", into, expected)
+    return made if each.open else replace(made, expected=(vattn.CacheClosed,), refused=True)
 
 
 def _begin(world: World, cache: int, label: int, slot: int, request: Request) -> None:

@@ -10,7 +10,20 @@ from typing import Any
 
 import vattn
 from tests.campaign.contents import BRANCHES
-from tests.campaign.operations import Admit, Alloc, Commit, Evict, Fork, Free, Operation, Retract, Step, Trim
+from tests.campaign.lifetimes import CACHE_LOOKS, Child, Close, Drop, Forget, Keep, Look, Make
+from tests.campaign.operations import (
+    Admit,
+    Alloc,
+    Commit,
+    Evict,
+    Fork,
+    Free,
+    Operation,
+    Retract,
+    Step,
+    Trim,
+    Unshare,
+)
 from tests.campaign.world import CacheUnderTest, Config, World, make_config
 from vattn.config import resolve
 
@@ -31,65 +44,97 @@ WINDOWS: tuple[tuple[int | None, ...], ...] = (
 )
 
 
+# Operations between two checks, where the worker is never waited for.
+SELDOM = 1000
+PAGE_SIZES = (4096, 8192, 65536, 2 << 20)
+_MOST_BYTES = 192 << 20  # of a pool
+
+
 def draw_config(rng: random.Random, *, table: bool = False) -> Config:
     """A configuration that a cache can have."""
     while True:
-        caches = tuple(_draw_cache(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 3))))
-        pages = [_most_pages(options) for options in caches]
-        for options, most in zip(caches, pages, strict=True):
-            options["memory_budget"] = 4096 * max(1, int(most * rng.choice((0.3, 0.6, 1.0, 1.5))))
-        total = max(1, int(sum(pages) * rng.choice((0.4, 0.8, 1.5))))
+        (page_size,) = rng.choices(PAGE_SIZES, (88, 8, 3, 1))
+        zeroes = rng.random() < 0.3
+        guard = rng.choice(("zero", "zero", "zero", "strict"))
         try:
+            caches = tuple(_draw_cache(rng, page_size, zeroes, guard) for _ in range(rng.choice((1, 1, 1, 1, 2, 3))))
+            pages = [_most_pages(options) for options in caches]
+            for options, most in zip(caches, pages, strict=True):
+                options["memory_budget"] = page_size * max(1, int(most * rng.choice((0.3, 0.6, 1.0, 1.5))))
+            total = max(1, int(sum(pages) * rng.choice((0.4, 0.8, 1.5))))
             blocks = [options["max_context_len"] // _block_tokens(options, total) for options in caches]
         except vattn.ConfigError:
             continue
+        if total * page_size > _MOST_BYTES:
+            continue
         # Mostly such that several blocks fit a request.
         if min(blocks) >= 3 or rng.random() < 0.05:
-            return Config(total, caches, table, every=rng.choice((1, 1, 2, 5)), drop=rng.random() < 0.2)
+            large = any(options["max_context_len"] > 400 for options in caches)
+            return Config(
+                total,
+                caches,
+                page_size=page_size,
+                zero_on_free=zeroes,
+                guard=guard,
+                table=table,
+                every=rng.choice((5, SELDOM) if large else (1, 1, 2, 5, SELDOM)),
+                drop=rng.random() < 0.2,
+                books=rng.random() < 0.1,
+            )
 
 
 def _block_tokens(options: dict[str, Any], pages: int) -> int:
     """Tokens of a block; a ConfigError where a pool of so many pages cannot have the cache."""
-    layout, _ = resolve(make_config(options), pool_page_size=4096, pool_budget=pages * 4096)
+    size = options["page_size"]
+    layout, _ = resolve(make_config(options), pool_page_size=size, pool_budget=pages * size)
     return layout.bands[0].block_tokens
 
 
-def _draw_cache(rng: random.Random) -> dict[str, Any]:
+def _draw_cache(rng: random.Random, page_size: int, zeroes: bool, guard: str) -> dict[str, Any]:
     windows = rng.choice(WINDOWS)
-    heads = rng.choice((1, 1, 2))
-    head_dim = rng.choice((16, 32, 64, 128, 128))
+    large = page_size > 8192  # wide rows, so that it takes no more than some hundred tokens to fill a page
+    heads = 2 if large else rng.choice((1, 1, 2))
+    head_dim = 128 if large else rng.choice((16, 32, 64, 128, 128))
     groups = []
     layer = 0
     for window in windows:
-        count = rng.choice((1, 1, 2))
+        count = 2 if large else rng.choice((1, 1, 2))
         group: dict[str, Any] = {
             "layers": list(range(layer, layer + count)),
-            "num_kv_heads": heads if rng.random() < 0.8 else 3 - heads,
+            "num_kv_heads": heads if large or rng.random() < 0.8 else 3 - heads,
             "head_dim": head_dim,
         }
         if window is not None:
             group["sliding_window"] = window
-        if rng.random() < 0.2:
+        if not large and rng.random() < 0.2:
             group["v_head_dim"] = rng.choice((0, head_dim // 2, head_dim * 3 // 2))
-        if rng.random() < 0.15:
+        if not large and rng.random() < 0.15:
             group["dtype"] = rng.choice(DTYPES)
         layer += count
         groups.append(group)
-    return {
+    options = {
         "groups": groups,
-        "dtype": rng.choice((*DTYPES, "float32", "float32", "float64")),
+        "dtype": rng.choice(("float32", "float64") if large else (*DTYPES, "float32", "float32", "float64")),
         "max_batch_size": rng.choice((1, 2, 3, 3, 4, 4, 5)),
         "max_context_len": rng.choice((40, 64, 90, 128, 200)),
-        "page_size": 4096,
-        "layout": rng.choice(("layer", "sliced", "fused")),
+        "page_size": page_size,
+        "layout": rng.choice(("sliced", "fused") if large else ("layer", "sliced", "fused")),
         "kv_order": rng.choice(("NHD", "HND")),
         "overlap": rng.random() < 0.5,
         "deferred_reclamation": rng.random() < 0.7,
         "eager_pages": rng.choice((0, 0, 1, 2)),
         "watermark": rng.choice((0.0, 0.1, 0.5, 0.9)),
         "guard_rows": rng.choice((0, 0, 0, 1, 5)),
-        "guard": rng.choice(("zero", "zero", "zero", "strict")),
+        "guard": rng.choice(("zero", guard)),
+        "zero_on_free": zeroes and rng.random() < 0.8,
     }
+    if page_size > 4096:
+        block = _block_tokens(options, 1 << 16)
+        options["max_context_len"] = block * rng.randint(3, 5) + rng.randrange(block)
+    elif rng.random() < 0.04:
+        options["max_context_len"] = rng.choice((700, 1500, 4000))
+        options["max_batch_size"] = min(3, options["max_batch_size"])
+    return options
 
 
 def _most_pages(options: dict[str, Any]) -> int:
@@ -100,7 +145,7 @@ def _most_pages(options: dict[str, Any]) -> int:
         size = sizes.get(group.get("dtype", options["dtype"]), 1)
         dims = group["head_dim"] + group.get("v_head_dim", group["head_dim"])
         total += len(group["layers"]) * group["num_kv_heads"] * dims * size
-    return max(4, -(-total * options["max_context_len"] * options["max_batch_size"] // 4096))
+    return max(4, -(-total * options["max_context_len"] * options["max_batch_size"] // options["page_size"]))
 
 
 class Drawer:
@@ -129,16 +174,20 @@ class Drawer:
                 return Step(number, {label: (max(request.total, request.restored_from or 0), self._stream())})
         number = rng.randrange(len(world.caches))
         each = world.caches[number]
+        if not each.open and rng.random() < 0.6:
+            return Make(number)
         running = list(each.model.requests)
         room = len(running) < each.slots or rng.random() < 0.02
         choices: list[tuple[int, Callable[[int, CacheUnderTest, list[int]], Operation]]] = [
             (1, lambda n, e, r: Evict(n)),
             (1, lambda n, e, r: Trim(n)),
+            (1, self._life),
         ]
         if room:
             choices += [(8, self._admit), (3, self._alloc)]
         if running:
             choices += [(20, self._step), (2, self._commit), (5, self._free), (1, self._retract)]
+            choices += [(1, lambda n, e, r: Unshare(n, rng.choice(r)))]
             choices += [(8, self._fork)] if room else [(5, self._free)]
         weights = [weight for weight, _ in choices]
         ((_, drawn),) = rng.choices(choices, weights)
@@ -176,9 +225,36 @@ class Drawer:
         yield rng.choice((Free(number, first), Free(number, second), Step(number, {first: (length // 2, 0)})))
         yield Admit(number, third, length, 0)
 
+    def target(self, world: World) -> tuple[list[Operation], Operation]:
+        """An operation that is a call, to be interrupted, and those that it needs before it."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            number = rng.randrange(len(world.caches))
+            if world.caches[number].open:
+                if rng.random() < 0.3:
+                    return [Close(number)], Make(number)
+                return [], rng.choice((Close(number), Look(number, what="check()"), Look(number, what=_look(rng))))
+            return [], Make(number)
+        operation = self.draw(world)
+        while type(operation).perform is not Operation.perform or operation.call(world) is None:
+            operation = self.draw(world)
+        return [], operation
+
     def next_label(self) -> int:
         self._label += 1
         return self._label
+
+    def _life(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
+        rng = self.rng
+        kinds: list[Operation] = [
+            Close(number),
+            Drop(number),
+            Keep(number, how=rng.choice(("layer", "lend", "dlpack"))),
+            Keep(number, how="lend"),
+            Forget(number, which=rng.randrange(4)),
+            Look(number, what=_look(rng)),
+        ]
+        return Child(number) if rng.random() < 0.05 else rng.choice(kinds)
 
     def _alloc(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
         rng = self.rng
@@ -249,3 +325,7 @@ class Drawer:
 
     def _stream(self) -> int:
         return self.rng.choice((0,) * 12 + tuple(range(len(BRANCHES))))
+
+
+def _look(rng: random.Random) -> str:
+    return rng.choice(CACHE_LOOKS)

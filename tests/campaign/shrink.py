@@ -78,7 +78,12 @@ def _configs(best: Callable[[], Config]) -> Iterator[Config]:
         yield replace(best(), every=1)
     if best().delay:
         yield replace(best(), delay=0.0)
-    if best().table and best().fail is None and not best().delay:
+    if len(best().fail) > 1:
+        for i in range(len(best().fail)):
+            yield replace(best(), fail=best().fail[:i] + best().fail[i + 1 :])
+    if best().books:
+        yield replace(best(), books=False)
+    if best().table and not best().fail and not best().delay:
         yield replace(best(), table=False)
     for i in range(len(best().caches)):
         for name, plain in _PLAIN.items():
@@ -99,10 +104,8 @@ def _configs(best: Callable[[], Config]) -> Iterator[Config]:
                     less = groups[g] | {"layers": groups[g]["layers"][:1]}
                     yield _with(best(), i, {"groups": [*groups[:g], less, *groups[g + 1 :]]})
         for pages in (1024, best().pool_pages):
-            if best().caches[i]["memory_budget"] != pages * 4096:
-                yield replace(
-                    _with(best(), i, {"memory_budget": pages * 4096}), pool_pages=max(pages, best().pool_pages)
-                )
+            if best().caches[i]["memory_budget"] != (budget := pages * best().page_size):
+                yield replace(_with(best(), i, {"memory_budget": budget}), pool_pages=max(pages, best().pool_pages))
 
 
 def _with(config: Config, number: int, changes: dict[str, Any]) -> Config:

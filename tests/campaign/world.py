@@ -1,4 +1,4 @@
-"""A pool, its caches and their models: makes calls, keeps the script of them, and compares."""
+"""A pool, its caches and block windows, and their models: makes calls, keeps the script of them, and compares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import torch
 from faults import FaultyTable
 
 import vattn
-from tests.campaign import contents
-from tests.campaign.model import Model, Piece
+from tests.campaign import blocks, books, contents
+from tests.campaign.blocks import BlockModel
+from tests.campaign.model import Model, Piece, Request
 from vattn import _native
 
 
@@ -53,16 +54,18 @@ class Call:
         code: an expression.
         into: names that take what it returns, in the script.
         expected: errors that may come.
+        refused: one of them must come.
     """
 
     code: str
     into: str = ""
     expected: tuple[type[BaseException], ...] = ()
+    refused: bool = False
 
     @property
     def name(self) -> str:
-        """The method."""
-        found = re.search(r"\bc\d+\.(\w+)\(", self.code)
+        """The method, or the class that is made."""
+        found = re.search(r"\b(?:[bc]\d+|vattn)\.(\w+)\(", self.code)
         return found[1] if found else self.code
 
 
@@ -71,35 +74,102 @@ class Config:
     """What a scenario runs on.
 
     Attributes:
-        pool_pages: pages of 4 KiB in the pool.
+        pool_pages: pages in the pool, of `page_size` bytes.
         caches: options of `vattn.KVConfig` and of its groups, `{"groups": [{...}, ...], ...}`.
+        windows: options of `vattn.BlockWindows`.
+        zero_on_free: of the pool; caches have an option of their own.
+        guard: of the pool.
         table: driver calls pass through a table that can make them fail.
-        every: operations between two checks.
-        fail: the nth driver call fails, once the caches are made, with that code: (nth, code).
+        every: operations between two checks, which wait for the worker: with many, it lags behind.
+        fail: the nth driver calls fail, once the caches are made, with these codes: (nth, code).
         drop: the caches are not closed in the end, but dropped.
         delay: seconds that every driver call takes longer once the caches are made, so that the worker lags behind;
             with a table.
+        books: what /proc says is compared too, which takes longer than most scenarios.
     """
 
     pool_pages: int
-    caches: tuple[dict[str, Any], ...]
+    caches: tuple[dict[str, Any], ...] = ()
+    windows: tuple[dict[str, Any], ...] = ()
+    page_size: int = 4096
+    zero_on_free: bool = False
+    guard: str = "zero"
     table: bool = False
     every: int = 1
-    fail: tuple[int, int] | None = None
+    fail: tuple[tuple[int, int], ...] = ()
     drop: bool = False
     delay: float = 0.0
+    books: bool = False
 
 
 @dataclass
 class CacheUnderTest:
+    """A cache; None after it was dropped. Its model is empty from its close on."""
+
     name: str
-    cache: vattn.KVCache
+    options: dict[str, Any]
+    cache: vattn.KVCache | None
     model: Model
-    context: int
-    guard_rows: int
-    slots: int
     block: int
+    open: bool = True
     arrays: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @property
+    def it(self) -> vattn.KVCache:
+        assert self.cache is not None
+        return self.cache
+
+    @property
+    def context(self) -> int:
+        return int(self.options["max_context_len"])
+
+    @property
+    def guard_rows(self) -> int:
+        return int(self.options.get("guard_rows", 0))
+
+    @property
+    def slots(self) -> int:
+        return int(self.options["max_batch_size"])
+
+    @property
+    def zeroes(self) -> bool:
+        return bool(self.options.get("zero_on_free", False))
+
+
+@dataclass
+class WindowsUnderTest:
+    """Block windows; None after they were dropped. Their model is empty from their close on."""
+
+    name: str
+    options: dict[str, Any]
+    windows: vattn.BlockWindows | None
+    model: BlockModel
+    open: bool = True
+    homes: list[Any] = field(default_factory=list)  # per layer `[blocks, tokens, bytes]`
+    shown: list[Any] = field(default_factory=list)  # per layer `[windows, tokens, bytes]`
+
+    @property
+    def it(self) -> vattn.BlockWindows:
+        assert self.windows is not None
+        return self.windows
+
+
+@dataclass
+class Kept:
+    """Memory that somebody holds on to, whatever happens to its owner.
+
+    Attributes:
+        arrays: as of a `CacheUnderTest`, or the homes or windows of a `WindowsUnderTest` by layer.
+        owner: what keeps the memory mapped as long as the arrays exist; None if nothing does.
+        requests: per slot, what it held when its owner was dropped, and the first rows that may be seen; None before.
+        over: the owner was closed, or dropped without anybody keeping its memory.
+    """
+
+    source: CacheUnderTest | WindowsUnderTest
+    arrays: dict[Any, Any]
+    owner: weakref.ref[Any] | None
+    requests: list[tuple[int, Request, dict[int, int]]] | None = None
+    over: bool = False
 
 
 def make_config(options: dict[str, Any]) -> vattn.KVConfig:
@@ -115,6 +185,16 @@ def config_code(options: dict[str, Any]) -> str:
         f"vattn.TensorGroup({', '.join(f'{k}={v!r}' for k, v in group.items())})" for group in options["groups"]
     )
     return f"vattn.KVConfig(groups=[{groups}], {', '.join(f'{k}={v!r}' for k, v in plain.items())})"
+
+
+def cache_code(options: dict[str, Any]) -> str:
+    """A cache on the pool, as an expression."""
+    return f"vattn.KVCache({config_code(options)}, pool=pool)"
+
+
+def windows_code(options: dict[str, Any]) -> str:
+    """Block windows on the pool, as an expression."""
+    return f"vattn.BlockWindows({', '.join(f'{k}={v!r}' for k, v in options.items())}, pool=pool)"
 
 
 def tokens_code(pieces: list[Piece]) -> str:
@@ -133,27 +213,35 @@ class World:
         self.counts: Counter[str] = Counter()
         self.before_call: Callable[[], object] | None = None
         self.table: FaultyTable | None = None
-        if config.drop:
+        self.kept: list[Kept] = []
+        self.stamp = 0
+        if config.drop or config.books:
             gc.collect()  # what is left of earlier worlds does not count
         self._before = usage()
-        table = ""
+        self._books = books.read() if config.books else None
+        options = f", page_size={config.page_size}"
+        options += ", zero_on_free=True" * config.zero_on_free + ", guard='strict'" * (config.guard == "strict")
         if config.table:
             self.table = FaultyTable()
             self.names["table"] = self.table
             self.lines.append("table = FaultyTable()")
-            table = ", table=table.addresses"
-        self._exec(f"pool = vattn.PagePool({config.pool_pages * 4096}, page_size=4096{table})")
+            options += ", table=table.addresses"
+        self._exec(f"pool = vattn.PagePool({config.pool_pages * config.page_size}{options})")
         self.pool: vattn.PagePool = self.names["pool"]
         self.caches: list[CacheUnderTest] = []
+        self.windows: list[WindowsUnderTest] = []
         try:
-            for i, options in enumerate(config.caches):
-                self._exec(f"c{i} = vattn.KVCache({config_code(options)}, pool=pool)")
-                self.caches.append(self._known(f"c{i}", options))
+            for i, each in enumerate(config.caches):
+                self._exec(f"c{i} = {cache_code(each)}")
+                self.caches.append(self.known_cache(f"c{i}", each))
+            for i, each in enumerate(config.windows):
+                self._exec(f"b{i} = {windows_code(each)}")
+                self.windows.append(self.known_windows(f"b{i}", each))
         except BaseException:
             self.close()
             raise
-        if config.fail is not None:
-            self._exec(f"table.fail{config.fail}")
+        if config.fail:
+            self._exec(f"table.fail_several{config.fail}")
         if config.delay:
             self._exec(f"table.delay = {config.delay}")
 
@@ -161,19 +249,29 @@ class World:
         self.lines.append(line)
         exec(line, self.names)
 
-    def _known(self, name: str, options: dict[str, Any]) -> CacheUnderTest:
+    def known_cache(self, name: str, options: dict[str, Any]) -> CacheUnderTest:
+        """A cache that was just made, with its model."""
         cache: vattn.KVCache = self.names[name]
         windows = {layer: group.get("sliding_window") for group in options["groups"] for layer in group["layers"]}
-        known = CacheUnderTest(
-            name,
-            cache,
-            Model(windows),
-            options["max_context_len"],
-            options.get("guard_rows", 0),
-            options["max_batch_size"],
-            cache.prefix_block_tokens,
-        )
+        known = CacheUnderTest(name, options, cache, Model(windows), cache.prefix_block_tokens)
         known.arrays = contents.sides(cache)
+        return known
+
+    def known_windows(self, name: str, options: dict[str, Any]) -> WindowsUnderTest:
+        """Block windows that were just made, with their model."""
+        windows: vattn.BlockWindows = self.names[name]
+        size, context = options["block_size"], options["max_context_len"]
+        model = BlockModel(
+            options["num_blocks"],
+            size,
+            options["num_windows"],
+            -(-context // size),
+            options["num_layers"],
+            self.config.zero_on_free,
+        )
+        known = WindowsUnderTest(name, options, windows, model)
+        known.homes = [contents.flat(windows.home(layer)) for layer in range(model.layers)]
+        known.shown = [contents.flat(windows.window(layer)) for layer in range(model.layers)]
         return known
 
     # Calls
@@ -195,31 +293,62 @@ class World:
         if self.before_call is not None:
             self.before_call()
         try:
-            return eval(compiled, self.names)
+            value = eval(compiled, self.names)
         except Exception as error:
             kind = type(error).__name__
+            injected = self._injected(error)
             changed = self._changed()
             if not isinstance(error, (vattn.VattnError, *made.expected)):
                 also = ", after it changed lengths" if changed else ""
                 raise Found(f"untyped {kind} from {made.name}{also}", f"{error} {changed}") from error
-            if not isinstance(error, made.expected) and not self._injected(error):
+            if not isinstance(error, made.expected) and not injected:
                 raise Found(f"unexpected {kind} from {made.name}", str(error)) from error
             self.lines[where] = f"try: {made.code}\nexcept {'vattn.' * hasattr(vattn, kind)}{kind}: pass"
             self.counts[kind] += 1
             if changed:
                 raise Found(
-                    f"{kind} from {made.name} changed lengths",
+                    f"{kind} from {made.name} changed lengths or rows",
                     changed,
-                    "print('DEFECT: the call that failed changed lengths', c0.page_map())",
+                    "print('DEFECT: the call that failed changed this', c0.page_map())",
                 ) from error
             raise Refused from error
+        if made.refused:
+            raise Found(f"{made.name} is not refused", f"{made.code} returned {value!r}")
+        return value
 
     def _changed(self) -> str:
-        """What the lengths are instead of the model's; empty if they are those."""
-        for each in self.caches:
-            if (found := self.lengths(each)) != (expected := each.model.lengths()):
-                return f"{each.name}: {found} instead of {expected}"
+        """What lengths, and rows of windows, are instead of the models'; empty if they are those."""
+        with self.quiet():
+            for each in self.caches:
+                if (found := self.lengths(each)) != (expected := each.model.lengths()):
+                    return f"{each.name}: {found} instead of {expected}"
+            for windows in self.windows:
+                if windows.open and (changed := self.changed(windows)):
+                    return changed
         return ""
+
+    def changed(self, each: WindowsUnderTest) -> str:
+        """Where block windows are not what their model says; empty if nowhere."""
+        if (backed := each.it.backed()) != set(each.model.contents):
+            return f"{each.name}: {sorted(backed)} are backed instead of {sorted(each.model.contents)}"
+        for window, row in each.model.rows:
+            if (shown := each.it.shown(window))[: len(row)] != row:
+                return f"{each.name}: window {window} shows {shown} instead of {row}"
+        return ""
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """Driver calls made within do not fail."""
+        return self.table.transparent() if self.table else contextlib.nullcontext()
+
+    def look(self, ask: Callable[[], Any]) -> Any:
+        """What a call that only looks returns; once more where a driver call failed it."""
+        try:
+            return ask()
+        except vattn.DriverError as error:
+            if not self._injected(error):
+                raise
+            with self.quiet():
+                return ask()
 
     def _injected(self, error: Exception) -> bool:
         if self.table is None or self.table.failed is None:
@@ -230,7 +359,58 @@ class World:
 
     @staticmethod
     def lengths(each: CacheUnderTest) -> dict[int, int]:
-        return {pages.reqid: pages.length for pages in each.cache.page_map() if pages.active}
+        if not each.open:
+            return {}
+        return {pages.reqid: pages.length for pages in each.it.page_map() if pages.active}
+
+    # Lives
+
+    def ended(self, each: CacheUnderTest | WindowsUnderTest, *, dropped: bool) -> None:
+        """A cache, or block windows, was closed or dropped: its model is empty, and what somebody kept of it is what
+        that promises.
+        """
+        for kept in self.kept:
+            if kept.source is each and not kept.over and kept.requests is None:
+                if dropped and kept.owner is not None:
+                    assert isinstance(each, CacheUnderTest)
+                    kept.requests = [
+                        (each.model.slots[label], request.copy(), each.model.firsts(request))
+                        for label, request in each.model.requests.items()
+                    ]
+                else:
+                    kept.over = True
+        each.open = False
+        if isinstance(each, CacheUnderTest):
+            each.arrays = {}
+            each.model = Model(each.model.windows)
+            if dropped:
+                each.cache = None
+        else:
+            each.homes, each.shown = [], []
+            each.model.contents, each.model.rows = {}, []
+            if dropped:
+                each.windows = None
+        if dropped:
+            del self.names[each.name]
+
+    def see_kept(self) -> None:
+        """Compares what somebody kept beyond its owner's end."""
+        for kept in self.kept:
+            if kept.over:
+                for array in kept.arrays.values():
+                    if self.config.guard == "zero" and array.any():
+                        raise Found("memory is seen behind its owner's end", f"of {kept.source.name}")
+                    wide = array if array.ndim == 4 else array[:, :, None]
+                    if contents.writable(wide, 0, 0, 1):
+                        raise Found("memory can be written behind its owner's end", f"of {kept.source.name}")
+            for slot, request, firsts in kept.requests or ():
+                for side, array in kept.arrays.items():
+                    first, end = firsts[side[0]], request.length
+                    expected = request.rows(side, first, end, array.shape[2:]) if first < end else None
+                    if expected is not None and (array[slot, first:end] != expected).any():
+                        raise Found(
+                            "wrong rows in tensors that outlive their cache", f"{kept.source.name}, slot {slot}"
+                        )
 
     # Contents
 
@@ -267,28 +447,101 @@ class World:
                     f"see({each.name}, r{label}, {tokens}, {request.salt!r}, {firsts})",
                 )
 
-    def check(self, *, rows: bool = True) -> None:
-        """Compares everything."""
-        with self.table.transparent() if self.table else contextlib.nullcontext():
+    def see_zeros(self, each: CacheUnderTest, label: int, end: int, firsts: dict[int, int] | None = None) -> None:
+        """Where ended requests leave zeros, the rows that a request never wrote, before `end`, are none of theirs.
+
+        Args:
+            firsts: by layer, the first row that is backed, where reading others is a fault.
+        """
+        request, slot = each.model.requests[label], each.model.slots[label]
+        if not each.zeroes or not request.stepped:
+            return
+        for (layer, side), array in each.arrays.items():
+            first = max(request.reached, firsts[layer] if firsts else 0)
+            if first < end and (found := array[slot, first:end]).any():
+                rows = (np.flatnonzero(found.any(axis=(1, 2))) + first).tolist()
+                raise Found(
+                    "rows of another request",
+                    f"{each.name}, request {label} in slot {slot}, layer {layer}, {'KV'[side]}, rows {rows}",
+                    f"k = {each.name}.layer({layer})[{side}][r{label}, {first}:{end}]\n"
+                    "assert not k.view(torch.uint8).any(), 'DEFECT: rows of another request'",
+                )
+
+    def see_blocks(self, each: WindowsUnderTest) -> None:
+        """Compares blocks at home, and what every window shows."""
+        model = each.model
+        if changed := self.changed(each):
+            raise Found("blocks or windows", changed, f"print({each.name}.backed(), {each.name}.stats())")
+        for layer, home in enumerate(each.homes):
+            for block, held in model.contents.items():
+                made, known = blocks.expected(held, layer, home.shape[2])
+                if (home[block] != made)[known].any():
+                    raise Found("wrong rows at home", f"{each.name}, layer {layer}, block {block}")
+        stats = each.it.stats()
+        total = 0
+        for window in range(model.num_windows):
+            shown = each.it.shown(window)
+            total += len(shown)
+            if lost := [block for block in shown if block not in model.contents]:
+                raise Found("a window shows blocks without memory", f"{each.name}, window {window}: {lost}")
+            for layer, array in enumerate(each.shown):
+                end = len(shown) * model.block_size
+                if shown:
+                    held = np.concatenate([model.contents[block] for block in shown])
+                    made, known = blocks.expected(held, layer, array.shape[2])
+                    if (array[window, :end] != made)[known].any():
+                        raise Found("wrong rows in a window", f"{each.name}, layer {layer}, window {window}: {shown}")
+                    if contents.writable(array[:, :, None], window, 0, 1):
+                        raise Found("a window can be written", f"{each.name}, window {window}")
+                if self.config.guard == "zero" and array[window, end:].any():
+                    raise Found("something is seen past the blocks of a window", f"{each.name}, window {window}")
+        counted = (stats.backed_blocks, stats.shown_blocks, stats.attached_blocks - stats.detached_blocks)
+        if counted != (len(model.contents), total, total):
+            raise Found("blocks are miscounted", f"{counted} instead of {len(model.contents)}, {total} and {total}")
+
+    def check(self) -> None:
+        """Compares everything; waits for the worker."""
+        with self.quiet():
+            self.pool.take_back()  # what was dropped while a driver call failed
             held = 0
             for each in self.caches:
-                if rows:
-                    try:
-                        each.cache.check()
-                    except Exception as error:
-                        raise Found("check()", f"{type(error).__name__}: {error}", f"{each.name}.check()") from error
-                held += self._compare(each)
-                if rows:
+                if each.open:
+                    self._check(each)
+                    held += self._compare(each)
                     for label in each.model.requests:
                         self.see(each, label)
-            if rows and (total := held + self.pool.free_pages) != self.pool.total_pages:
+                        if self.config.guard == "zero":
+                            self.see_zeros(each, label, each.context)
+            for windows in self.windows:
+                if windows.open:
+                    self._check(windows)
+                    self.see_blocks(windows)
+                    held += len(windows.model.contents) * windows.it.stats().block_bytes // self.config.page_size
+            for kept in self.kept:
+                orphan = kept.owner() if kept.owner is not None and kept.requests is not None else None
+                if orphan is not None and all(orphan is not each.cache for each in self.caches):
+                    held += orphan.stats().mapped_pages if self._first(kept, orphan) else 0
+            self.see_kept()
+            if (total := held + self.pool.free_pages) != self.pool.total_pages:
                 raise Found("pages are not conserved", f"{held} held, {self.pool.free_pages} free, {total} in all")
+            if self._books is not None and (wrong := books.disagreement()):
+                raise Found("the kernel's books say otherwise", wrong)
+
+    def _first(self, kept: Kept, orphan: Any) -> bool:
+        """Whether this is the first that somebody keeps of a cache."""
+        return next(each for each in self.kept if each.owner is not None and each.owner() is orphan) is kept
+
+    def _check(self, each: CacheUnderTest | WindowsUnderTest) -> None:
+        try:
+            each.it.check()
+        except Exception as error:
+            raise Found("check()", f"{type(error).__name__}: {error}", f"{each.name}.check()") from error
 
     def _compare(self, each: CacheUnderTest) -> int:
         model = each.model
         if (found := self.lengths(each)) != model.lengths():
             raise Found("lengths", f"{found} instead of {model.lengths()}", f"print({each.name}.page_map())")
-        stats = each.cache.stats()
+        stats = each.it.stats()
         expected = (sum(r.length for r in model.requests.values()), model.query_tokens, model.hit_tokens)
         if (counted := (stats.live_tokens, stats.query_tokens, stats.hit_tokens)) != expected:
             raise Found("tokens are miscounted", f"{counted} instead of {expected}", f"print({each.name}.stats())")
@@ -305,42 +558,69 @@ class World:
         """Closes what is open."""
         if self.table is not None:
             self.table.heal()
-        for each in self.caches:
-            each.arrays.clear()
-            each.cache.close()
+        for each in (*self.caches, *self.windows):
+            if each.open:
+                each.it.close()
+                self.ended(each, dropped=False)
+        self.kept = [kept for kept in self.kept if kept.owner is None or kept.over]  # the others keep caches open
         self.pool.close()
 
     def _end(self) -> None:
         """Closes or drops everything, and looks for what is left."""
         if self.table is not None:
             self.table.heal()
-        if not self.config.drop:
+        if self.config.drop:
+            self._drop()
+        else:
+            self.see_kept()
             try:
                 self.close()
             except Exception as error:
                 raise Found("close()", f"{type(error).__name__}: {error}", _CLOSE) from error
-            left = usage()
-            if (left.physical_bytes, left.handles) != (self._before.physical_bytes, self._before.handles):
-                raise Found("memory is left behind caches that were closed", f"{self._before} -> {left}", _CLOSE)
-            return
-        names = [each.name for each in self.caches]
-        left_alive = weakref.WeakSet(each.cache for each in self.caches)
+            self.see_kept()
+            self.kept.clear()
+        self.before_call = None
+        if left := self._left():
+            how = "dropped and not collected" if self.config.drop else "closed"
+            raise Found(f"something is left of caches that were {how}", left, _CLOSE)
+
+    def _drop(self) -> None:
+        """Drops everything, then what was kept of it."""
+        alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        for each in (*self.caches, *self.windows):
+            if each.open:
+                alive.add(each.it)
+                self.ended(each, dropped=True)
+        names = sorted(name for name in self.names if re.fullmatch(r"[bc]\d+", name))
         self.names.clear()
         self.caches.clear()
+        self.windows.clear()
         del self.pool
-        self.before_call = None
         gc.collect()
-        left = usage()
-        if left.threads > self._before.threads:
-            time.sleep(0.1)  # the kernel lists a thread for a moment after it was joined
-            left = usage()
-        if left_alive or left != self._before:
+        self.see_kept()
+        self.kept.clear()
+        gc.collect()
+        if alive:
             raise Found(
                 "a dropped cache is not collected",
-                f"{len(left_alive)} of {len(names)} are alive, {self._before} -> {left}",
-                f"import gc, weakref\n\nref = weakref.ref(c0)\ndel {', '.join(names)}, pool\ngc.collect()\n"
+                f"{len(alive)} are alive",
+                f"import gc, weakref\n\nref = weakref.ref(c0)\ndel {', '.join([*names, 'c0', 'pool'])}\ngc.collect()\n"
                 "assert ref() is None, 'DEFECT: still alive'",
             )
+
+    def _left(self) -> str:
+        """What the process holds beyond what it held before; empty if nothing."""
+        end = time.monotonic() + 2
+        while (now := usage()) != self._before:
+            if time.monotonic() > end:
+                names = [each.name for each in fields(Usage)]
+                return ", ".join(
+                    f"{name}: {getattr(self._before, name)} -> {getattr(now, name)}"
+                    for name in names
+                    if getattr(self._before, name) != getattr(now, name)
+                )
+            time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
+        return books.left(self._books) if self._books is not None else ""
 
     def __enter__(self) -> World:
         return self
@@ -371,4 +651,4 @@ def usage() -> Usage:
     return Usage(held.kernel_mappings, held.physical_bytes, held.handles, held.reservations, threads)
 
 
-_CLOSE = "c0.close()\npool.close()\nfrom vattn import _native\nprint(_native.host_usage().physical_bytes)"
+_CLOSE = "c0.close()\npool.close()\nfrom vattn import _native\nprint(_native.host_usage())"

@@ -32,7 +32,8 @@ _PER_THREAD = 2  # CU_STREAM_PER_THREAD, on which memory is zeroed
 
 
 class FaultyTable:
-    """`addresses` is a driver table; `fail(n)` makes the n-th call from now on fail (1: the next), once.
+    """`addresses` is a driver table; `fail(n)` makes the n-th call from now on fail (1: the next), once;
+    `fail_several((n, code), ...)` several of them.
 
     Calls that only look (retain, get_access) are passed on uncounted. The wait for a memset fails by name only: what
     that leaves is unknown, so the pool is unusable then, and nothing is taken back.
@@ -44,7 +45,7 @@ class FaultyTable:
         self.ended: Counter[str] = Counter()
         self.delay = 0.0  # seconds that every call takes longer
         self.failed: str | None = None
-        self._countdown: int | None = None
+        self._coming: list[list[int]] = []  # calls until each failure, and its code
         self._always: frozenset[str] = frozenset()
         self._code = 0
         self._transparent = False
@@ -58,8 +59,12 @@ class FaultyTable:
             self.addresses[name] = ctypes.cast(callback, ctypes.c_void_p).value or 0
 
     def fail(self, nth: int, code: int = 999, name: str | None = None) -> None:
-        self.failed = None
-        self._countdown, self._code, self._only = nth, code, name
+        self.fail_several((nth, code))
+        self._only = name
+
+    def fail_several(self, *failures: tuple[int, int]) -> None:
+        self.failed, self._only = None, None
+        self._coming = [[nth, code] for nth, code in failures]
 
     def fail_always(self, *names: str, code: int = 999) -> None:
         self._always, self._code = frozenset(names), code
@@ -72,7 +77,7 @@ class FaultyTable:
         self._transparent = False
 
     def heal(self) -> None:
-        self._countdown = None
+        self._coming = []
         self._always = frozenset()
 
     def _wrap(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
@@ -87,12 +92,13 @@ class FaultyTable:
             waits = name in ("cuEventRecord", "cuEventSynchronize") and arguments[0] == self._memset_event
             if name == "cuEventSynchronize" and waits:
                 self._memset_event = None  # the event is used again for other things
-            if self._countdown is not None and (self._only == name or (self._only is None and not waits)):
-                self._countdown -= 1
-                if self._countdown == 0:
-                    self._countdown = None
+            if self._only == name or (self._only is None and not waits):
+                for failure in self._coming:
+                    failure[0] -= 1
+                if over := [failure for failure in self._coming if failure[0] == 0]:
+                    self._coming = [failure for failure in self._coming if failure[0] > 0]
                     self.failed = name
-                    return self._code
+                    return over[0][1]
             time.sleep(self.delay)
             result = call(*arguments)
             self.ended[name] += 1

@@ -147,6 +147,7 @@ class PagePool:
         page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
         self.driver = source.open(page_size, guard=guard, table=table)
         self.page_size = page_size
+        self.guard = guard
         size = parse_bytes(budget, "budget")
         if size < page_size:
             raise ConfigError(f"budget={budget!r} is below one page of {format_bytes(page_size)}")

@@ -192,6 +192,7 @@ def test_the_kernels_table_of_mappings_is_never_filled() -> None:
             dtype="float32",
             max_batch_size=2,
             max_context_len=40_000,
+            layout="layer",
             eager_pages=0,
             watermark=0,
             overlap=False,

@@ -199,6 +199,8 @@ def test_a_cache_that_zeroes_needs_a_pool_that_does() -> None:
     pool = vattn.PagePool(66 * PAGE, device=target.DEVICE, page_size=PAGE)
     with pytest.raises(vattn.ConfigError, match="zero_on_free=True needs a pool"):
         cache(pool=pool)
+    with pytest.raises(vattn.ConfigError, match="guard='strict' needs a pool"):
+        cache(pool=pool, zero_on_free=False, guard="strict")
     pool.close()
 
 
