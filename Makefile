@@ -13,7 +13,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--retries 1 --extra-index-ur
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test campaign soak check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign soak check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -54,6 +54,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 plugin-test: $(PLUGIN)/.installed
 	$(PLUGIN)/bin/python -m pip install --quiet --no-deps .
 	cd plugins/vattn-vllm && $(abspath $(PLUGIN))/bin/python -m pytest -q -c tests/pytest.ini tests
+
+# Random engines and requests with the plugin and without it; MINUTES=10 SEED=7 for more, and for others.
+plugin-fuzz: $(PLUGIN)/.installed
+	$(PLUGIN)/bin/python -m pip install --quiet --no-deps .
+	cd plugins/vattn-vllm && $(abspath $(PLUGIN))/bin/python tests/fuzz.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 $(PLUGIN)/.installed: plugins/vattn-vllm/pyproject.toml plugins/vattn-vllm/tests/needs.py
 	rm -rf $(PLUGIN)

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from bench.cases.plugin import ENGINES, environment, interpreter
@@ -24,7 +23,7 @@ from bench.harness.report import Goal, Report, Row
 ABOUT = "two engines of vLLM in one budget, beside a static split"
 
 _BLOCK = 128  # tokens, vLLM's default on a CPU
-_NULL = 1  # block, which every engine has beside those that it uses
+_NULL = 1  # block, which every engine of vLLM has beside those that it uses
 
 
 def run(quick: bool) -> Report:
@@ -36,7 +35,7 @@ def run(quick: bool) -> Report:
     config = {**QWEN2, "num_hidden_layers": 1} if quick else QWEN2
     token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
     token_bytes *= config["hidden_size"] // config["num_attention_heads"]
-    budget = (blocks + 2 * _NULL) * _BLOCK * token_bytes
+    budget = blocks * _BLOCK * token_bytes
     figures: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         qwen2(**config).save_pretrained(place)
@@ -55,7 +54,6 @@ def run(quick: bool) -> Report:
             seconds = _alternate(python, {**burst, "llm": {**llm, **more}}, bursts)
             rate = len(seconds) * requests / sum(seconds)
             figures.append({"memory": side, "requests/s": rate, "seconds of a burst": sum(seconds) / len(seconds)})
-        Path(f"/dev/shm/vattn-budget-{os.getuid()}-{name}").unlink(missing_ok=True)
     static, shared = (float(row["requests/s"]) for row in figures)
     return Report(
         parameters={"model": config, **burst, "bursts of each": bursts, "blocks in all": blocks, "block": _BLOCK},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,47 +10,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from environment import environment
 
 HERE = Path(__file__).parent
 Answer = dict[str, Any]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_PLUGINS": "vattn",
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of a kind."""
+    return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(model_of: Callable[[str], Path]) -> Path:
     """Four layers, eight query heads and two KV heads of 32."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    network = Qwen2ForCausalLM(config)
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    folder = tmp_path_factory.mktemp("model")
-    network.save_pretrained(folder)
-    return folder
+    return model_of("full")
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,12 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return [(shared if not i % 3 else []) + tokens(rng.choice([3, 17, 64, 200])) for i in range(PROMPTS)]
 
 
+def of_lengths(lengths: list[int]) -> list[list[int]]:
+    """Prompts of these lengths, which have nothing in common."""
+    rng = random.Random(1)
+    return [[rng.randrange(5, 1000) for _ in range(length)] for length in lengths]
+
+
 def run(order: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -39,7 +45,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
         keywords["lora_request"] = LoRARequest("adapter", 1, lora)
     results = []
-    for given in (prompts(), prompts()[:5]):
+    asked = of_lengths(order["lengths"]) if "lengths" in order else prompts()
+    for given in (asked, asked[:5]):
         outputs = llm.generate(
             [TokensPrompt(prompt_token_ids=each) for each in given],
             SamplingParams(**sampling),
@@ -62,5 +69,15 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def main() -> None:
+    order = json.load(sys.stdin)
+    print("ANSWER " + json.dumps(run(order)), flush=True)
+    if order.get("killed"):
+        import psutil
+
+        for process in (*psutil.Process().children(recursive=True), psutil.Process()):
+            process.kill()
+
+
 if __name__ == "__main__":
-    print("ANSWER " + json.dumps(run(json.load(sys.stdin))))
+    main()

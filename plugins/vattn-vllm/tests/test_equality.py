@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from safetensors.torch import save_file
+from vattn_vllm.budget import SharedBudget
 
 Run = Callable[..., dict[str, Any]]
 
@@ -22,6 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"llm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}},
     # Of one token, since engines draw their random numbers in another order.
     "several samples": {"sampling": {"n": 3, "temperature": 1, "top_k": 1}},
+    # vLLM puts requests that begin last, whatever their length.
+    "prompts of one token": {"lengths": [3, 1, 20, 1, 2]},
+    "a first chunk of one token": {"lengths": [63, 10, 40], "llm": {"max_num_batched_tokens": 64}},
     "compiled": {"llm": {"enforce_eager": False}},
     "bfloat16": {"llm": {"dtype": "bfloat16"}, "sampling": {"max_tokens": 2}},
 }
@@ -41,6 +46,32 @@ def test_the_same_tokens_and_prefix_hits(name: str, run: Run) -> None:
     assert stats["mapped_bytes"] < 0.2 * stats["reserved_bytes"]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in models.KINDS if kind != "full"])
+def test_every_kind_of_model(kind: str, model_of: Callable[[str], Path], run: Run) -> None:
+    llm = {"model": str(model_of(kind)), "max_num_batched_tokens": 100, "num_gpu_blocks_override": 100}
+    answer = run(plugin={"guard": "strict"}, llm=llm, then_stock=True)
+    assert answer["results"] == answer["stock"]
+    assert sum(answer["results"][1]["cached"]) > 0
+
+
+def test_windows_without_groups_of_their_own(model_of: Callable[[str], Path], run: Run) -> None:
+    llm = {"model": str(model_of("full and window")), "disable_hybrid_kv_cache_manager": True}
+    answer = run(plugin={"guard": "strict"}, llm=llm, then_stock=True)
+    assert answer["results"] == answer["stock"]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_a_window_has_passed_is_given_back(caching: bool, model_of: Callable[[str], Path], run: Run) -> None:
+    """While the request runs, which is all that there is."""
+    llm = {"model": str(model_of("window")), "max_num_batched_tokens": 48, "block_size": 32}
+    order = {"lengths": [900], "llm": {**llm, "enable_prefix_caching": caching}}
+    (stats,) = run(plugin={"keep_free": 0}, **order)["stats"]
+    row = 2 * 2 * 32 * 4  # keys and values of two heads
+    peak = stats["peak_mapped_bytes"] / (2 * 32 * row)
+    # 40 tokens that are seen, 48 new ones, parts of blocks, and the null block; 29 blocks are used in all.
+    assert peak <= 6
+
+
 @pytest.mark.parametrize("layout", ["layered", "fused"])
 def test_every_layout_and_a_guard(layout: str, run: Run) -> None:
     ours = run(plugin={"layout": layout, "guard": "strict", "spare_windows": 0})
@@ -54,8 +85,8 @@ def test_memory_that_is_given_back_costs_hits_and_no_tokens(run: Run) -> None:
     assert [each["tokens"] for each in ours["results"]] == [each["tokens"] for each in stock["results"]]
     assert stock["results"][1]["cached"][0] > ours["results"][1]["cached"][0] == 0
     (stats,) = ours["stats"]
-    assert stats["backed_blocks"] == 1, "the null block"
-    assert stats["peak_mapped_bytes"] >= 20 * stats["mapped_bytes"]
+    assert stats["backed_blocks"] == stats["mapped_bytes"] == 0
+    assert stats["peak_mapped_bytes"] > 0
 
 
 def test_two_processes_share_the_heads(run: Run) -> None:
@@ -86,3 +117,15 @@ def test_adapters(run: Run, model: Path, tmp_path: Path) -> None:
     stock = run(**order)
     assert run(plugin={}, **order)["results"] == stock["results"]
     assert stock["results"] != run()["results"], "the adapter does something"
+
+
+def test_an_engine_that_is_killed_leaves_nothing_behind(run: Run) -> None:
+    before = set(Path("/dev/shm").glob("vattn-*"))
+    ours = run(
+        plugin={"shared_budget": "killed:1GiB"}, llm={"tensor_parallel_size": 2}, multiprocessing=True, killed=True
+    )
+    assert len(ours["stats"]) == 2
+    left = set(Path("/dev/shm").glob("vattn-*")) - before
+    assert all("budget" in path.name for path in left)
+    SharedBudget("other:1GiB")
+    assert not left & set(Path("/dev/shm").glob("vattn-*"))

@@ -11,12 +11,19 @@ import vllm.version
 from vattn_vllm import hooks
 from vattn_vllm.options import selected
 from vattn_vllm.refusals import TRIED
-from vllm.config import SchedulerConfig
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder
+from vllm.config import SchedulerConfig, get_layers_from_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -36,6 +43,8 @@ def test_signatures() -> None:
     assert parameters(Scheduler.schedule) == ["self", "throttle_prefills"]
     assert parameters(SchedulerConfig.get_scheduler_cls) == ["self"]
     assert parameters(BlockPool.evict_blocks) == ["self", "block_ids"]
+    assert parameters(BlockPool.get_num_free_blocks) == ["self"]
+    assert parameters(get_layers_from_vllm_config) == ["vllm_config", "layer_type", "layer_names"]
     build = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
     assert parameters(AttentionMetadataBuilder.build) == build
     forward = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
@@ -54,6 +63,22 @@ def test_what_the_scheduler_says() -> None:
     assert [block.ref_cnt for block in pool.blocks] == [0] * 4 or pool.null_block.block_id == 0
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [1, 2, 3]
     assert all(block.block_hash is None for block in pool.blocks)
+
+
+def test_where_layers_lie() -> None:
+    """Layers of all groups lie over the same memory, from its beginning."""
+    assert {"num_blocks", "kv_cache_tensors", "kv_cache_groups"} <= {field.name for field in fields(KVCacheConfig)}
+    assert {"layer_names", "kv_cache_spec"} <= {field.name for field in fields(KVCacheGroupSpec)}
+    assert {"size", "layers", "offset"} <= {field.name for field in fields(KVCacheTensor)}
+    stored = {"block_size", "num_kv_heads", "head_size", "head_size_v", "dtype"}
+    assert stored <= {field.name for field in fields(FullAttentionSpec)}
+    assert stored | {"sliding_window"} <= {field.name for field in fields(SlidingWindowSpec)}
+
+
+def test_what_metadata_are_built_from() -> None:
+    assert {"query_start_loc_cpu", "seq_lens", "num_reqs", "block_table_tensor", "slot_mapping"} <= {
+        field.name for field in fields(CommonAttentionMetadata)
+    }
 
 
 def test_other_engines_have_their_own_scheduler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 from vattn_vllm.options import Options
 from vattn_vllm.refusals import check_cache, check_engine
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vattn.errors import ConfigError
 
@@ -38,9 +44,14 @@ def test_refused_when_it_starts(
 def engine(**changes: Any) -> Any:
     """As much of an engine's configuration as the checks look at."""
     config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_sharing_fast_prefill=False),
         model_config=SimpleNamespace(
-            use_mla=False, is_encoder_decoder=False, runner_type="generate", enable_sleep_mode=False
+            use_mla=False,
+            is_encoder_decoder=False,
+            runner_type="generate",
+            enable_sleep_mode=False,
+            is_mm_prefix_lm=False,
+            rswa_window=None,
         ),
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
@@ -61,6 +72,9 @@ def engine(**changes: Any) -> Any:
         ({"model_config__is_encoder_decoder": True}, "encoder"),
         ({"model_config__runner_type": "pooling"}, "does not generate"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"model_config__is_mm_prefix_lm": True}, "images in both directions; serve its text alone"),
+        ({"model_config__rswa_window": 64}, "leaves the prompt visible"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "leave out --kv-sharing-fast-prefill"),
         ({"kv_transfer_config": object()}, "leave out --kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
     ],
@@ -78,12 +92,36 @@ def test_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     check_engine(engine(), Options(untested_vllm=True))
 
 
-def test_layers_that_differ() -> None:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
-    assert check_cache(SimpleNamespace(kv_cache_groups=[group])) is spec  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
-        check_cache(SimpleNamespace(kv_cache_groups=[group, group]))  # type: ignore[arg-type]
-    other = SimpleNamespace(layer_names=["a"], kv_cache_spec=object())
-    with pytest.raises(ConfigError, match="keys and values of full attention only"):
-        check_cache(SimpleNamespace(kv_cache_groups=[other]))  # type: ignore[arg-type]
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+
+
+def cache(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_groups_that_store_alike() -> None:
+    specs = FULL, SlidingWindowSpec(**SHAPE, sliding_window=8), replace(FULL, sliding_window=8)
+    assert check_cache(cache(*specs)) == list(specs)
+
+
+@pytest.mark.parametrize(
+    ("specs", "match"),
+    [
+        ([object()], "holds object, and the plugin serves keys and values of full and sliding-window attention only"),
+        ([MLAAttentionSpec(**SHAPE)], "holds MLAAttentionSpec"),
+        ([replace(FULL, attention_chunk_size=8)], "sees chunks of the context"),
+        ([replace(FULL, non_causal=True)], "is not causal"),
+        ([replace(FULL, head_size_v=32)], "keys have 64 elements and values 32"),
+        (
+            [UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": replace(FULL, num_kv_heads=2)})],
+            "layers differ in the size of what they store",
+        ),
+        ([FULL, SlidingWindowSpec(**SHAPE | {"block_size": 32}, sliding_window=8)], r"tokens per block \(16, 32\)"),
+        ([FULL, SlidingWindowSpec(**SHAPE | {"num_kv_heads": 2}, sliding_window=8)], r"KV heads \(1, 2\)"),
+        ([FULL, SlidingWindowSpec(**SHAPE, sliding_window=8, page_size_padded=2**14)], "bytes per block"),
+    ],
+)
+def test_caches_that_it_cannot_serve(specs: list[Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check_cache(cache(*specs))

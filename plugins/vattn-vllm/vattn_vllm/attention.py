@@ -1,13 +1,13 @@
 """vLLM's attention backend over windows: vattn's kernels on contiguous keys and values.
 
-The metadata builder shows the rows of vLLM's block table in windows, once for all layers of a step. An implementation
-writes new keys and values where vLLM says, at home, and reads them in windows.
+Metadata builders say which rows of vLLM's block tables are shown in windows, once for all layers of a step. An
+implementation writes new keys and values where vLLM says, at home, and reads them in windows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
 from vattn.errors import ConfigError
 from vattn_vllm.memory import KVMemory
 from vattn_vllm.options import Options
+from vattn_vllm.steps import Step
 
 
 class WindowBackend(AttentionBackend):
@@ -71,21 +72,33 @@ class WindowBackend(AttentionBackend):
 
 @dataclass
 class WindowMetadata:
-    """A step.
+    """A step, for the layers of one KV cache group.
 
     Attributes:
         num_actual_tokens: tokens without padding.
         slots: where each of them is written, by vLLM's number, int64.
-        batch: the rows' windows, lengths and new tokens.
     """
 
     num_actual_tokens: int
     slots: Tensor
-    batch: PackedBatch
+    _step: Step
+    _group: int
+    _starts: list[int]
+    _ends: list[int]
+    _device: torch.device
+
+    @cached_property
+    def batch(self) -> PackedBatch:
+        """The rows' windows, lengths and new tokens; to be asked for when all groups have their metadata."""
+        spans = map(Span, self._step.windows(self._group), self._starts, self._ends)
+        return PackedBatch(tuple(spans), self._device)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
-    """Shows the rows of the block table, and packs the batch; single tokens come first."""
+    """Prepares to show the rows of a block table, and packs the batch.
+
+    vLLM puts single tokens first, as kernels have them best, except those of requests that begin.
+    """
 
     reorder_batch_threshold = 1
 
@@ -93,7 +106,6 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._block_size = kv_cache_spec.block_size
         self._layers = vllm_config.compilation_config.static_forward_context
         self._name = layer_names[0]
 
@@ -101,18 +113,22 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> WindowMetadata:
         step = common_attn_metadata
-        lengths = step.seq_lens[: step.num_reqs].cpu()
-        starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
-        counts = (lengths + (self._block_size - 1)) // self._block_size
-        table = step.block_table_tensor[: step.num_reqs].cpu()
-        memory: KVMemory = self._layers[self._name].impl.memory
-        windows = memory.windows.show(table, counts)
-        spans = tuple(
-            Span(window, end - (last - first), end)
-            for window, end, (first, last) in zip(windows, lengths.tolist(), pairwise(starts), strict=True)
+        counts = step.query_start_loc_cpu[: step.num_reqs + 1].diff()
+        rows = int(counts.count_nonzero())  # without padding, which comes last
+        tokens = int(step.query_start_loc_cpu[rows])
+        ends = step.seq_lens[:rows].cpu().long()
+        starts = ends - counts[:rows]
+        attention: WindowAttention = self._layers[self._name].impl
+        shown, offsets = attention.memory.rows(attention.group, step.block_table_tensor[:rows].cpu(), starts, ends)
+        return WindowMetadata(
+            tokens,
+            step.slot_mapping[:tokens].long(),
+            shown,
+            attention.group,
+            (starts - offsets).tolist(),
+            (ends - offsets).tolist(),
+            self.device,
         )
-        slots = step.slot_mapping[: step.num_actual_tokens].long()
-        return WindowMetadata(step.num_actual_tokens, slots, PackedBatch(spans, self.device))
 
 
 class WindowAttention(AttentionImpl[WindowMetadata]):
@@ -159,7 +175,8 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         self._params = AttentionParams(
             scale=self.scale, window=sliding_window, softcap=logits_soft_cap or None, sinks=sinks
         )
-        self.memory: KVMemory | None = None
+        self.memory: KVMemory
+        self.group: int
 
     def use(self, memory: KVMemory, name: str) -> None:
         """Gives the layer its memory, when the cache is allocated.
@@ -167,9 +184,9 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         Args:
             name: the layer whose keys and values are read.
         """
-        self.memory = memory
+        self.memory, self.group = memory, memory.group_of(name)
         self._stored = memory.stored(name)
-        rows = memory.rows(name)
+        rows = memory.slots(name)
         self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
 
     def do_kv_cache_update(

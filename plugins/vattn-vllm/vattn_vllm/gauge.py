@@ -1,46 +1,73 @@
 """vLLM's `/metrics` shows how much memory the caches of an engine's workers have mapped and reserved.
 
-Workers and the API server are separate processes. Each worker keeps two numbers in a small file in shared memory, which
-the server reads when it is asked for its metrics.
+Workers and the API server are separate processes. Each worker answers with two numbers on a socket in the abstract
+namespace, which ends with its process however that ends, and leaves no file.
 """
 
 from __future__ import annotations
 
-import atexit
-import mmap
+import errno
 import os
+import socket
 import struct
-from pathlib import Path
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import Gauge
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vattn import BlockStats
 from vattn_vllm.options import selected
 
+logger = init_logger(__name__)
+
 _NUMBERS = struct.Struct("qq")
-_FOLDER = Path("/dev/shm")
+_SECONDS = 1.0  # that a worker may take to answer
 
 
-def _pattern(config: VllmConfig) -> str:
-    return f"vattn-vllm-{os.getuid()}-{config.instance_id}"
+def _address(config: VllmConfig, engine: int, rank: int) -> str:
+    return f"\0vattn-vllm-{os.getuid()}-{config.instance_id}-{engine}-{rank}"
 
 
 class Usage:
-    """The numbers of one worker, removed when its process exits."""
+    """The numbers of one worker, until it is dropped or its process ends."""
 
     def __init__(self, config: VllmConfig, rank: int) -> None:
-        data_rank = config.parallel_config.data_parallel_rank
-        self._path = _FOLDER / f"{_pattern(config)}-{data_rank}-{rank}-{os.getpid()}"
-        self._path.write_bytes(bytes(_NUMBERS.size))
-        with self._path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _NUMBERS.size)
-        atexit.register(self._path.unlink, missing_ok=True)
+        self._numbers = bytearray(_NUMBERS.size)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            server.bind(_address(config, config.parallel_config.data_parallel_rank, rank))
+        except OSError as error:
+            server.close()
+            logger.warning("vattn: /metrics lacks the memory of worker %d: %s", rank, error)
+            return
+        server.listen()
+        threading.Thread(target=_answer, args=(server, self._numbers), name="vattn-usage", daemon=True).start()
+        weakref.finalize(self, server.shutdown, socket.SHUT_RDWR)
 
     def set(self, stats: BlockStats) -> None:
-        _NUMBERS.pack_into(self._map, 0, stats.mapped_bytes, stats.reserved_bytes)
+        _NUMBERS.pack_into(self._numbers, 0, stats.mapped_bytes, stats.reserved_bytes)
+
+
+def _answer(server: socket.socket, numbers: bytearray) -> None:
+    """Sends the numbers to whoever connects, until the server is shut down."""
+    with server:
+        while True:
+            try:
+                reader, _ = server.accept()
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return
+                time.sleep(_SECONDS)  # no descriptor is left
+                continue
+            with reader, suppress(OSError):  # it may have left
+                reader.send(numbers)
 
 
 class Gauges(StatLoggerBase):
@@ -54,7 +81,8 @@ class Gauges(StatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         if not selected(vllm_config):
             return
-        pattern = f"{_pattern(vllm_config)}-{engine_index}-*"
+        ranks = range(vllm_config.parallel_config.world_size)
+        addresses = [_address(vllm_config, engine_index, rank) for rank in ranks]
         for position, (name, what) in enumerate(
             (
                 ("vattn:kv_mapped_bytes", "Physical memory under the blocks of the KV cache."),
@@ -63,7 +91,7 @@ class Gauges(StatLoggerBase):
         ):
             gauge = _gauge(name, what)
             labels = gauge.labels(model_name=vllm_config.model_config.served_model_name, engine=str(engine_index))
-            labels.set_function(lambda position=position: _total(pattern, position))
+            labels.set_function(lambda position=position: _total(addresses, position))
 
     def record(self, *args: Any, **keywords: Any) -> None:
         """Nothing: the numbers are read when they are asked for."""
@@ -82,6 +110,14 @@ def _gauge(name: str, what: str) -> Gauge:
     return _made[name]
 
 
-def _total(pattern: str, position: int) -> float:
-    found = (_NUMBERS.unpack(path.read_bytes())[position] for path in _FOLDER.glob(pattern))
-    return float(sum(found))
+def _total(addresses: Sequence[str], position: int) -> float:
+    """One of the numbers, over all workers that answer."""
+    total = 0
+    for address in addresses:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as worker, suppress(OSError):
+            worker.settimeout(_SECONDS)
+            worker.connect(address)
+            answer = worker.recv(_NUMBERS.size)
+            if len(answer) == _NUMBERS.size:
+                total += _NUMBERS.unpack(answer)[position]
+    return float(total)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from vattn.errors import ConfigError
-from vattn_vllm.budget import SharedBudget
+from vattn_vllm.budget import parse_budget
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +49,7 @@ class Options:
         if isinstance(self.spare_windows, bool) or not isinstance(self.spare_windows, int) or self.spare_windows < 0:
             raise ConfigError(f"vattn: spare_windows={self.spare_windows!r} must be 0 or more")
         if self.shared_budget is not None:
-            SharedBudget(self.shared_budget)
+            parse_budget(self.shared_budget)
         if self.guard not in ("zero", "strict"):
             raise ConfigError(f"vattn: guard={self.guard!r} is not 'zero' or 'strict'")
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import vllm.version
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vattn.errors import ConfigError
 
@@ -17,6 +23,16 @@ if TYPE_CHECKING:
 
 # Versions of vLLM for which all tests of the plugin passed.
 TRIED = ("0.32.0",)
+
+# What all KV cache groups have to have in common, as `AttentionSpec` names it.
+_STORED = (
+    ("block_size", "tokens per block"),
+    ("num_kv_heads", "KV heads"),
+    ("head_size", "head sizes"),
+    ("head_size_v", "head sizes of values"),
+    ("dtype", "element types"),
+    ("page_size_bytes", "bytes per block"),
+)
 
 
 def check_engine(config: VllmConfig, options: Options) -> None:
@@ -30,25 +46,38 @@ def check_engine(config: VllmConfig, options: Options) -> None:
         raise ConfigError(f"vattn: {refusal}")
 
 
-def check_cache(config: KVCacheConfig) -> FullAttentionSpec:
-    """What every layer stores.
+def check_cache(config: KVCacheConfig) -> list[AttentionSpec]:
+    """What the layers of each KV cache group store.
 
     Raises:
-        ConfigError: layers that differ, or that store something else than keys and values.
+        ConfigError: layers that differ in size, or that store something else than keys and values.
     """
-    groups = [group for group in config.kv_cache_groups if group.layer_names]
-    if len(groups) != 1:
+    specs: list[AttentionSpec] = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            raise ConfigError("vattn: the model's layers differ in the size of what they store; leave out --worker-cls")
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            raise ConfigError(
+                f"vattn: the cache holds {type(spec).__name__}, and the plugin serves keys and values of full and "
+                "sliding-window attention only; leave out --worker-cls"
+            )
+        if getattr(spec, "attention_chunk_size", None) is not None or getattr(spec, "non_causal", False):
+            kind = "is not causal" if getattr(spec, "non_causal", False) else "sees chunks of the context"
+            raise ConfigError(f"vattn: the model has attention that {kind}; leave out --worker-cls")
+        specs.append(spec)
+    for name, what in _STORED:
+        found = [getattr(spec, name) for spec in specs]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"vattn: the model's KV cache groups differ in their {what} ({', '.join(map(str, found))}), and they "
+                "share one memory; leave out --worker-cls"
+            )
+    if specs[0].head_size_v != specs[0].head_size:
         raise ConfigError(
-            f"vattn: the model's layers form {len(groups)} KV cache groups, and windows show one block table; use a "
-            "model whose layers store alike (for sliding windows: --disable-hybrid-kv-cache-manager)"
+            f"vattn: keys have {specs[0].head_size} elements and values {specs[0].head_size_v}; leave out --worker-cls"
         )
-    spec = groups[0].kv_cache_spec
-    if isinstance(spec, MLAAttentionSpec) or type(spec) is not FullAttentionSpec:
-        raise ConfigError(
-            f"vattn: the cache holds {type(spec).__name__}, and the plugin serves keys and values of full attention "
-            "only; leave out --worker-cls"
-        )
-    return spec
+    return specs
 
 
 def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
@@ -65,6 +94,15 @@ def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
         yield "the model has multi-head latent attention; leave out --worker-cls"
     if model.is_encoder_decoder or model.runner_type != "generate":
         yield "the model has an encoder, or does not generate; leave out --worker-cls"
+    if model.is_mm_prefix_lm:
+        yield (
+            "the model sees its images in both directions; serve its text alone (--language-model-only), or leave out "
+            "--worker-cls"
+        )
+    if model.rswa_window is not None:
+        yield "the model's window leaves the prompt visible; leave out --worker-cls"
+    if config.cache_config.kv_sharing_fast_prefill:
+        yield "layers that share keys skip a part of the prefill; leave out --kv-sharing-fast-prefill"
     if config.kv_transfer_config is not None:
         yield "KV connectors read vLLM's own layouts; leave out --kv-transfer-config or --worker-cls"
     if (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import vllm.v1.worker.gpu.attn_utils as runner_v2
 import vllm.v1.worker.gpu_model_runner as runner_v1
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
@@ -45,28 +47,21 @@ class _WindowWorker(StockCUDAWorker):
     def load_model(self, *args: Any, **keywords: Any) -> None:
         with _registered(self.backend):
             super().load_model(*args, **keywords)
-        layers = self.vllm_config.compilation_config.static_forward_context
-        foreign = [
-            name for name, layer in layers.items() if not isinstance(getattr(layer, "impl", None), WindowAttention)
-        ]
-        if foreign:
-            raise ConfigError(
-                f"vattn: layer {foreign[0]} has another attention backend; use --attention-backend CUSTOM on CUDA, or "
-                "leave out --worker-cls for this model"
-            )
+        for name, layer in self._attention().items():
+            if not isinstance(getattr(layer, "impl", None), WindowAttention):
+                raise ConfigError(
+                    f"vattn: layer {name}, {type(layer).__name__}, has another attention backend; use "
+                    "--attention-backend CUSTOM on CUDA, or leave out --worker-cls for this model"
+                )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         def allocate(cache: KVCacheConfig, device: torch.device, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
             self._memory = KVMemory(self.vllm_config, cache, device, self._options)
-            layers = self.vllm_config.compilation_config.static_forward_context
-            for name, layer in layers.items():
+            for name, layer in self._attention().items():
                 layer.impl.use(self._memory, getattr(layer, "kv_sharing_target_layer_name", None) or name)
             return self._memory.views()
 
-        with (
-            mock.patch.object(runner_v1, "allocate_kv_cache", allocate),
-            mock.patch.object(runner_v2, "allocate_kv_cache", allocate),
-        ):
+        with _replaced(runner_v1, "allocate_kv_cache", allocate), _replaced(runner_v2, "allocate_kv_cache", allocate):
             super().initialize_from_config(kv_cache_config)
         if self._memory is None:
             raise ConfigError("vattn: vLLM allocated its KV cache by itself; this version of it is not supported")
@@ -75,14 +70,15 @@ class _WindowWorker(StockCUDAWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         memory = self._memory
         assert memory is not None
-        gone, blocks = hooks.given_back(scheduler_output), list(hooks.allocated(scheduler_output))
-        if gone:
-            memory.give_back(gone)
-        if blocks:
-            memory.back(blocks)
-        if gone or blocks:
+        changed = memory.begin_step(hooks.allocated(scheduler_output), hooks.given_back(scheduler_output))
+        output = super().execute_model(scheduler_output)
+        if changed:
             self._usage.set(memory.windows.stats())
-        return super().execute_model(scheduler_output)
+        return output
+
+    def _attention(self) -> dict[str, Any]:
+        """The layers with attention; vLLM's context has others too, such as mixtures of experts."""
+        return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
 
     def vattn_stats(self) -> dict[str, int]:
         """For `collective_rpc`: bytes that are mapped and reserved, and blocks."""
@@ -102,7 +98,7 @@ class _WindowWorker(StockCUDAWorker):
     def vattn_check(self) -> None:
         """For `collective_rpc`: asserts that every block is mapped where the books say."""
         assert self._memory is not None
-        self._memory.windows.check()
+        self._memory.check()
 
 
 class CUDAWorker(_WindowWorker):
@@ -114,6 +110,16 @@ class CPUWorker(_WindowWorker, StockCPUWorker):
 
     # vLLM's CPU platform does not ask which backend is wanted.
     backend = AttentionBackendEnum.CPU_ATTN
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 @contextmanager

@@ -304,7 +304,7 @@ def test_a_process_that_had_used_up_its_mappings_goes_on_when_some_are_free_agai
 
 
 def test_any_address_space_of_several_may_be_refused() -> None:
-    """Those that were reserved before go while the error is being raised, by calls that are functions of Python here."""
+    """Those reserved before it go while the error is raised, by calls that are functions of Python here."""
     groups = [vattn.TensorGroup(layers=[i], num_kv_heads=1, head_dim=16, sliding_window=40 * i or None) for i in (0, 1)]
     table = FaultyTable()
     pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)

@@ -1,0 +1,69 @@
+"""The numbers of workers that other processes read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vattn_vllm.gauge import Usage, _address, _total
+
+WORKER = """
+import sys
+from types import SimpleNamespace
+from vattn_vllm.gauge import Usage
+config = SimpleNamespace(instance_id=sys.argv[1], parallel_config=SimpleNamespace(data_parallel_rank=0))
+usage = Usage(config, 1)
+usage.set(SimpleNamespace(mapped_bytes=30, reserved_bytes=40))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def config(name: str) -> Any:
+    return SimpleNamespace(instance_id=name, parallel_config=SimpleNamespace(data_parallel_rank=0))
+
+
+def stats(mapped: int, reserved: int) -> Any:
+    return SimpleNamespace(mapped_bytes=mapped, reserved_bytes=reserved)
+
+
+def test_workers_of_other_processes_count_until_they_are_killed() -> None:
+    files = set(Path("/dev/shm").iterdir())
+    name = f"test-{id(files)}"
+    addresses = [_address(config(name), 0, rank) for rank in range(2)]
+    assert _total(addresses, 0) == 0
+    usage = Usage(config(name), 0)
+    usage.set(stats(1, 2))
+    other = subprocess.Popen([sys.executable, "-c", WORKER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    assert [_total(addresses, position) for position in range(2)] == [31, 42]
+    usage.set(stats(5, 6))
+    assert [_total(addresses, position) for position in range(2)] == [35, 46]
+    other.kill()
+    other.wait()
+    assert [_total(addresses, position) for position in range(2)] == [5, 6]
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - files if "vattn" in path.name}
+
+
+def test_a_worker_that_is_dropped_takes_its_thread_along() -> None:
+    name = f"test-{id(object())}-dropped"
+    threads = set(threading.enumerate())
+    usage = Usage(config(name), 0)
+    (thread,) = set(threading.enumerate()) - threads
+    del usage
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    Usage(config(name), 0).set(stats(7, 8))  # the address is free again
+
+
+def test_an_address_that_is_taken_costs_the_gauge_and_no_more() -> None:
+    name = f"test-{id(object())}-taken"
+    first, second = Usage(config(name), 0), Usage(config(name), 0)
+    first.set(stats(1, 1))
+    second.set(stats(2, 2))
+    assert _total([_address(config(name), 0, 0)], 0) == 1

@@ -1,0 +1,128 @@
+"""The rows of a step: which blocks of vLLM's block tables are shown, and the windows in which kernels find them.
+
+Layers of one KV cache group have a block table in common. vLLM frees the blocks behind a sliding window while their
+numbers stay in the row, so a row of such a group is shown from a later block on. The first block moves in strides as
+long as the window: the blocks that stay visible are mapped again once per stride, instead of once per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vattn import BlockWindows
+
+# vLLM's block 0 stands for "no block": nobody reads what it holds.
+NULL_BLOCK = 0
+
+
+@dataclass
+class Group:
+    """A KV cache group.
+
+    Attributes:
+        block_size: tokens per block.
+        window: tokens that a query sees, where vLLM frees the blocks behind them; None where it keeps all blocks.
+    """
+
+    block_size: int
+    window: int | None
+    _shown: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int32))
+
+    @property
+    def stride(self) -> int:
+        """Blocks by which the first one that is shown moves."""
+        assert self.window is not None
+        return -(-self.window // self.block_size)
+
+    def tokens(self, max_model_len: int, max_chunk: int) -> int:
+        """The most tokens of a row that are shown."""
+        if self.window is None:
+            return max_model_len
+        return min(max_model_len, self.window + max_chunk + self.stride * self.block_size)
+
+    def rows(self, table: Tensor, starts: Tensor, ends: Tensor, has: Tensor) -> Rows:
+        """The blocks to show.
+
+        Args:
+            table: vLLM's block table, `[rows, blocks]` int32.
+            starts, ends: the new tokens of each row, int64.
+            has: for each block, whether it has memory.
+        """
+        counts = (ends + (self.block_size - 1)) // self.block_size
+        if self.window is None:
+            # Only a run that warms up has rows of the null block.
+            return Rows(table, counts, torch.zeros_like(counts), null=bool((table[:, 0] == NULL_BLOCK).any()))
+        behind = (starts - self.window + 1).clamp_(min=0) // self.block_size
+        first = behind // self.stride * self.stride
+        columns = torch.arange(int((counts - first).max()))
+        blocks = table.gather(1, (first[:, None] + columns).clamp_(max=table.shape[1] - 1))
+        # Blocks that no query sees may have lost their memory; and what once was replaced stays so, since each change
+        # maps all blocks after it again.
+        unseen = columns < (behind - first)[:, None]
+        gone = ~has[blocks.long()]
+        before = self._shown[: len(blocks), : len(columns)]
+        gone[: before.shape[0], : before.shape[1]] |= before == NULL_BLOCK
+        replaced = unseen & gone
+        self._shown = blocks.masked_fill_(replaced, NULL_BLOCK)
+        return Rows(blocks, counts - first, first * self.block_size, null=bool(replaced.any()))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a step shows of a group.
+
+    Attributes:
+        blocks: `[rows, blocks]` int32.
+        counts: `[rows]`, how many blocks of each row count.
+        offsets: `[rows]`, the token with which each row begins.
+        null: whether a row has the null block.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+    offsets: Tensor
+    null: bool
+
+
+class Step:
+    """The rows of all groups in one step.
+
+    They are shown by one call, when the first layer asks for windows: windows that a call does not name are free for
+    other rows, while the kernels of this step have yet to read them.
+
+    Args:
+        windows: where rows are shown.
+        back: gives blocks memory.
+    """
+
+    def __init__(self, windows: BlockWindows, back: Callable[[list[int]], None]) -> None:
+        self._windows = windows
+        self._back = back
+        self._rows: dict[int, Rows] = {}
+        self._found: dict[int, list[int]] = {}
+
+    @property
+    def shown(self) -> bool:
+        return bool(self._found)
+
+    def add(self, group: int, rows: Rows) -> None:
+        """Adds the rows of a group, or replaces them."""
+        self._rows[group] = rows
+
+    def windows(self, group: int) -> list[int]:
+        """The window of each row of a group."""
+        if not self.shown:
+            parts = list(self._rows.values())
+            if any(part.null for part in parts):
+                self._back([NULL_BLOCK])
+            width = max(part.blocks.shape[1] for part in parts)
+            blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
+            found = iter(self._windows.show(torch.cat(blocks), torch.cat([part.counts for part in parts])))
+            self._found = {number: list(islice(found, len(part.counts))) for number, part in self._rows.items()}
+        return self._found[group]
