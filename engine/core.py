@@ -508,7 +508,7 @@ class EngineCore:
                     self.figures.prompt_tokens += len(request.prompt_token_ids)
                 continue
             if token is None:
-                reason = "no token can be taken from the logits: they are not finite, or every token is excluded"
+                reason = "no token can be taken from the logits: they are not finite"
                 failure = self.sampler.failures.get(place) or FloatingPointError(reason)
                 failure.__traceback__ = None  # as in `_fail`
                 self.scheduler.finish(request, FinishReason.ERROR, failure)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vattn.engine.model.rows import Row
-from vattn.engine.requests.grammar import exclude
+from vattn.engine.requests.grammar import CannotGoOn, exclude
 from vattn.engine.requests.request import Request
 
 _BLOCK = 128  # tokens whose weights are summed up first
@@ -32,7 +32,8 @@ class Sampler:
     request's seed and on the index of the token, so a seed gives the same tokens whatever else is in the batch.
 
     Attributes:
-        failures: row to what its request's logits processors raised in the last call; its token is None.
+        failures: row to what its request is to blame for in the last call: what its logits processors raised, or a
+            `CannotGoOn` where all it asks for leaves no token. Its token is None.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class Sampler:
         batch = self._batch
         if batch is None or batch.drafted or batch.rows != rows or batch.device != logits.device:
             batch = self._batch = Batch(rows, logits.device, batch)
+        given = logits
         if batch.edits():
             logits = self._edited.rows(len(logits), logits.shape[1], logits.device).copy_(logits)
             batch.edit(logits)
@@ -70,6 +72,12 @@ class Sampler:
         usable = torch.isfinite(largest)
         if usable.all():
             return cast(list[int | None], tokens.tolist())
+        for row in torch.nonzero(~usable).flatten().tolist() if logits is not given else ():
+            if row not in self.failures and math.isfinite(given[row].max()):
+                self.failures[row] = CannotGoOn(
+                    "every token is excluded, by what allowed_token_ids, bad_words, min_tokens and structured_outputs "
+                    "ask for together; ask for less"
+                )
         return [token if good else None for token, good in zip(tokens.tolist(), usable.tolist(), strict=True)]
 
     def _draw(self, batch: Batch, logits: Tensor, largest: Tensor) -> Tensor:

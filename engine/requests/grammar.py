@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-class GrammarError(VattnError, RuntimeError):
+class CannotGoOn(VattnError, RuntimeError):
+    """What a request asks for lets its output not go on: no token is left that may be next."""
+
+
+class GrammarError(CannotGoOn):
     """An output cannot go on under its grammar: a limit on the work per token was reached."""
 
 

@@ -37,6 +37,7 @@ _SECONDS = 5.0  # until a grammar counts as too complex
 _START_SECONDS = 60.0  # until the process that tries grammars has read a tokenizer
 _MOST_CHARACTERS = 2**18
 _COMPILED_KEPT = 16
+_KEPT_CHARACTERS = 2**18  # of all that are kept: a compiled grammar takes up to 150 bytes of memory for each
 # In JSON. With no bound, a small model writes nothing else.
 _WHITESPACE = r"( |\n[ \t]{0,32})"
 # The lexer's and the parser's work for one token: tens of milliseconds at most.
@@ -94,7 +95,10 @@ class GrammarCompiler:
                     found = self._compile(text, ignore_eos)
                     with self._looking_up:
                         self._compiled[text, ignore_eos] = found
-                        if len(self._compiled) > _COMPILED_KEPT:
+                        while len(self._compiled) > 1 and (
+                            len(self._compiled) > _COMPILED_KEPT
+                            or sum(len(kept) for kept, _ in self._compiled) > _KEPT_CHARACTERS
+                        ):
                             self._compiled.popitem(last=False)
         if isinstance(found, str):
             raise InvalidRequest(f"structured_outputs cannot be used: {found}")

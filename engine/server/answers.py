@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
 from vattn.engine.server.errors import json_response
-from vattn.engine.server.protocol import Sampling
+from vattn.engine.server.protocol import CompletionRequest, Sampling
 from vattn.engine.server.service import Run
 from vattn.engine.server.streams import Parts, event, parts
 
@@ -103,14 +103,13 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
 
 def weight(outputs: Iterable[RequestOutput], body: Sampling) -> int:
     """About how many values it takes to write outputs as JSON."""
-    logprobs = getattr(body, "top_logprobs", None) or int(getattr(body, "logprobs", None) or 0)
+    repeated = body.return_token_ids or (isinstance(body, CompletionRequest) and body.echo)
     total = 0
-    repeated = getattr(body, "echo", None) or body.return_token_ids
     for output in outputs:
-        each = 1 + len(output.prompt_token_ids) if repeated else 1
-        total += sum(each + len(completion.token_ids) * (1 + logprobs) for completion in output.outputs)
-        if output.prompt_logprobs is not None:
-            total += len(output.prompt_token_ids) * (1 + max(logprobs, body.prompt_logprobs or 0))
+        total += sum(len(report or ()) for report in output.prompt_logprobs or ())
+        for completion in output.outputs:
+            total += 1 + len(completion.token_ids) + (len(output.prompt_token_ids) if repeated else 0)
+            total += sum(map(len, completion.logprobs or ()))
     return total
 
 

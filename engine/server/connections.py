@@ -17,12 +17,14 @@ import socket
 from collections.abc import Iterator
 from typing import ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 logger = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 256 * 1024
 MOST_AHEAD = 64  # requests that a client sends before the first of them is answered
+# Of a body that was refused: a client that is still sending when its connection is closed does not get the answer.
+MOST_UNREAD_BYTES = 64 * 2**20
 _SLICE = 4096  # bytes that are parsed at a time
 _LOOK_SECONDS = 0.1  # between looks at the state of a half-closed connection
 _LOOKS = 50  # from one interim answer to the next
@@ -44,7 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """A connection that is closed when its client
 
     - has sent `MOST_HEAD_BYTES` that made up no body and completed no head,
-    - has sent `MOST_AHEAD` requests ahead,
+    - has sent `MOST_AHEAD` requests ahead, or `MOST_UNREAD_BYTES` of a body after the answer,
     - or has not sent a whole request `receive_timeout` seconds after it connected or began to send one.
 
     The time while the connection answers an earlier request does not count. A client that closes its sending side gets
@@ -53,6 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     receive_timeout: ClassVar[float]
     _head_bytes = 0
+    _unread_bytes = 0
     _progressed = False
     _deadline: asyncio.TimerHandle | None = None
     _looking: asyncio.TimerHandle | None = None
@@ -60,12 +63,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._body: list[bytes] = []
+        self._cycles: list[RequestResponseCycle] = []  # of requests without a complete answer, in order
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_none()
         if self._looking is not None:
             self._looking.cancel()
+        # uvicorn tells the newest request only, which may wait for an older one's answer.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -78,7 +87,11 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             self._head_bytes = 0 if self._progressed else self._head_bytes + len(part)
-            if self._head_bytes > MOST_HEAD_BYTES or len(self.pipeline) > MOST_AHEAD:
+            if (
+                self._head_bytes > MOST_HEAD_BYTES
+                or len(self.pipeline) > MOST_AHEAD
+                or self._unread_bytes > MOST_UNREAD_BYTES
+            ):
                 self.transport.close()
                 return
 
@@ -95,15 +108,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._expect_request()
+        self._unread_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._progressed = True
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
-        self._body.append(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+        else:
+            self._body.append(body)
 
     def on_message_complete(self) -> None:
         self._expect_none()

@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from vattn.engine.async_engine import EngineStopped, QueueFull
+from vattn.engine.requests.grammar import CannotGoOn
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError, VattnError
@@ -92,6 +93,8 @@ def api_error(error: BaseException) -> ApiError:
             message = str(error)
             too_long = "max_model_len" in message
             return bad(message, _param(message), "context_length_exceeded" if too_long else None)
+        case CannotGoOn():
+            return bad(str(error))
         case ClientGone():
             return ApiError(499, "the client left")  # which nobody reads
         case VattnError():

@@ -63,8 +63,6 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-                if status == 413:  # the rest of the body is not read
-                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:

@@ -152,7 +152,7 @@ class Run:
         """The last output of each prompt.
 
         Raises:
-            ApiError: 500, one of them failed.
+            ApiError: one of them failed.
             ClientGone: the client left; the prompts are aborted.
             EngineStopped: as the streams.
         """
@@ -208,11 +208,15 @@ class Run:
             await end(*passing)
 
     def check(self, output: RequestOutput) -> None:
-        """Raise an ApiError, 500, for an output of a prompt that failed; its own error stays in the log."""
-        if output.error is not None:
+        """Raise an ApiError for an output of a prompt that failed: 400 if what was asked for cannot be, else 500, and
+        its own error stays in the log."""
+        if output.error is None:
+            return
+        told = api_error(output.error)
+        if told.status >= 500:
             fields = {"request_id": self._request_id}
             logger.error("a request failed in the engine", exc_info=output.error, extra={"fields": fields})
-            raise api_error(output.error) from output.error
+        raise told from output.error
 
     def abort(self) -> None:
         """End what has not ended."""

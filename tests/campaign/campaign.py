@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tests.campaign import driver_faults, fuzz, interrupts, processes, random_calls
+from tests.campaign import driver_faults, fuzz, interrupts, processes, random_calls, server
 from tests.campaign.isolation import Ended, Send, in_child
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play, tell
@@ -24,6 +24,7 @@ MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
     "interrupts": (interrupts.scenario, 4),
     "faults": (driver_faults.scenario, 3),
     "processes": (processes.scenario, 2),
+    "server": (server.scenario, 1),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs
 

@@ -329,6 +329,15 @@ def test_known_grammars_do_not_wait_for_slow_ones(compiler: GrammarCompiler, mon
     thread.join()
 
 
+def test_what_is_kept_is_bounded_by_its_size(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "_KEPT_CHARACTERS", 1000)
+    for length in (10, 100, 300, 300, 2000, 10, 300):
+        compiler.compile(StructuredOutputs(choice=["x" * length]), ignore_eos=False)
+        sizes = [len(text) for text, _ in compiler._compiled]
+        assert len(sizes) == 1 or sum(sizes) <= 1000
+    assert len(compiler._compiled) == 2
+
+
 def test_a_limit_that_is_reached_while_a_request_runs_is_an_error(compiler: GrammarCompiler) -> None:
     grammar = compiler.compile(StructuredOutputs(regex="[ab]*"), ignore_eos=False)
     limits = LLParserLimits(step_max_items=1, step_lexer_fuel=1)

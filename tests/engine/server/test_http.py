@@ -62,7 +62,6 @@ def test_bodies_have_a_limit() -> None:
                 )
                 assert answer.status_code == 413
                 assert "limit of 20000 bytes" in error_of(answer)["message"]
-                assert answer.headers["connection"] == "close"
             answer = await http.post("/v1/completions", json=PROMPT)
             assert answer.status_code == 200
 
@@ -429,6 +428,20 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
         ("a request failed in the engine", True),
         ("request", False),
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_leaves_itself_no_token_is_told(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    body = {"prompt": "w", "max_tokens": 4, "min_tokens": 2, "allowed_token_ids": [5], "stop_token_ids": [5]}
+
+    async def test() -> None:
+        async with client() as (http, _):
+            answer = await http.post("/v1/completions", json={**body, "stream": stream})
+            assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
+            assert "every token is excluded, by what allowed_token_ids" in error_of(answer)["message"]
+
+    run(test())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

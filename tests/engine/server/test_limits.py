@@ -143,6 +143,23 @@ def test_log_probabilities_have_a_limit(path: str, body: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "others"),
+    [
+        ("/generate", {"prompt": "w"}, ["top_logprobs", "logprobs", "echo", "tokens"]),
+        ("/v1/completions", {"prompt": "w", "stream": True}, ["top_logprobs", "messages", "tokens"]),
+        ("/v1/chat/completions", {"messages": [USER]}, ["prompt", "tokens"]),
+    ],
+)
+def test_fields_of_other_endpoints_have_no_effect(path: str, body: dict[str, Any], others: list[str]) -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            answer = await http.post(path, json={**{name: ["1"] for name in others}, **body, "max_tokens": 2})
+            assert answer.status_code == 200, answer.text
+
+    run(test())
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "w " * 500, "n": 3, "logprobs": 5, "echo": True, "return_token_ids": True}),

@@ -347,6 +347,17 @@ def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server,
     connection.close()
 
 
+def test_requests_that_are_sent_ahead_end_with_their_client(server: Server) -> None:
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    with send(server, LONG) as connection:
+        content = json.dumps(LONG).encode()
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        wait_until_unfinished(server, 1)
+    wait_until_idle(server)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+    assert not [line for line in server.log if line["level"] == "error"]
+
+
 def test_requests_that_are_sent_ahead_have_a_limit(server: Server) -> None:
     url = httpx.URL(server.url)
     one = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
