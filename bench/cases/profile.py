@@ -134,7 +134,7 @@ def _profile(
             (type(llm.runner.attention), "__call__", "attention"),
             (llm.kv, "write", "KV writes"),
             (llm.kv, "read", "KV reads"),
-            (llm.core, "_outputs", "outputs"),
+            (llm.core, "_collect", "outputs"),
             (llm.core.sampler, "sample", "sampler"),
         ]
         parts += [(Packed, name, "matrix products") for name in ("__call__", "plus")]

@@ -203,6 +203,7 @@ def draw(axes: Any, record: Record) -> None:
     for name, rates in record["series"].items():
         if name.startswith(record["figures"][0]["model"]):
             axes.plot([(i + 1) / 2 for i in range(len(rates))], rates, label=name.partition(", ")[2])
+    axes.set_title("The engine's own choice of threads, while another process comes and goes")
     axes.set(xlabel="seconds; another process computes in between", ylabel="tokens/s, demo's model", ylim=(0, None))
 
 

@@ -252,7 +252,8 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PAGE, FIXED, ANONYMOUS = 4096, 0x10, 0x4022
-most = vattn._native.host_max_mappings()
+from vattn import _native
+most = _native.host_max_mappings()
 
 def exhaust(left):
     # Pages with other rights than their neighbours, until the table is full, but for `left` of them.
