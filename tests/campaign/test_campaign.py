@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from effort import effort
 from paths import ROOT
 from waiting import SECONDS
 
-# Calls on the public interface, per mode: about a minute in all.
-BUDGETS = {"random": 15_000, "fuzz": 6_000, "interrupts": 6_000, "faults": 2_500, "processes": 60_000, "server": 150}
+# Calls on the public interface, per mode: less than a minute in all.
+BUDGETS = effort(
+    {"random": 6_000, "fuzz": 3_000, "interrupts": 3_000, "faults": 1_500, "processes": 20_000, "server": 60},
+    {"random": 60_000, "fuzz": 24_000, "interrupts": 24_000, "faults": 10_000, "processes": 240_000, "server": 600},
+)
 
 
 def run(module: str, *options: str) -> str:

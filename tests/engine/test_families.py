@@ -60,7 +60,7 @@ def test_preemption(family: str, main_kv: str, mode: PreemptionMode, monkeypatch
     # Admission cannot foresee how long they become.
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", min(64, max_tokens - 36))
     model = make_model(family)
-    options = {"page_size": 4096, "eager_pages": 0, "layout": "layer"} if kv == "virtual" else {}
+    options = {"page_size": 4096, "eager_pages": 0, "layout": "sliced"} if kv == "virtual" else {}
     with LLM(model, max_num_seqs=1) as llm:
         budget = 12 * longest * llm.token_bytes // 5  # 2.4 of the longest requests
     with LLM(

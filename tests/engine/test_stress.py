@@ -318,7 +318,7 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         scheduling_policy=policy,
         preemption_mode="swap",
         speculative_config=DRAFTS if policy == "priority" else None,
-        swap_space=60 * 256,  # one or two copies: what finds no room is computed again
+        swap_space=40 * 256,  # one or two copies: what finds no room is computed again
     ) as llm:
         run = run_jobs(llm, jobs, seed=2, failure_rate=0.01, nan_rate=0.005)
         assert (llm.speculation.num_accepted_tokens > 0) == (policy == "priority")
@@ -337,6 +337,6 @@ def test_a_seed_repeats(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> Non
     jobs = make_jobs(3, 120)
     summaries = []
     for _ in range(2):
-        with make_llm(caching_kv, memory_budget=MEMORY, preemption_mode="swap", swap_space=60 * 256) as llm:
+        with make_llm(caching_kv, memory_budget=MEMORY, preemption_mode="swap", swap_space=40 * 256) as llm:
             summaries.append(run_jobs(llm, jobs, seed=4, failure_rate=0.02, nan_rate=0.01).summary())
     assert summaries[0] == summaries[1]
