@@ -13,7 +13,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--retries 1 --extra-index-ur
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign soak check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -71,13 +71,9 @@ $(PLUGIN)/.installed: plugins/vattn-vllm/pyproject.toml plugins/vattn-vllm/tests
 	touch $@
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
-# for more, and for others.
+# for more, and for others; MODE=engine for one mode.
 campaign: $(VENV)/.installed
-	$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
-
-# An hour of random requests with everything that can go wrong, by default.
-soak: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) $(addprefix --mode ,$(MODE))
 
 check: format lint types docs test
 

@@ -587,6 +587,8 @@ def _checked_row(row: Sequence[int]) -> tuple[int, ...]:
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     """Validates that bytes can be seen as elements of a type."""
     try:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{type(dtype).__name__} is no torch.dtype")
         torch.empty(16, dtype=torch.uint8).view(dtype).clone()
     except Exception as error:
         raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype of plain numbers") from error

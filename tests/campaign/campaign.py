@@ -9,13 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tests.campaign import driver_faults, fuzz, interrupts, processes, random_calls, server
+from tests.campaign import driver_faults, engine, fuzz, interrupts, processes, random_calls, server, windows
 from tests.campaign.isolation import Ended, Send, in_child
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play, tell
 from tests.campaign.script import script
 from tests.campaign.shrink import shrink
 from tests.campaign.world import Config
+
+
+def _virtual_cache(rng: random.Random) -> Played:
+    from tests.campaign import virtual_cache  # it imports transformers, which takes seconds
+
+    return virtual_cache.scenario(rng)
+
 
 # A mode, and how often it is drawn.
 MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
@@ -24,6 +31,9 @@ MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
     "interrupts": (interrupts.scenario, 4),
     "faults": (driver_faults.scenario, 3),
     "processes": (processes.scenario, 2),
+    "windows": (windows.scenario, 20),
+    "virtual_cache": (_virtual_cache, 12),
+    "engine": (engine.scenario, 12),
     "server": (server.scenario, 1),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, draw_config
+from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config
 from tests.campaign.world import Config, Refused, World
 
 _CODES = (2, 999)  # out of memory, unknown
@@ -47,18 +47,26 @@ class Retried(Operation):
             yield replace(self, inner=inner)
 
 
-def scenario(rng: random.Random, *, operations: int = 12, points: int = 60) -> Played:
+def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> Played:
     """A scenario, and again with each of its driver calls failing: with so many of them at most."""
-    config = replace(draw_config(rng, table=True), every=rng.choice((1, 3, SELDOM)), books=False)
-    drawer = Drawer(rng)
+    config = draw_config(rng, table=True)
+    if rng.random() < 0.5:  # failures in the background are those that are noticed late
+        config = replace(config, caches=tuple(options | {"overlap": True} for options in config.caches))
+    return fail_each(rng, config, Drawer(rng), operations, points)
+
+
+def fail_each(rng: random.Random, config: Config, drawer: Source, operations: int, points: int) -> Played:
+    """So many operations of a drawer, and again with each of their driver calls failing: with so many of them at most.
+    In some runs others fail as well.
+    """
+    config = replace(config, every=rng.choice((1, 3, SELDOM, SELDOM)), books=False)
     calls = 0
 
     def drawn(world: World) -> Iterator[Operation]:
         nonlocal calls
         assert world.table is not None
         before = sum(world.table.calls.values())
-        for _ in range(operations):
-            operation = drawer.draw(world)
+        for operation in drawer.operations(world, operations):
             plain = type(operation).perform is not Operation.perform  # no call that could be made again
             yield operation if plain else Retried(operation.cache, operation)
         calls = sum(world.table.calls.values()) - before
@@ -66,16 +74,9 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 60) -> P
     done = play(config, drawn)
     if done.kind:
         return done
-    return fail_each(rng, config, done, calls, points)
-
-
-def fail_each(rng: random.Random, config: Config, done: Played, calls: int, points: int) -> Played:
-    """The same operations again, with each of their driver calls failing: with so many of them at most; in some runs
-    others fail as well.
-    """
     made = done.operations
     for nth in sorted(rng.sample(range(1, calls + 1), min(points, calls))):
-        more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))] if rng.random() < 0.5 else []
+        more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))]
         failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
         done = done.plus(play(replace(config, fail=failing), lambda world: made))
         if done.kind:

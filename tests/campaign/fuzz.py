@@ -95,7 +95,8 @@ _ODD = (
 )
 
 
-def _eval(code: str) -> Any:
+def evaluated(code: str) -> Any:
+    """What an argument is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return eval(code, {"np": np, "torch": torch} | NAMES)
@@ -104,9 +105,20 @@ def _eval(code: str) -> Any:
 def _meaning(code: str) -> int | None:
     """The integer that an argument stands for, or None."""
     try:
-        return operator.index(_eval(code))
+        return operator.index(evaluated(code))
     except Exception:
         return None
+
+
+def argument(rng: random.Random, number: int) -> tuple[str, int | None]:
+    """An argument, often that number in some dress, and what it means."""
+    while True:
+        code = rng.choice(_DRESSED).format(number) if rng.random() < 0.6 else rng.choice(_ODD)
+        try:
+            evaluated(code)
+        except (OverflowError, RuntimeError):  # the number is no such thing
+            continue
+        return code, _meaning(code)
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,7 @@ class Odd(Operation):
 
     def _what(self) -> str:
         try:
-            return type(_eval(self.argument)).__name__
+            return type(evaluated(self.argument)).__name__
         except Exception:
             return self.argument
 
@@ -204,14 +216,7 @@ class Fuzzer(Drawer):
         return self.rng.choice(calls)(number, each) or super().draw(world)
 
     def _argument(self, number: int) -> tuple[str, int | None]:
-        """An argument, often that number in some dress, and what it means."""
-        while True:
-            code = self.rng.choice(_DRESSED).format(number) if self.rng.random() < 0.6 else self.rng.choice(_ODD)
-            try:
-                _eval(code)
-            except (OverflowError, RuntimeError):  # the number is no such thing
-                continue
-            return code, _meaning(code)
+        return argument(self.rng, number)
 
     def _running(self, each: CacheUnderTest) -> int:
         return self.rng.choice(list(each.model.requests))
@@ -251,7 +256,7 @@ class Fuzzer(Drawer):
     def _admit_all(self, number: int, each: CacheUnderTest) -> Operation | None:
         code, _ = self._argument(3)
         try:
-            if all(isinstance(operator.index(token), int) for token in _eval(code)):
+            if all(isinstance(operator.index(token), int) for token in evaluated(code)):
                 return None  # token ids like others, or none
         except (TypeError, ValueError):
             pass
@@ -270,7 +275,7 @@ class Fuzzer(Drawer):
         code, meaning = self._argument(each.model.slots[label])
         length = self._length(each, label)
         try:
-            hash(_eval(code))
+            hash(evaluated(code))
         except TypeError:
             return None
         slots = {slot: label for label, slot in each.model.slots.items()}
@@ -283,7 +288,7 @@ class Fuzzer(Drawer):
         if self.rng.random() < 0.3:
             code, meaning = self._argument(each.model.slots[label])
             try:
-                hash(_eval(code))
+                hash(evaluated(code))
             except TypeError:
                 return None
             fine = meaning in each.model.slots.values()

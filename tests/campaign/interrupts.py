@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import vattn
 from tests.campaign.injection import interrupted
 from tests.campaign.operations import Commit, Operation, Step
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, draw_config
+from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config
 from tests.campaign.world import Config, Found, Refused, Stopped, World
 
 
@@ -70,15 +69,6 @@ class Interrupted(Operation):
             yield replace(self, inner=inner)
         if self.how == "signal":
             yield replace(self, how="raise")
-
-
-class Source(Protocol):
-    """What draws operations."""
-
-    def operations(self, world: World, count: int) -> Iterator[Operation]: ...
-
-    def target(self, world: World) -> tuple[list[Operation], Operation]:
-        """An operation that is a call, to be interrupted, and those that it needs before it."""
 
 
 def scenario(rng: random.Random, *, points: int = 40) -> Played:

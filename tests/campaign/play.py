@@ -12,7 +12,7 @@ from tests.campaign.operations import Operation
 from tests.campaign.world import Config, Found, Stopped, World
 
 # Is told what is played, up to the operation and the call that are about to be made: the operations, and the script.
-Journal = Callable[[Config, list[Operation], list[str]], object]
+Journal = Callable[[Config | None, list[Operation], list[str]], object]
 _journal: Journal | None = None
 
 # Operations, or what draws them while it goes.
@@ -52,6 +52,12 @@ def tell(journal: Journal) -> None:
     """From now on, in this process, all that is played is told."""
     global _journal
     _journal = journal
+
+
+def journal(lines: list[str]) -> None:
+    """Tells the script of what is played, where that is no list of operations, up to the call about to be made."""
+    if _journal is not None:
+        _journal(None, [], lines)
 
 
 def play(config: Config, source: Source) -> Played:

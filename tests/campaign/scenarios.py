@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import vattn
 from tests.campaign.contents import BRANCHES
@@ -146,6 +146,15 @@ def _most_pages(options: dict[str, Any]) -> int:
         dims = group["head_dim"] + group.get("v_head_dim", group["head_dim"])
         total += len(group["layers"]) * group["num_kv_heads"] * dims * size
     return max(4, -(-total * options["max_context_len"] * options["max_batch_size"] // options["page_size"]))
+
+
+class Source(Protocol):
+    """What draws operations."""
+
+    def operations(self, world: World, count: int) -> Iterator[Operation]: ...
+
+    def target(self, world: World) -> tuple[list[Operation], Operation]:
+        """An operation that is a call, to be interrupted, and those that it needs before it."""
 
 
 class Drawer:

@@ -12,8 +12,28 @@ from waiting import SECONDS
 
 # Calls on the public interface, per mode: less than a minute in all.
 BUDGETS = effort(
-    {"random": 6_000, "fuzz": 3_000, "interrupts": 3_000, "faults": 1_500, "processes": 20_000, "server": 60},
-    {"random": 60_000, "fuzz": 24_000, "interrupts": 24_000, "faults": 10_000, "processes": 240_000, "server": 600},
+    {
+        "random": 6_000,
+        "fuzz": 3_000,
+        "interrupts": 3_000,
+        "faults": 1_500,
+        "processes": 20_000,
+        "server": 60,
+        "windows": 2_000,
+        "virtual_cache": 1_000,
+        "engine": 600,
+    },
+    {
+        "random": 60_000,
+        "fuzz": 24_000,
+        "interrupts": 24_000,
+        "faults": 10_000,
+        "processes": 240_000,
+        "server": 600,
+        "windows": 40_000,
+        "virtual_cache": 20_000,
+        "engine": 12_000,
+    },
 )
 
 

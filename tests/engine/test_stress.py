@@ -299,7 +299,7 @@ def assert_right(run: Run, jobs: Sequence[Job], want: Tokens) -> None:
             assert len(output.prompt_logprobs) == len(job.prompt)
 
 
-# With the default of 50 examples; tests.engine.soak runs for as long as asked.
+# With the default of 50 examples; mode `engine` of the campaign runs for as long as asked.
 COUNTS = dict.fromkeys(("virtual", "paged", PAGED_WINDOWS), 5 * EXAMPLES) | {
     "dynamic": 2 * EXAMPLES,
     "static": 2 * EXAMPLES,

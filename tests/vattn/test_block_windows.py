@@ -228,6 +228,7 @@ def test_bad_rows_change_nothing(windows: BlockWindows) -> None:
         ({"row": [1] * 17}, "more than 16 dimensions"),
         ({"row": (2, 0.5)}, "row=0.5 must be a whole number"),
         ({"dtype": "float32"}, "no torch.dtype"),
+        ({"dtype": float}, "no torch.dtype"),
         ({"dtype": torch.quint8}, "no torch.dtype of plain numbers"),
         ({"layout": "sliced"}, "'layered', 'fused', 'auto'"),
         ({"layout": ["fused"]}, "layout=.* is not one of"),

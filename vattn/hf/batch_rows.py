@@ -86,11 +86,10 @@ class BatchRows:
                 self._step(cache, start, length)
                 done += 1
         except BaseException as error:
+            # Going back may lose tokens, so it is not taken back where an interrupt ends it, but made again later.
             if length > before or isinstance(error, VattnError):
                 for cache in caches[:done]:
                     cache.step(self._all(before))
-            else:
-                self.start, self.length = start, length
             raise
         if length < before:
             self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
@@ -237,6 +236,7 @@ class BatchRows:
         for cache in self._caches:
             cache.step(dict.fromkeys(range(self.slots), 0))
         self.start = self.length = 0
+        self._first.clear()
         self._equal = [[0] * self.count for _ in range(self.count)]
 
 

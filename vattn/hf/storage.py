@@ -276,14 +276,14 @@ class Storage:
         self.check_open()
         self._check_even()
         assert self._rows is not None
-        if self._lent and any(window is not None for window in self._windows.values()):
-            self._detach()  # memory behind the window is given back
         start = self.lengths[index]
         if start + tokens > self.max_context_len:
             raise InvalidLength(
                 f"{start} tokens and {tokens} more are over max_context_len={self.max_context_len}; make the cache "
                 "with a larger one: only address space depends on it"
             )
+        if self._lent and any(window is not None for window in self._windows.values()):
+            self._detach()  # memory behind the window is given back
         recording = any(self.recording)
         if start < self._rows.length:
             self._rows.step(start, recording=recording)

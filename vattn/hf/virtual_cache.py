@@ -168,8 +168,8 @@ class VirtualCache(DynamicCache):
 
         Raises:
             InvalidLength: a sliding window at the new length would reach tokens whose memory was given back; or this is
-                not a whole number. Nothing changed; the tokens of the last forward pass, and a few more, can always be
-                cropped, and after `activate_past_recording` all tokens since then or since the last crop.
+                not a whole number. Nothing changed; one call can always crop the tokens of the last forward pass, and a
+                few more, and after `activate_past_recording` all tokens since then or since the last crop.
         """
         lengths = enumerate(self._storage.lengths)
         self._storage.cut({index: _kept(length, tokens_to_remove) for index, length in lengths})

@@ -1,0 +1,151 @@
+"""Mutations of what caches and block windows have in common: their pool, their slots' pages, and what calls accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.campaign.mutations import mutation
+from vattn import block_windows
+from vattn.memory import band, block_table, member, pool, prefixes, reclaimer, slots
+
+
+def _forget_leaving() -> None:
+    true = slots.SlotTable.refresh
+
+    def refresh(self: slots.SlotTable, passed: Any) -> None:
+        for slot in [slot for slot in self.leaving if slot in self.length]:
+            del self.leaving[slot]
+        true(self, passed)
+
+    slots.SlotTable.refresh = refresh  # type: ignore[method-assign]
+
+
+@mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
+def leaving_forgotten() -> None:
+    _forget_leaving()
+
+
+@mutation("zero_on_free", "the same, and check() does not look at it", "faults")
+def leaving_forgotten_unseen() -> None:
+    _forget_leaving()
+    band.BandPages.inherited = lambda self, slot: False  # type: ignore[method-assign]
+
+
+@mutation("zero_on_free", "pages that come back to a slot that was vacated stay", "faults")
+def comes_back_unmarked() -> None:
+    reclaimer.Reclaimer._guard = (  # type: ignore[method-assign]
+        lambda self, change, slot: lambda: self._fences.guard(change, slot)
+    )
+
+
+@mutation("zero_on_free", "blocks that only requests share stay in idle slots", "random")
+def shared_blocks_stay() -> None:
+    def kept(self: band.BandPages, slot: int) -> int:
+        count = self.shared.cached_prefix(slot)
+        return self.shared[slot].start + count if count else 0
+
+    band.BandPages.kept = kept  # type: ignore[method-assign]
+
+
+@mutation("zero_on_free", "retracted blocks stay in idle slots", "random")
+def retracted_blocks_stay() -> None:
+    def retract(self: prefixes.Prefixes, change: Any, slot: int) -> None:
+        table = self._slots
+        before = dict(table.leaving)
+        true(self, change, slot)
+        table.leaving.clear()
+        table.leaving.update(before)
+
+    true = prefixes.Prefixes.retract
+    prefixes.Prefixes.retract = retract  # type: ignore[method-assign]
+
+
+@mutation("forked child", "tensors are handed out in a forked child", "random", "windows")
+def tensors_in_children() -> None:
+    member.PoolMember._check_usable = lambda self: self._check_open()  # type: ignore[method-assign]
+
+
+@mutation("mappings", "an undo that failed is not tried again", "faults", "windows")
+def broken_for_good() -> None:
+    pool.PagePool.is_broken = lambda self: self.mapper.broken  # type: ignore[method-assign]
+
+
+@mutation("BlockWindows", "counts are cut to whole numbers of 32 bits", "windows")
+def counts_truncated() -> None:
+    block_windows._whole = (  # type: ignore[assignment]
+        lambda counts: torch.as_tensor(counts).to("cpu", torch.int32).to(torch.int64)
+    )
+
+
+@mutation("BlockWindows", "a budget of 0 means all", "windows")
+def no_budget_is_all() -> None:
+    true = block_windows.parse_bytes
+    block_windows.parse_bytes = lambda value, what: true(value or "1GiB", what)
+
+
+@mutation("BlockWindows", "any guard is taken", "windows")
+def any_guard() -> None:
+    for module in (block_windows, pool):
+        module.check_choice = lambda name, value, choices: None  # type: ignore[attr-defined]
+
+
+@mutation("BlockWindows", "check() rebuilds the indices that it compares with", "windows")
+def check_rebuilds() -> None:
+    def check(self: block_table.BlockTable, native: Any) -> None:
+        true(self, native)
+        self.refresh()
+
+    def refresh(self: block_table.BlockTable) -> None:
+        self._idle = self._without_row()
+        self.backed_blocks = len(self.homes.occupied())
+        self._first, self._last, self._filed = {}, {}, {}
+        for window in range(self.windows.slots):
+            self._file(window)
+
+    true = block_table.BlockTable.check
+    block_table.BlockTable.check = check  # type: ignore[method-assign]
+    block_table.BlockTable.refresh = refresh  # type: ignore[method-assign]
+
+
+@mutation("BlockWindows", "a close that was interrupted cannot be repeated", "windows")
+def close_once() -> None:
+    block_windows.BlockWindows._forget = lambda self: delattr(self, "_table")  # type: ignore[method-assign]
+
+
+@mutation(None, "a window keeps showing a block whose memory is given back", "windows")
+def trimmed_blocks_stay() -> None:
+    def drop(self: block_table.BlockTable, change: Any, blocks: Any, handle: Any) -> None:
+        for block in blocks:
+            self.homes.shrink(change.transaction, block, self._block_pages)
+            self.backed_blocks -= 1
+
+    block_table.BlockTable.drop = drop  # type: ignore[method-assign]
+
+
+@mutation(None, "rows are compared with windows by their last block alone", "windows")
+def compared_by_the_end() -> None:
+    true = block_table.BlockTable.common
+
+    def common(self: block_table.BlockTable, table: Any, counts: Any, rows: Any, windows: Any) -> list[int]:
+        found = true(self, table, counts, rows, windows)
+        for i, (row, window) in enumerate(zip(rows, windows, strict=True)):
+            count = int(counts[row])
+            if count and self.shown_in(window) >= count and self._shown[window, count - 1] == table[row, count - 1]:
+                found[i] = count
+        return found
+
+    block_table.BlockTable.common = common  # type: ignore[method-assign]
+
+
+@mutation(None, "what was attached is counted even if it failed", "windows")
+def counted_at_once() -> None:
+    true = block_table.BlockTable.show
+
+    def show(self: block_table.BlockTable, change: Any, window: int, keep: int, blocks: Any) -> None:
+        true(self, change, window, keep, blocks)
+        attached = self.attached
+        change.undo.insert(0, lambda: setattr(self, "attached", attached))
+
+    block_table.BlockTable.show = show  # type: ignore[method-assign]

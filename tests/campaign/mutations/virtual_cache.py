@@ -1,0 +1,145 @@
+"""Mutations of `VirtualCache` and its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from tests.campaign.mutations import mutation
+from vattn.cache import KVCache
+
+
+def _rewrite(owner: Any, name: str, *changes: tuple[str, str]) -> None:
+    """Replaces a method by one whose source reads differently."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    for old, new in changes:
+        assert old in source, f"{name} does not have {old!r}"
+        source = source.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{source}", vars(sys.modules[owner.__module__]), names)
+    setattr(owner, name, names[name])
+
+
+@mutation("virtual cache", "rows that share pages are handed out as they are", "virtual_cache")
+def handed_out_shared() -> None:
+    _rewrite(_rows(), "unshare", ("cache.unshare(row)", "pass"))
+
+
+@mutation("virtual cache", "codes that rows share are assigned where they are", "virtual_cache")
+def assigned_shared() -> None:
+    _rewrite(_storage(), "assign", ("self._unshare()", "pass"))
+
+
+@mutation("virtual cache", "rows that were written count as equal still", "virtual_cache")
+def written_rows_are_equal() -> None:
+    _rewrite(_rows(), "unshare", ("self._equal = [[0] * self.count for _ in range(self.count)]", "pass"))
+
+
+@mutation("virtual cache", "rows are forked under tensors that were taken", "virtual_cache")
+def forked_under_tensors() -> None:
+    _rewrite(_storage(), "select", (" or self._lent", ""))
+
+
+@mutation("virtual cache", "what a failed call has made is left to its traceback", "virtual_cache")
+def half_made_stays() -> None:
+    from vattn.hf import storage
+
+    def close(caches: Iterable[KVCache]) -> None:
+        if sys._getframe(1).f_code.co_name == "_retire":
+            for cache in caches:
+                with contextlib.suppress(Exception):
+                    cache.close()
+
+    storage._close = close
+
+
+@mutation("virtual cache", "the traceback of a failed update keeps what it shows", "virtual_cache")
+def traceback_keeps() -> None:
+    from vattn.hf.virtual_cache import VirtualLayer
+
+    _rewrite(VirtualLayer, "update", ("view = None\n", "pass\n"))
+
+
+@mutation("virtual cache", "a refused crop takes full layers back and forth", "virtual_cache")
+def crop_forth_again() -> None:
+    _rewrite(_rows(), "step", ("self._caches[::-1]", "self._caches"))
+
+
+@mutation("virtual cache", "what leaves a window is not recorded", "virtual_cache")
+def nothing_recorded() -> None:
+    _rewrite(_storage(), "advance", ("recording = any(self.recording)", "recording = False"))
+
+
+@mutation("virtual cache", "rows that are repeated begin at their length", "virtual_cache")
+def repeated_rows_begin() -> None:
+    _rewrite(_rows(), "select", ("cache.step(self._all(self.start))", "self.start = length"))
+
+
+@mutation("virtual cache", "K and V of an update may be broadcast", "virtual_cache")
+def broadcast() -> None:
+    from vattn.hf.storage import Shape, View
+
+    _rewrite(View, "takes", ("value.shape == (batch, heads, tokens, v_head_dim)", "True"))
+    _rewrite(Shape, "of", ("@classmethod\n", ""), ("key.shape[:3] != value.shape[:3]", "False"))
+    Shape.of = classmethod(Shape.__dict__["of"])  # type: ignore[method-assign]
+
+
+@mutation("virtual cache", "lost rows leave limits behind", "virtual_cache")
+def limits_of_lost_rows() -> None:
+    _rewrite(_rows(), "_abandon", ("self._first.clear()", "pass"))
+
+
+@mutation("virtual cache", "an interrupted crop lowers the memory and not the lengths", "virtual_cache")
+def interrupted_crop() -> None:
+    _rewrite(
+        _storage(),
+        "cut",
+        ("self.lengths, self.ungraded, self.end = after, ungraded, -1\n", "self._rows and self._rows.step(longest)\n"),
+        ("self.settle()", "self.lengths, self.ungraded, self.end = after, ungraded, -1"),
+    )
+
+
+@mutation("virtual cache", "a move stores what it makes as it goes", "virtual_cache")
+def move_in_parts() -> None:
+    try_ = "    try:\n        rows.arrived"
+    _rewrite(_storage(), "_move", (try_, f"    self._rows, self._places = rows, places\n{try_}"))
+
+
+@mutation("virtual cache", "slots that an interrupted call freed stay free", "virtual_cache")
+def unclaimed_slots() -> None:
+    _rewrite(_rows(), "step", ("self._claim()", "pass"))
+    _rewrite(_rows(), "select", ("self._claim()", "pass"))
+    _rewrite(_rows(), "trim", ("self._claim()\n    unused", "unused"))
+
+
+@mutation(None, "a tensor that was taken changes with a crop", "virtual_cache")
+def crop_under_tensors() -> None:
+    _storage()._detach = lambda self: None
+
+
+@mutation(None, "a window is a token shorter", "virtual_cache")
+def shorter_window() -> None:
+    from vattn.hf.virtual_cache import VirtualSlidingLayer
+
+    _rewrite(VirtualSlidingLayer, "_first_seen", ("+ 1", "+ 2"))
+
+
+@mutation(None, "rows that differ are taken for equal by a token", "virtual_cache")
+def equal_by_a_token() -> None:
+    _rewrite(_rows(), "select", ("start < length:", "start < length - 1:"))
+
+
+def _rows() -> Any:
+    from vattn.hf.batch_rows import BatchRows
+
+    return BatchRows
+
+
+def _storage() -> Any:
+    from vattn.hf.storage import Storage
+
+    return Storage
