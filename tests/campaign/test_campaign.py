@@ -18,7 +18,6 @@ BUDGETS = effort(
         "interrupts": 3_000,
         "faults": 1_500,
         "processes": 20_000,
-        "server": 60,
         "windows": 2_000,
         "virtual_cache": 1_000,
         "engine": 600,
@@ -56,7 +55,6 @@ def test_a_short_campaign_finds_nothing(mode: str) -> None:
     ("mutation", "mode"),
     [
         ("parked_pages_in_place", "random"),
-        ("no_origin", "random"),
         ("any_length", "fuzz"),
         ("checked_too_late", "fuzz"),
         ("undo_is_kept", "random"),

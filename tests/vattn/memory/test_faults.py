@@ -304,21 +304,6 @@ def test_a_process_that_had_used_up_its_mappings_goes_on_when_some_are_free_agai
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_any_address_space_of_several_may_be_refused() -> None:
-    """Those reserved before it go while the error is raised, by calls that are functions of Python here."""
-    groups = [vattn.TensorGroup(layers=[i], num_kv_heads=1, head_dim=16, sliding_window=40 * i or None) for i in (0, 1)]
-    table = FaultyTable()
-    pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
-    config = vattn.KVConfig(groups=groups, dtype="float32", max_batch_size=3, max_context_len=640, device=DEVICE)
-    for nth in range(1, 5):
-        table.fail(nth, name="cuMemAddressReserve")
-        with pytest.raises(vattn.DriverError, match="cuMemAddressReserve failed"):
-            vattn.KVCache(config, pool=pool)
-    table.fail(5, name="cuMemAddressReserve")
-    vattn.KVCache(config, pool=pool).close()
-    pool.close()
-
-
 def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing() -> None:
     table = FaultyTable()
     pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
