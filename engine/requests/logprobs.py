@@ -25,6 +25,9 @@ class Logprob:
     decoded_token: str | None = None
 
 
+# Of logits in float32 at a time: those of a long prompt, all of which may be asked for, would take gigabytes.
+_MOST_ELEMENTS = 2**21
+
 DecodeToken = Callable[[int], str | None]
 
 
@@ -39,6 +42,14 @@ def token_logprobs(
         counts: how many of the most probable tokens each row reports, -1 for all.
     """
     vocab_size = logits.shape[1]
+    rows = max(1, _MOST_ELEMENTS // vocab_size)
+    if len(tokens) > rows:
+        parts = ((logits[start:], tokens[start:], counts[start:]) for start in range(0, len(tokens), rows))
+        return [
+            report
+            for part, own_tokens, own_counts in parts
+            for report in token_logprobs(part[:rows], own_tokens[:rows], own_counts[:rows], decode)
+        ]
     chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, chosen)

@@ -318,7 +318,7 @@ class World:
         name, prompt, params, priority = arguments
         what = f"add {name}: {prompt}, {params}, priority {priority}"
         try:
-            self._call(what[:4] + "request", lambda: self.llm.add_request(name, prompt, params, priority=priority))
+            self._call("add_request", lambda: self.llm.add_request(name, prompt, params, priority=priority))
         except vattn.engine.InvalidRequest as error:
             if "may grow to" not in str(error):
                 raise Found("a request is refused", f"{error}: {what}") from error
@@ -377,17 +377,18 @@ class World:
         if ticket is not None:
             ticket.aborted = True
         try:
-            output = self._call(f"abort {name}"[:5], lambda: self.llm.abort(name))
+            output = self._call("abort", lambda: self.llm.abort(name))
+            happened = False
         except KeyboardInterrupt:
             output = self.llm.abort(name)
-            if output is None and ticket is not None:
-                del self.live[name]
-                return
+            happened = True  # at least it may have
         self.log.append(f"  abort {name}")
         if output is not None:
             self._take(output)
         elif ticket is not None and name not in self.llm.core.group_ids:
-            raise Found("a request is unknown to abort", name)
+            if not happened:
+                raise Found("a request is unknown to abort", name)
+            del self.live[name]
 
     def _sleep(self) -> None:
         if self.asleep:
@@ -489,7 +490,8 @@ class World:
         ]
         if self.live:
             misuses.append((lambda: llm.generate([5], params, use_tqdm=False), vattn.VattnError))
-            misuses.append((lambda: llm.add_request(next(iter(self.live)), [5], params), vattn.VattnError))
+        if llm.core.has_unfinished() and (taken := next(iter(llm.core._groups), None)) is not None:
+            misuses.append((lambda: llm.add_request(taken, [5], params), invalid))
         call, error = rng.choice(misuses)
         try:
             self._call("misuse", call)

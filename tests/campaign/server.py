@@ -420,7 +420,7 @@ def _round(server: Server, rng: random.Random, played: Played, numbers: list[int
     alone = draw(rng.getrandbits(40), server.key)
     while not alone.heavy:
         alone = draw(rng.getrandbits(40), server.key)
-    attacks = [draw(rng.getrandbits(40), server.key) for _ in range(rng.choice([10, 25, 40]))]
+    attacks = [draw(rng.getrandbits(40), server.key) for _ in range(rng.choice([10, 20, 30]))]
     numbers += [attack.number for attack in (alone, *attacks)]
     _alone(server, alone, played)
     asyncio.run(_storm(server, attacks, played))

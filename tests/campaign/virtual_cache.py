@@ -247,7 +247,7 @@ class World:
             dims = [(rng.choice((16, wide)), wide) for _ in range(layers)]
         coded = rng.random() < 0.25
         dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
-        limit = rng.choice((40, 90, 200, 400))
+        limit = rng.choice((40, 200, 200, 400))
         most = rng.choice((None, None, 2, 4, _MOST_ROWS))
         options: dict[str, Any] = {"max_context_len": limit, "max_batch_size": most}
         pooled = self.pooled and rng.random() < 0.9
@@ -391,11 +391,20 @@ class World:
     def close_where_it_failed(self, name: str, where: int) -> None:
         """In the `except` block, whose traceback keeps what the call had."""
         self.lines[where] = self.lines[where].replace(": pass", f": {name}.close()")
-        under = self.caches[name]
+        under, storage = self.caches[name], self.names[name]._storage
+        pool, owned = storage._pool, storage._owns_pool
         exec(f"{name}.close()", self.names)
         self.counts["closed in except"] += 1
         under.closed = True
         self.leave(name, under.plain)
+        if self.kept or self.loose or pool is None:
+            return
+        if owned and pool._refusal is None:
+            raise Found("a traceback keeps a pool", f"{name}: {pool.total_pages - pool.free_pages} pages")
+        if under.pooled:
+            users = [len(self.names[each]._storage.open_caches()) for each in self.open() if self.caches[each].pooled]
+            if len(pool._tenants) > sum(users) + ("beside" in self.names):
+                raise Found("a traceback keeps caches", f"{len(pool._tenants)}, and {users} are in use")
 
     def settle(self, name: str, candidates: list[Plain], *, failed: bool = False) -> None:
         """Finds out which of these a cache holds after a call that did not return."""
@@ -549,7 +558,7 @@ class World:
 
     def update(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.open())
+        name = self.pick(self.open())
         under = self.caches[name]
         plain = under.plain
         tokens = rng.choice((1, 1, 1, 2, 5, 17, 33, 70))
@@ -560,7 +569,6 @@ class World:
         after.update(self.names["new_rows"])
         expected = [vattn.InvalidLength] if plain.length + tokens > under.limit else []
         code = f"seen = [{name}.update(*rows, i) for i, rows in enumerate(new_rows)]"
-        rng.random()
         made = self.attempt(name, code, after, expected=expected, moves=plain.windowed)
         self.run("del new_rows")
         if not made:
@@ -594,7 +602,7 @@ class World:
 
     def crop(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         under = self.caches[name]
         plain = under.plain
         back = plain.length - plain.floor
@@ -615,7 +623,7 @@ class World:
     def move(self) -> None:
         """Rows are replaced, repeated, or left out."""
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         under = self.caches[name]
         count = under.plain.rows
         way = rng.choice(("reorder", "reorder", "repeat", "select", "mask"))
@@ -645,12 +653,12 @@ class World:
             raise Found("more rows than max_batch_size", code)
 
     def reset(self) -> None:
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         self.attempt(name, f"{name}.reset()", self.emptied(self.caches[name].plain), moves=True)
 
     def assign(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         plain = self.caches[name].plain
         layer, side = rng.randrange(len(plain.dims)), rng.randrange(2)
         attribute = f"{name}.layers[{layer}].{('keys', 'values')[side]}"
@@ -670,7 +678,7 @@ class World:
     def write(self) -> None:
         """To what is handed out."""
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         plain = self.caches[name].plain
         layer, side, row = rng.randrange(len(plain.dims)), rng.randrange(2), rng.randrange(plain.rows)
         attribute = f"{name}.layers[{layer}].{('keys', 'values')[side]}"
@@ -691,7 +699,7 @@ class World:
 
     def read(self) -> None:
         """All that is handed out, or copied."""
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         under = self.caches[name]
         if not under.ample:
             return
@@ -703,7 +711,7 @@ class World:
 
     def keep(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         plain = self.caches[name].plain
         if len(self.kept) > 5:
             return
@@ -741,7 +749,7 @@ class World:
 
     def duplicate(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         under = self.caches[name]
         if len(self.open()) >= 4:
             return
@@ -761,7 +769,7 @@ class World:
     def unfinished(self) -> None:
         """A forward pass of the first layers only."""
         rng = self.rng
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         under = self.caches[name]
         plain = under.plain
         tokens = rng.choice((1, 5))
@@ -799,7 +807,7 @@ class World:
 
     def record(self) -> None:
         rng = self.rng
-        name = self.rng.choice(self.open())
+        name = self.pick(self.open())
         plain = self.caches[name].plain
         if not plain.windowed:
             return
@@ -812,18 +820,18 @@ class World:
             plain.recording = False
 
     def trim(self) -> None:
-        name = self.rng.choice(self.open())
+        name = self.pick(self.open())
         self.attempt(name, f"{name}.trim()", self.caches[name].plain)
 
     def ask(self) -> None:
         """Calls that look; a check makes driver calls of its own, which must not fail."""
-        name = self.rng.choice(self.filled())
+        name = self.pick(self.filled())
         self.calm()
         code = self.rng.choice((f"{name}.stats()", f"{name}.check()", f"repr({name})"))
         self.attempt(name, code, self.caches[name].plain, fails=False)
 
     def close(self) -> None:
-        name = self.rng.choice(self.open())
+        name = self.pick(self.open())
         before = self.caches[name].plain
         self.calls += 1
         self.counts["close"] += 1
@@ -856,7 +864,7 @@ class World:
     def odd(self) -> None:
         """Arguments that make no sense."""
         rng = self.rng
-        name = self.rng.choice(self.open())
+        name = self.pick(self.open())
         under = self.caches[name]
         plain = under.plain
         if not plain.length:

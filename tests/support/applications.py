@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 from servers import MODEL
+from waiting import SECONDS
 
 from vattn.engine import LLM
 from vattn.engine.server.app import make_app, make_service
@@ -26,7 +27,7 @@ async def client(
     app = make_app(service)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as made:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=SECONDS) as made:
             yield made, service
         if not service.engine.dead:
             assert service.engine.num_unfinished == 0
@@ -36,7 +37,7 @@ async def client(
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, SECONDS))
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -99,7 +99,8 @@ class FaultyTable:
                     self._coming = [failure for failure in self._coming if failure[0] > 0]
                     self.failed = name
                     return over[0][1]
-            time.sleep(self.delay)
+            if self.delay:
+                time.sleep(self.delay)
             result = call(*arguments)
             self.ended[name] += 1
             return result

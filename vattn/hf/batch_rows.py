@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vattn.cache import KVCache
-from vattn.errors import InvalidLength, NoFreeSlot, VattnError
+from vattn.errors import InvalidLength, NoFreeSlot
 
 
 class BatchRows:
@@ -57,6 +57,7 @@ class BatchRows:
 
     def add(self, cache: KVCache) -> None:
         """Adds a cache that is prepared."""
+        # Layers with windows last: a step that is taken back takes from them where they could go back to.
         self._caches = sorted([*self._caches, cache], key=lambda each: _window(each) is not None)
 
     def step(self, length: int, *, recording: bool = False) -> None:
@@ -67,27 +68,20 @@ class BatchRows:
 
         Raises:
             OutOfPages, DriverError: tokens cannot be backed. Nothing changed.
-            InvalidLength: a window at a lower length reaches tokens whose memory was given back. Nothing changed.
+            InvalidLength: as `go_back`.
         """
         before, done = self.length, 0
-        for cache, window in self._windows():
-            if 0 < length < before and max(0, length - window + 1) < self._first.get(cache, 0):
-                raise InvalidLength(
-                    f"the rows cannot go back from {before} tokens to {length}: they were reordered, repeated or "
-                    f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
-                    "reset"
-                )
         self._claim()
-        # Only layers with windows refuse to go back, and what shares blocks loses what it goes back from.
-        caches = self._caches if length > before else self._caches[::-1]
+        if length < before:
+            self.go_back(length)
         start = min(self.start, length) if recording else min(before, length)
+        caches = [cache for cache in self._caches if length >= before or _window(cache) is None]
         try:
             for cache in caches:
                 self._step(cache, start, length)
                 done += 1
-        except BaseException as error:
-            # Going back may lose tokens, so it is not taken back where an interrupt ends it, but made again later.
-            if length > before or isinstance(error, VattnError):
+        except BaseException:
+            if length > before:
                 for cache in caches[:done]:
                     cache.step(self._all(before))
             raise
@@ -96,6 +90,32 @@ class BatchRows:
         if not length:
             self._first.clear()
         self.start, self.length = start, length
+
+    def go_back(self, length: int) -> None:
+        """Takes layers with windows back to a lower length. Others are never refused it, and lose what their rows share
+        beyond; these keep what is there until the rows change, and can be taken forth again, unless the length is 0.
+
+        Raises:
+            InvalidLength: a window there reaches tokens whose memory was given back. Nothing changed.
+        """
+        done: list[KVCache] = []
+        for cache, window in self._windows():
+            if length and max(0, length - window + 1) < self._first.get(cache, 0):
+                raise InvalidLength(
+                    f"the rows cannot go back from {self.length} tokens to {length}: they were reordered, repeated or "
+                    f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
+                    "reset"
+                )
+        self._claim()
+        try:
+            for cache, _ in self._windows():
+                cache.step(self._all(length))
+                done.append(cache)
+        except BaseException:
+            if length:
+                for cache in done:
+                    cache.step(self._all(self.length))
+            raise
 
     def _step(self, cache: KVCache, start: int, length: int) -> None:
         """Backs `length` tokens of every row in a cache, which can go back to `start` then."""

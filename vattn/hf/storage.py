@@ -311,6 +311,8 @@ class Storage:
                 self._detach()
             elif self._lent:
                 self._move(range(self.count), 0)
+        if self._rows is not None and 0 < longest < self._rows.length:
+            self._rows.go_back(longest)
         before = self.lengths, self.ungraded, self.end
         self.lengths, self.ungraded, self.end = after, ungraded, -1
         try:

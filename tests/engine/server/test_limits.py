@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from applications import client, error_of, run
+from waiting import SECONDS
 
 from vattn.engine.server.answers import LIGHT
 from vattn.engine.server.limits import Limits
@@ -208,7 +209,7 @@ def test_work_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> No
 
     def slow(self: Prompts, text: str, *args: Any, **options: Any) -> list[int]:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(SECONDS)
         found = of(self, text, *args, **options)
         calls.append(text)
         return found
@@ -217,7 +218,7 @@ def test_work_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> No
         async with client() as (http, service):
             monkeypatch.setattr(Prompts, "_token_ids", slow)
             left = asyncio.create_task(http.post("/v1/completions", json={"prompt": [f"{i}" for i in range(100)]}))
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(begun.wait, SECONDS)
             left.cancel()
             await asyncio.wait({left})
             go_on.set()

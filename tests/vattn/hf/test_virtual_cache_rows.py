@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import scripts
 import torch
+from interruption import entries, interrupted
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
 
@@ -376,6 +378,75 @@ def test_a_crop_that_is_refused_leaves_beams_as_they_were() -> None:
         cache.update(keys[:, :, :1], keys[:, :, :1], 0)
         assert torch.equal(shown(cache, 0)[0], torch.cat([keys, keys[:, :, :1]], dim=2))
         cache.check()
+
+
+def _refused(cache: vattn.VirtualCache) -> None:
+    with contextlib.suppress(vattn.InvalidLength):
+        cache.crop(-90)
+
+
+CALLS: dict[str, Callable[[vattn.VirtualCache], object]] = {
+    "crop": lambda cache: cache.crop(-5),
+    "refused crop": _refused,
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "reset": lambda cache: cache.reset(),
+    "keys": lambda cache: cache.layers[0].keys,
+    "assignment": lambda cache: setattr(cache.layers[1], "keys", torch.zeros(2, HEADS, 19, 64)),
+    "trim": lambda cache: cache.trim(),
+    "update": lambda cache: [cache.update(*[torch.zeros(2, HEADS, 3, 64)] * 2, layer) for layer in range(2)],
+}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_interrupted_has_happened_or_not_or_leaves_no_token(call: str, kept: bool) -> None:
+    """Of rows that share pages, and of windows from which tokens have left."""
+
+    def scene() -> tuple[vattn.VirtualCache, Any]:
+        cache = mixed(max_batch_size=4 if call != "repeat" else None)
+        keys = torch.randn(2, HEADS, 190, 64, generator=torch.Generator().manual_seed(1))
+        for first, end in ((0, 80), (80, 120), (120, 180), (180, 190)):
+            for layer in range(2):
+                cache.update(keys[:, :, first:end], keys[:, :, first:end], layer)
+            if end == 120 and not kept:
+                cache.reorder_cache(torch.tensor([0, 0]))
+        return cache, cache.layers[0].values if kept else None
+
+    def state(cache: vattn.VirtualCache) -> list[Tensor]:
+        assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+        return (
+            [tensor.clone() for layer in range(2) for tensor in shown(cache, layer)] if cache.get_seq_length() else []
+        )
+
+    cache, taken = scene()
+    before = state(cache)
+    CALLS[call](cache)
+    after = state(cache)
+    cache.close()
+    wanted = [before, after, *([[]] if call in ("reorder", "repeat") else [])]
+    cache, taken = scene()
+    total = entries(lambda: CALLS[call](cache))
+    cache.close()
+    for entry in range(0, total, max(1, total // 40)):
+        cache, taken = scene()
+        interrupted(lambda: CALLS[call](cache), entry)  # noqa: B023
+        lengths = {layer.get_seq_length() for layer in cache.layers}
+        if len(lengths) > 1:
+            assert call == "update"
+            cache.crop(min(lengths))
+        found = state(cache)
+        assert any(len(found) == len(each) and all(map(torch.equal, found, each)) for each in wanted), entry
+        cache.check()
+        if taken is not None:
+            assert torch.equal(taken, before[1])
+        rows = cache._storage.count
+        for layer in range(2):
+            cache.update(*[torch.ones(rows, HEADS, 2, 64)] * 2, layer)
+        assert all(bool((shown(cache, layer)[0][:, :, -2:] == 1).all()) for layer in range(2))
+        cache.check()
+        del taken
+        cache.close()
 
 
 def test_rows_that_are_repeated_go_back_as_far_as_before() -> None:
