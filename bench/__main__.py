@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what each benchmark measures")
     parser.add_argument("--publish", action="store_true", help="update tables and plots from the committed records")
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there instead of printing it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, or print it for -")
     parser.add_argument("--check", action="store_true", help="with --publish: write nothing, fail if anything is stale")
     args = parser.parse_args(argv)
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
-    """Runs a benchmark here; prints its table and goals, and writes its record, or prints that too."""
+    """Runs a benchmark here; prints its table and goals, and writes its record to a file, or prints it for `-`."""
     module = case.load()
     gc.freeze()  # collections between measurements then skip what was imported, half a second each
     try:
@@ -67,9 +67,9 @@ def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
     if report.contended(foreign):
         print(f"CONTENDED: others kept {foreign:.2f} cores busy; these times are void. Run it on an idle machine")
     record = report.record(case.name, quick=quick, foreign_cores=foreign)
-    if file is None:
+    if file == Path("-"):
         print(json.dumps(record))
-    else:
+    elif file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -43,3 +43,18 @@ _QUESTIONS = (
 def prompts() -> list[str]:
     """24 texts, ready for the tokenizer: `model.generate` continues each with its answer and eos."""
     return [prompt(question) for question in _QUESTIONS]
+
+
+def story_prompt() -> str:
+    """A short prompt with a long answer."""
+    return prompt("Write a long story about a bear named Hugo.")
+
+
+def questions_about_the_story() -> list[str]:
+    """Eight continuations of one prompt: a story, and then a question about it."""
+    gifts = {"river": "key", "mill": "drum", "garden": "kite", "beach": "hat"}
+    questions = [
+        *(f"What did Clara bring from the {place}?" for place in gifts),
+        *(f"Where did the {thing} come from?" for thing in gifts.values()),
+    ]
+    return [prompt(f"Read this story. {_FOX} {question}") for question in questions]

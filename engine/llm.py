@@ -27,6 +27,7 @@ from vattn.engine.core import EngineCore
 from vattn.engine.exclusive import exclusive
 from vattn.engine.metrics import Metric
 from vattn.engine.model.threads import Phase
+from vattn.engine.progress import Progress, UseTqdm
 from vattn.engine.requests.chat import Conversation, as_conversations
 from vattn.engine.requests.intake import as_params
 from vattn.engine.requests.outputs import RequestOutput
@@ -188,7 +189,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -200,7 +201,8 @@ class LLM:
                 such as `"multi_modal_data"`, is refused, unless its value is None.
             sampling_params: for all prompts, or one for each; None for `get_default_sampling_params()`. `output_kind`
                 is ignored.
-            use_tqdm: show a progress bar on stderr.
+            use_tqdm: show a progress bar on stderr, with tokens per second; or a function that makes one, given tqdm's
+                keywords: `functools.partial(tqdm, leave=False)`.
             lora_request: None: adapters are not served.
             priority: for all prompts, or one for each; lower runs earlier, for `scheduling_policy="priority"`.
 
@@ -246,7 +248,7 @@ class LLM:
         return self._enqueue(prompts, sampling_params, lora_request, priority)
 
     @exclusive
-    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+    def wait_for_completion(self, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Run everything that is queued to completion; an error or interrupt drops it all.
 
         Returns:
@@ -265,15 +267,16 @@ class LLM:
             raise
         return [finished[name] for name in names]
 
-    def _run(self, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
         """Steps until nothing is left; the last output of each request under its name."""
         finished: dict[str, RequestOutput] = {}
-        with _progress_bar(self.core.num_groups, use_tqdm) as bar:
+        with Progress(self.core.num_groups, self.core.figures, use_tqdm) as progress:
             while self.core.has_unfinished():
+                before = len(finished)
                 for output in self.core.step():
                     if output.finished:
                         finished[output.request_id] = output
-                        bar.update()
+                progress.stepped(len(finished) - before)
         return finished
 
     def _enqueue(
@@ -372,7 +375,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         **template_options: Any,
@@ -550,9 +553,3 @@ def refuse_lora(lora_request: object) -> None:
             "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
             "load the result"
         )
-
-
-def _progress_bar(total: int, shown: bool) -> Any:
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    return tqdm(total=total, desc="Processed prompts", unit="req", disable=not shown, dynamic_ncols=True)

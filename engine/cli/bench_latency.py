@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="prompts of a batch")
     parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches that are not counted")
     parser.add_argument("--num-iters", type=int, default=30, help="batches that are")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
     add_engine_flags(parser, changed=_CHANGED)
     parser.set_defaults(run=_run)
 
@@ -40,6 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     options = {**_CHANGED, **engine_options(args)}
 
     import numpy as np
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     from vattn.engine.llm import LLM
     from vattn.engine.requests.sampling import SamplingParams
@@ -57,16 +60,26 @@ def _run(args: argparse.Namespace) -> int:
         rng = np.random.default_rng(0)
         prompts: list[Any] = rng.integers(0, llm.vocab_size, (args.batch_size, args.input_len)).tolist()
 
-        def batch() -> float:
-            start = time.perf_counter()
-            for output in llm.generate(prompts, params, use_tqdm=False):
-                if output.error is not None:
-                    raise ConfigError(f"request {output.request_id} failed: {output.error}")
-            return time.perf_counter() - start
+        bar = False if args.disable_tqdm else functools.partial(tqdm, leave=False)
 
-        for _ in range(args.num_iters_warmup):
-            batch()
-        latencies = [batch() for _ in range(args.num_iters)]
+        def batches(count: int, title: str) -> list[float]:
+            latencies = []
+            with tqdm(total=count, desc=title, unit="batch", disable=args.disable_tqdm, dynamic_ncols=True) as total:
+                for _ in range(count):
+                    start = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=bar)
+                    latencies.append(time.perf_counter() - start)
+                    tokens = 0
+                    for output in outputs:
+                        if output.error is not None:
+                            raise ConfigError(f"request {output.request_id} failed: {output.error}")
+                        tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                    total.set_postfix_str(f"output: {tokens / latencies[-1]:.1f} tokens/s", refresh=False)
+                    total.update()
+            return latencies
+
+        batches(args.num_iters_warmup, "Warmup batches")
+        latencies = batches(args.num_iters, "Measured batches")
 
     percentiles = {percentage: float(np.percentile(latencies, percentage)) for percentage in _PERCENTILES}
     average = float(np.mean(latencies))

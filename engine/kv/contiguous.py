@@ -37,11 +37,14 @@ class ContiguousKV(PlainStore):
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
         """As `KVBackend` says."""
-        singles = batch.num_singles
+        singles, (keys, values) = batch.num_singles, self._layers[layer]
+        if singles == len(key):
+            keys.index_put_(batch.single_places, key)
+            values.index_put_(batch.single_places, value)
+            return
         if singles:
-            index = batch.slots[:singles], batch.positions[:singles]
-            for stored, rows in zip(self._layers[layer], (key, value), strict=True):
-                stored.index_put_(index, rows[:singles])
+            keys.index_put_(batch.single_places, key[:singles])
+            values.index_put_(batch.single_places, value[:singles])
         for span, row in batch.chunks():
             for slots, rows in zip(self._slots[layer], (key, value), strict=True):
                 slots[span.slot][span.start : span.end] = rows[row : row + len(span)]

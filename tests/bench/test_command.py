@@ -52,6 +52,18 @@ def test_refuses_what_makes_no_sense(arguments: list[str], says: str, capsys: py
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("asked", "lines"), [([], 0), (["--json", "-"], 1)])
+def test_a_record_is_printed_for_those_who_ask(
+    asked: list[str], lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["fragmentation", "--quick", *asked]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("{") for line in printed) == lines
+    assert any(line.startswith("goal ") for line in printed)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_is_no_case_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = type(cases)("nowhere")
     package.__path__ = [str(tmp_path)]

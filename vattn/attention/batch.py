@@ -99,6 +99,11 @@ class PackedBatch:
         return _to_device([p for s in self.spans for p in range(s.start, s.end)], torch.int64, self.device)
 
     @cached_property
+    def single_places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the single tokens at the front: an index into `[slots, tokens, ...]`."""
+        return self.slots[: self.num_singles], self.positions[: self.num_singles]
+
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The spans of one token at the front and the others, as two groups; an empty group is left out.
 
@@ -119,9 +124,11 @@ class PackedBatch:
         singles = self.groups[:1] if self.num_singles else ()
         return singles + tuple(Group.of([span], row, self.device) for span, row in self.chunks())
 
-    def chunks(self) -> list[tuple[Span, int]]:
+    def chunks(self) -> Sequence[tuple[Span, int]]:
         """The spans after the single tokens at the front, each with its first row."""
         row = self.num_singles
+        if row == len(self.spans):
+            return ()
         rows = []
         for span in self.spans[row:]:
             rows.append((span, row))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -169,13 +170,18 @@ def test_latency(model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path:
         "64",
     ]
     assert main(["bench", "latency", "--model", str(model_path), *argv, "--output-json", str(path)]) == 0
+    printed = capsys.readouterr()
     result = json.loads(path.read_text())
     assert set(result) == {"model_id", "avg_latency", "latencies", "percentiles"}
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     assert len(result["latencies"]) == 3
     assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
     assert result["percentiles"]["50"] == pytest.approx(sorted(result["latencies"])[1])
-    assert "Avg latency:" in capsys.readouterr().out
+    assert "Avg latency:" in printed.out
+    assert re.search(r"Measured batches: .* 3/3 .*batch.*output: [1-9][\d.]* tokens/s", printed.err)
+    assert re.search(r"Processed prompts: .*input: [\d.]+ tokens/s, output: [\d.]+ tokens/s", printed.err)
+    assert main(["bench", "latency", "--model", str(model_path), *argv, "--disable-tqdm"]) == 0
+    assert "tokens/s" not in capsys.readouterr().err
 
 
 def test_throughput(model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
