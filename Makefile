@@ -7,9 +7,11 @@ PLUGIN := build/plugin
 WHEEL := build/wheel
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # TORCH="torch==2.12.*", say, takes another torch; TRANSFORMERS likewise. Without a GPU, torch's build for CPUs: the one on
-# PyPI brings 3 GB of CUDA's libraries. An index that cannot be reached is passed over.
+# PyPI brings 3 GB of CUDA's libraries. An index that does not answer is passed over.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(shell $(PYTHON) -c 'import urllib.request as r; \
+  r.urlopen("$(TORCH_CPU)/torch/", timeout=10); print("--extra-index-url $(TORCH_CPU)")' 2>/dev/null))
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
@@ -19,19 +21,19 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
 # A process per core, each with one thread: two threads on two cores wait for each other under any other load.
-test: $(VENV)/.installed
+test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # The same in its long form: everything that `make test` proves in a shorter one (an hour or two on two cores).
-check-long: $(VENV)/.installed
+check-long: $(VENV)/.dev
 	VATTN_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # While developing: all but the slow tests.
-test-fast: $(VENV)/.installed
+test-fast: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
 # The dashboard in headless Chromium, which has to be on PATH or named by CHROMIUM; it is no part of `make test`.
-dashboard-test: $(VENV)/.installed
+dashboard-test: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet "playwright>=1.50"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/engine/browse_dashboard.py
 
@@ -41,7 +43,7 @@ matrix:
 	$(PYTHON) -m tests.matrix $(ROWS) $(if $(TESTS),--tests $(TESTS))
 
 # The server under clients of others, in an environment of theirs, with the versions of tests/clients/requirements.txt.
-clients: $(VENV)/.installed $(CLIENTS)/.installed
+clients: $(VENV)/.dev $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini --confcutdir tests/clients tests/clients
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
@@ -72,23 +74,23 @@ $(PLUGIN)/.installed: plugins/vattn-vllm/pyproject.toml plugins/vattn-vllm/tests
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7
 # for more, and for others; MODE=engine for one mode.
-campaign: $(VENV)/.installed
+campaign: $(VENV)/.dev
 	$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) $(addprefix --mode ,$(MODE))
 
 check: format lint types docs test
 
-format: $(VENV)/.installed
+format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
-types: $(VENV)/.installed
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # The site, into build/site. NO_MKDOCS_2_WARNING silences an advertisement of mkdocs-material's, no warning of ours.
-docs: $(VENV)/.installed
+docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 sanitize: sanitize-native sanitize-python
@@ -108,7 +110,7 @@ sanitize-native:
 # test is left out that fills the kernel's table of mappings, in which AddressSanitizer needs room of its own.
 ASAN_TESTS := $(addprefix tests/vattn/,test_cache.py drivers/test_vmm_host.py $(addprefix memory/test_,faults.py pool.py \
   sharing.py sharing_machine.py state_machine.py windows.py zero_on_free.py))
-sanitize-python: $(VENV)/.installed
+sanitize-python: $(VENV)/.dev
 	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
 	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
 	  -C cmake.define.VATTN_SANITIZE=address,undefined .
@@ -134,13 +136,25 @@ $(WHEEL)/.installed: Makefile
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
 
-# The stub of the native module lies beside the module; mypy looks for it in the source tree.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# The native modules are built while torch is fetched and unpacked. The stub of one of them lies beside the module; mypy
+# looks for it in the source tree.
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/kernels/*)
+	@mkdir -p build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install -qq $(TORCH_INDEX) "$(TORCH)"
-	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
+	@echo "building the native modules for this machine, a minute of CPU time; torch is installed beside it"
+	@VATTN_WERROR=ON $(BIN)/python -m pip install -v --no-deps --editable . > build/native.log 2>&1 & built=$$!; \
+	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)" && \
+	$(BIN)/python -m pip install --quiet "$(TRANSFORMERS)" || exit; \
+	tail -n +1 -s 0.2 --pid $$built -f build/native.log | sed -un 's:^ *\(\[[0-9]*/[0-9]*\]\) \([A-Z][a-z]*\).*/: \1 \2 :p'; \
+	wait $$built || { tail -n 60 build/native.log; exit 1; }
+	$(BIN)/python -m pip install --quiet "vattn[bench]"
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
+	touch $@
+
+# What tests and checks need besides. The project is there, so only what the extra names is fetched.
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "vattn[dev]"
 	touch $@
 
 clean:

@@ -31,7 +31,7 @@ class Side:
 
     Attributes:
         seconds: of each step.
-        decodes: whether the step computed one token for each of its requests.
+        decodes: of each step, the tokens that it computed if it only decoded; otherwise 0.
         kv: the backend's figures after each step.
         pages: what every slot held after each step; empty for `paged`, which has no pages.
         outputs: by the place of their prompt.
@@ -42,7 +42,7 @@ class Side:
 
     llm: LLM
     seconds: list[float] = field(default_factory=list)
-    decodes: list[bool] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
     kv: list[KVStats] = field(default_factory=list)
     pages: list[list[SlotPages]] = field(default_factory=list)
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -61,9 +61,11 @@ class Side:
         return sum(map(len, self.tokens)) / sum(self.seconds)
 
     @property
-    def decode_seconds(self) -> float:
-        """Of the steps that only decoded."""
-        return sum(seconds for seconds, decodes in zip(self.seconds, self.decodes, strict=True) if decodes)
+    def decode_speed(self) -> float:
+        """Tokens per second of the steps that only decoded."""
+        return sum(self.decodes) / sum(
+            seconds for seconds, tokens in zip(self.seconds, self.decodes, strict=True) if tokens
+        )
 
     @property
     def needed(self) -> int:
@@ -83,12 +85,13 @@ class Side:
 
     def step(self) -> list[RequestOutput]:
         """One step, timed; what is noted of it is not."""
-        computed = sum(request.state.name == "PREFILLING" for request in self.llm.scheduler.running)
         waiting = len(self.llm.scheduler.waiting)
+        decoding = [request.state.name == "DECODING" for request in self.llm.scheduler.running]
         start = time.perf_counter()
         outputs = self.llm.step()
         self.seconds.append(time.perf_counter() - start)
-        self.decodes.append(not computed and waiting == len(self.llm.scheduler.waiting))
+        only = all(decoding) and waiting == len(self.llm.scheduler.waiting)
+        self.decodes.append(len(decoding) if only else 0)
         self.kv.append(self.llm.kv.stats())
         if isinstance(self.llm.kv, VirtualKV):
             self.pages.append(self.llm.kv.cache.page_map())
@@ -119,8 +122,10 @@ def run(
         for side in sides.values():
             for place, prompt in enumerate(prompts):
                 side.llm.add_request(str(place), prompt, params)
-        while any(side.llm.has_unfinished() for side in sides.values()):
-            for side in sides.values():
+        turn = list(sides.values())
+        while any(side.llm.has_unfinished() for side in turn):
+            turn.reverse()  # the one that comes second finds the model's weights in the caches
+            for side in turn:
                 if side.llm.has_unfinished():
                     for output in side.step():
                         if output.finished:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def llm() -> Any:
 def test_speeds_are_told_as_tokens_come_and_prompts_as_they_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at the clock takes a second: 2 prompts of 3 tokens, and 8 tokens of output each."""
     now = iter(range(1000))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     bars: list[Bar] = []
 
     def make(**keywords: Any) -> Bar:
