@@ -142,13 +142,13 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 	@mkdir -p build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "building the native modules for this machine, a minute of CPU time; torch is installed beside it"
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*p["dependencies"], *p["optional-dependencies"]["bench"], sep="\n")' > build/needs.txt
+	@echo "installing torch and transformers, and building the native modules for this machine: about a minute"
 	@VATTN_WERROR=ON $(BIN)/python -m pip install -v --no-deps --editable . > build/native.log 2>&1 & built=$$!; \
-	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)" && \
-	$(BIN)/python -m pip install --quiet "$(TRANSFORMERS)" || exit; \
+	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)" "$(TRANSFORMERS)" --requirement build/needs.txt || exit; \
 	tail -n +1 -s 0.2 --pid $$built -f build/native.log | sed -un 's:^ *\(\[[0-9]*/[0-9]*\]\) \([A-Z][a-z]*\).*/: \1 \2 :p'; \
 	wait $$built || { tail -n 60 build/native.log; exit 1; }
-	$(BIN)/python -m pip install --quiet "vattn[bench]"
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
 	touch $@
 
