@@ -67,6 +67,7 @@ def draw_slots(side: Side, axes: Any) -> None:
     axes.set(title=f"Each request is one row; step {moment}", xlabel="token", ylabel="slot (reqid)")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.7 * axes.get_xlim()[1])  # room for the legend
     axes.legend(
         [Patch(color=LIVE), Patch(color=SPARE)],
         ["live tokens", "mapped, for the next tokens or requests"],
