@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from backends import PAGED_WINDOWS
@@ -21,6 +23,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """The objects of torch, transformers and pytest are nearly all that a collection looks at; they stay."""
+    gc.collect()
+    gc.freeze()
 
 
 KVS = (*BACKENDS, PAGED_WINDOWS)
@@ -43,6 +52,13 @@ def main_kv(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[kv for kv in KVS if kv != "static"])
 def growing_kv(request: pytest.FixtureRequest) -> str:
     """The backends in which a request that has a slot can still lack memory."""
+    backend: str = request.param
+    return backend
+
+
+@pytest.fixture(params=effort(("virtual", "paged"), [kv for kv in KVS if kv != "static"]))
+def main_growing_kv(request: pytest.FixtureRequest) -> str:
+    """Of these, as `main_kv`."""
     backend: str = request.param
     return backend
 

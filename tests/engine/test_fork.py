@@ -106,14 +106,14 @@ def test_fewer_slots_than_completions(kv: str, caching: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_short_of_memory(growing_kv: str, caching: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_of_memory(main_growing_kv: str, caching: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 4)
-    with make_llm(growing_kv) as llm:
+    with make_llm(main_growing_kv) as llm:
         token_bytes = llm.token_bytes
     records = []
     sizes = {"memory_budget": 160 * token_bytes, "max_model_len": 120}
     options = {**sizes, "max_num_batched_tokens": 32, "on_step": records.append}
-    with make_llm(growing_kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
+    with make_llm(main_growing_kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
         for _ in range(2):
             outputs = llm.generate([PROMPT, PROMPT[:30]], several(4, max_tokens=40), use_tqdm=False)
             idle(llm)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from backends import PAGED_WINDOWS, chosen
+from effort import effort
 from target import EXAMPLES
 from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
@@ -334,7 +335,7 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_seed_repeats(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
-    jobs = make_jobs(3, 120)
+    jobs = make_jobs(3, effort(60, 120))
     summaries = []
     for _ in range(2):
         with make_llm(caching_kv, memory_budget=MEMORY, preemption_mode="swap", swap_space=40 * 256) as llm:

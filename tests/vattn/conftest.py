@@ -10,14 +10,8 @@ import pytest
 import target
 
 
-@pytest.fixture(autouse=True, scope="session")
-def frozen() -> None:
-    gc.freeze()  # the objects of torch and transformers are nearly all that a collection looks at
-
-
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    gc.collect()
     before = target.usage()
     yield
     gc.collect()

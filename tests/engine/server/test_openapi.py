@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from effort import effort
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -65,7 +66,7 @@ def test_answers_are_those_of_the_document(app: Any, mode: GenerationMode) -> No
     for operation in operations:
 
         @settings(
-            max_examples=25,
+            max_examples=effort(10, 100),
             deadline=None,
             derandomize=True,
             database=None,

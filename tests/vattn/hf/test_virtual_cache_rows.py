@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import scripts
 import torch
+from effort import effort
 from interruption import entries, interrupted
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
@@ -428,7 +429,7 @@ def test_a_call_that_is_interrupted_has_happened_or_not_or_leaves_no_token(call:
     cache, taken = scene()
     total = entries(lambda: CALLS[call](cache))
     cache.close()
-    for entry in range(0, total, max(1, total // 40)):
+    for entry in range(0, total, max(1, total // effort(12, 40))):
         cache, taken = scene()
         interrupted(lambda: CALLS[call](cache), entry)  # noqa: B023
         lengths = {layer.get_seq_length() for layer in cache.layers}

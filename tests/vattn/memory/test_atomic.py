@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import effort
 from faults import FaultyTable
 from interruption import entries, interrupted
 from target import DEVICE, host_only
@@ -105,9 +106,9 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, wind
     after = scene.state()
     scene.cache.close()
 
-    # Every function entry of the short calls, and evenly spread ones of the long ones.
+    # All function entries of short calls, and evenly spread ones of long ones.
     total = count_entries(name, window, overlap)
-    for entry in range(0, total, max(1, total // 60)):
+    for entry in range(0, total, max(1, total // effort(20, 60))):
         scene = Scene(window, overlap)
         ended = interrupted(lambda scene=scene: CALLS[name](scene), entry)  # type: ignore[misc]
         scene.cache.check()
