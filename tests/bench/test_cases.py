@@ -29,10 +29,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# Some start servers, or need ten seconds even so.
+MARKS = dict.fromkeys(("plugin", "sharing"), NEEDS_VLLM) | dict.fromkeys(("serving", "threads"), pytest.mark.long)
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NEEDS_VLLM if name in ("plugin", "sharing") else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_quick_run_records_valid_json_and_can_be_drawn(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

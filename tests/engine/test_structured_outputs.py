@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS, chosen
+from backends import chosen
 from paths import ROOT
 from transformers import AutoModelForCausalLM
 
@@ -145,15 +145,14 @@ def test_a_stop_string_and_max_tokens_cut_off(llm: LLM) -> None:
     assert (len(completion.token_ids), completion.finish_reason) == (2, "length")
 
 
-@pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS, "dynamic"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_requests_keep_their_place(kv: str, mode: Any) -> None:
+def test_preempted_requests_keep_their_place(main_growing_kv: str, mode: Any) -> None:
     """Memory for about half of the requests: the others lose their slots in the middle of their outputs."""
     params = SamplingParams(max_tokens=200, seed=2, structured_outputs={"regex": "([0-9]{4} ){30}end"})
     options: dict[str, Any] = {"memory_budget": "1MiB", "max_model_len": 256, "preemption_mode": mode}
-    if kv == "virtual":
+    if main_growing_kv == "virtual":
         options["kv_options"] = {"page_size": 4096}
-    with make_llm(**chosen(kv, **options)) as llm:
+    with make_llm(**chosen(main_growing_kv, **options)) as llm:
         outputs = llm.generate(PROMPTS * 3, params, use_tqdm=False)
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         assert all(re.fullmatch("([0-9]{4} ){30}end", text) for text in texts(outputs))

@@ -50,11 +50,11 @@ def assert_greedy(family: str, prompts: list[list[int]], got: list[list[int]], c
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_generate(family: str, kv: str) -> None:
+def test_greedy_tokens_equal_generate(family: str, main_kv: str) -> None:
     """Prompts that repeat themselves, so that many drafts are made, of which random models reject most."""
     prompts = [2 * prompt for prompt in make_prompts([3, 23, 12, 40])]
-    block_size = 128 if kv == PAGED_WINDOWS else 16  # whole pages for every family
-    with make_llm(kv, make_model(family), max_num_batched_tokens=24, block_size=block_size) as llm:
+    block_size = 128 if main_kv == PAGED_WINDOWS else 16  # whole pages for every family
+    with make_llm(main_kv, make_model(family), max_num_batched_tokens=24, block_size=block_size) as llm:
         outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
         assert 0 < llm.speculation.num_accepted_tokens < llm.speculation.num_drafted_tokens
     assert_greedy(family, prompts, tokens(outputs), MAX_TOKENS)
