@@ -86,18 +86,22 @@ nb::bytes host_prop(std::size_t granularity) {
   return nb::bytes(&prop, sizeof prop);
 }
 
+thread_local bool is_without_lock = false;
+
 // Runs the body without the interpreter's lock. A daemon thread that asks for it back while the interpreter ends,
 // before Python 3.14, is unwound by pthread_exit, which ends the process at the first noexcept function; so it waits
 // here.
 template <class Body>
 void without_lock(Body&& body) {
   PyThreadState* const thread = PyEval_SaveThread();
+  is_without_lock = true;
   std::exception_ptr thrown;
   try {
     body();
   } catch (...) {
     thrown = std::current_exception();
   }
+  is_without_lock = false;
   try {
     PyEval_RestoreThread(thread);
   } catch (abi::__forced_unwind&) {
@@ -107,10 +111,11 @@ void without_lock(Body&& body) {
 }
 
 // Destroys what makes driver calls of its own then. It may be the last step of raising an error, and the calls of a
-// table may be functions of Python, which must not be called while an error is set.
+// table may be functions of Python, which must not be called while an error is set. Only who has the interpreter's lock
+// has an error; PyGILState_Check, which says so, is not in the stable ABI.
 template <class T>
 void destroy(T* object) {
-  if (!PyGILState_Check()) return delete object;
+  if (is_without_lock || !PyGILState_GetThisThreadState()) return delete object;
   const nb::error_scope raised;
   delete object;
 }
