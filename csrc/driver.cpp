@@ -147,8 +147,11 @@ bool Driver::try_read_only(std::size_t size) {
     call = Call::kMap;
     result = map(address, size, handle, false);
     if (result == kSuccess) {
+      call = Call::kSetAccess;
+      result = set_access(address, size, Access::kReadWrite);
       Handle found = 0;
-      if (set_access(address, size, Access::kRead) == kSuccess) static_cast<void>(mapped(address, &found, &access));
+      if (result == kSuccess && set_access(address, size, Access::kRead) == kSuccess)
+        static_cast<void>(mapped(address, &found, &access));
       unmap(address, size);
     }
     release(handle);
@@ -159,11 +162,16 @@ bool Driver::try_read_only(std::size_t size) {
 }
 
 bool Driver::mapped(Address address, Handle* handle, Access* access) const {
-  Flags flags = 0;
   if (table_.retain_handle(handle, reinterpret_cast<void*>(address)) != kSuccess) return false;
   table_.release(*handle);
-  if (table_.get_access(&flags, &prop_.location, address) != kSuccess) return false;
-  *access = static_cast<Access>(flags);
+  Flags first = 0;
+  for (const Location& location : locations_) {
+    Flags flags = 0;
+    if (table_.get_access(&flags, &location, address) != kSuccess) return false;
+    if (&location == &locations_.front()) first = flags;
+    if (flags != first) return false;
+  }
+  *access = static_cast<Access>(first);
   return true;
 }
 

@@ -59,11 +59,14 @@ class Driver : public std::enable_shared_from_this<Driver> {
  public:
   // `reserve_flags` are passed to every address_reserve, `restore_flags` to a map that undoes an unmap. `unmap_ranges`:
   // one unmap may take several neighbouring mappings. `read_only`: memory can be mapped read-only; otherwise such
-  // mappings can be written. `streams`: those that may capture graphs, which exist as long as the driver.
+  // mappings can be written. `streams`: those that may capture graphs, which exist as long as the driver. `peers`: who
+  // has the access of the memory's own location as well.
   Driver(const Vmm& table, const AllocationProp& prop, void* context, Flags reserve_flags, Flags restore_flags,
-         bool unmap_ranges = true, bool read_only = true, std::vector<StreamHandle> streams = {})
+         bool unmap_ranges = true, bool read_only = true, std::vector<StreamHandle> streams = {},
+         const std::vector<Location>& peers = {})
       : table_(table),
         prop_(prop),
+        locations_(with(prop.location, peers)),
         context_(context),
         reserve_flags_(reserve_flags),
         restore_flags_(restore_flags),
@@ -96,8 +99,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
     return counted(Call::kUnmap, [&] { return table_.unmap(address, size); });
   }
   Result set_access(Address address, std::size_t size, Access access) {
-    const AccessDesc desc{prop_.location, static_cast<unsigned>(granted(access))};
-    return counted(Call::kSetAccess, [&] { return table_.set_access(address, size, &desc, 1); });
+    std::vector<AccessDesc> descs;
+    for (const Location& location : locations_) descs.push_back({location, static_cast<unsigned>(granted(access))});
+    return counted(Call::kSetAccess, [&] { return table_.set_access(address, size, descs.data(), descs.size()); });
   }
   // Waits for the event; for all work in the context where it is null. A capture is invalidated when its context is
   // synchronised, so while a stream captures the latter is not tried: kCaptureUnsupported. Which call failed is in
@@ -138,10 +142,12 @@ class Driver : public std::enable_shared_from_this<Driver> {
   // Whether any stream captures a graph: one of the driver's streams, or one that the legacy default stream waits for,
   // which are all but those created as non-blocking. Throws DriverFailure.
   bool any_capturing();
-  // Whether the provider maps memory read-only, tried on `size` bytes. Throws DriverFailure if it cannot be tried.
+  // Whether the provider maps memory read-only, for the peers too, tried on `size` bytes. Throws DriverFailure if it
+  // cannot be tried, or cannot be mapped at all.
   bool try_read_only(std::size_t size);
 
-  // What is mapped at an address, asked of the provider itself; for checks only, so not counted.
+  // What is mapped at an address, with an access that is the same for all locations, asked of the provider itself; for
+  // checks only, so not counted.
   bool mapped(Address address, Handle* handle, Access* access) const;
 
   std::string result_name(Result result) const;
@@ -152,6 +158,12 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
  private:
   friend class Event;
+
+  static std::vector<Location> with(const Location& own, const std::vector<Location>& peers) {
+    std::vector<Location> all{own};
+    all.insert(all.end(), peers.begin(), peers.end());
+    return all;
+  }
 
   Result take_event(EventHandle* event);
   Result ask_capturing(StreamHandle stream, bool* captures);
@@ -175,6 +187,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
   const Vmm table_;
   const AllocationProp prop_;
+  const std::vector<Location> locations_;  // that have access: the memory's own, then its peers
   void* const context_;
   const Flags reserve_flags_;
   const Flags restore_flags_;

@@ -62,7 +62,7 @@ StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHa
 
 std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
                                     Flags restore_flags, bool unmap_ranges, bool read_only,
-                                    const std::vector<std::uintptr_t>& streams) {
+                                    const std::vector<std::uintptr_t>& streams, const std::vector<int>& peers) {
   Vmm vmm;
   visit_table(vmm, [&](const char* name, auto& function) {
     const auto entry = table.find(name);
@@ -74,8 +74,10 @@ std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uin
   std::memcpy(&allocation, prop.c_str(), sizeof allocation);
   std::vector<StreamHandle> handles;
   for (const std::uintptr_t stream : streams) handles.push_back(stream_of(stream));
+  std::vector<Location> locations;
+  for (const int peer : peers) locations.push_back({kLocationDevice, peer});
   return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags,
-                                  unmap_ranges, read_only, std::move(handles));
+                                  unmap_ranges, read_only, std::move(handles), locations);
 }
 
 nb::bytes host_prop(std::size_t granularity) {
@@ -243,9 +245,10 @@ NB_MODULE(_native, m) {
   nb::class_<Driver>(m, "Driver", "A provider's table of calls with the properties of its memory, counted and timed.")
       .def(nb::new_(&make_driver), "table"_a, "prop"_a, "context"_a = 0, "reserve_flags"_a = 0, "restore_flags"_a = 0,
            "unmap_ranges"_a = true, "read_only"_a = true, "streams"_a = std::vector<std::uintptr_t>{},
+           "peers"_a = std::vector<int>{},
            "unmap_ranges: whether one unmap may take several neighbouring mappings. read_only: whether memory can be "
            "mapped read-only; if not, such mappings can be written. streams: those that may capture graphs, which "
-           "exist as long as the driver.")
+           "exist as long as the driver. peers: devices that have access to the memory as well.")
       .def_prop_ro("read_only", &Driver::read_only)
       .def("try_read_only", &Driver::try_read_only, "size"_a,
            "Whether the provider maps memory read-only, tried on `size` bytes.")

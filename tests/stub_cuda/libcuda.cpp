@@ -3,6 +3,7 @@
 // where the real driver might let it pass. Streams are lists of kernels that a test launches and completes.
 //
 // Tests control it by the stub_* functions at the end of this file, through ctypes (stub.py).
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,7 +36,8 @@ enum : Result {
   kCapturedEvent = 907,
 };
 
-constexpr int kFresh = 0xA5;  // every byte of memory that nobody wrote yet
+constexpr unsigned kPosixHandle = 1, kFabricHandle = 8;  // CUmemAllocationHandleType
+constexpr int kFresh = 0xA5;                             // every byte of memory that nobody wrote yet
 
 int environment(const char* name, int otherwise) {
   const char* value = std::getenv(name);
@@ -86,7 +88,7 @@ struct Event {
 struct Mapping {
   std::size_t size;
   Handle handle;
-  unsigned access;
+  std::vector<unsigned> access;  // by device
 };
 
 struct Fault {
@@ -106,6 +108,10 @@ struct State {
   int version = environment("STUB_CUDA_VERSION", 13000);
   bool virtual_memory = environment("STUB_CUDA_VMM", 1);
   bool read_only = environment("STUB_CUDA_READ_ONLY", 1);
+  bool posix_fd = environment("STUB_CUDA_POSIX_FD", 1);
+  bool fabric = environment("STUB_CUDA_FABRIC", 0);
+  bool imex = environment("STUB_CUDA_IMEX", 0);  // whether this process may use a channel, without which fabric fails
+  bool peers = environment("STUB_CUDA_PEERS", 1);
   int granularity_log2 = environment("STUB_CUDA_GRANULARITY_LOG2", 21);
   std::size_t memory = kMemory;
   std::vector<Context> contexts =
@@ -113,6 +119,7 @@ struct State {
   std::map<Address, std::size_t> reservations;
   std::map<Address, Mapping> mappings;
   std::map<Handle, std::pair<std::size_t, std::size_t>> handles;  // size, references
+  std::map<Handle, unsigned> handle_types;                        // that were requested, of every handle ever
   std::set<Event*> events;
   std::set<Stream*> streams;
   std::vector<Stream*> default_streams;
@@ -327,14 +334,15 @@ void for_running(State& s, Body&& body) {
     for (Kernel& kernel : stream->running) body(*stream, kernel);
 }
 
-// Whether all of a kernel's range is mapped, with the access that it needs.
-bool is_accessible(const State& s, const Kernel& kernel) {
+// Whether all of a kernel's range is mapped, with the access that it needs on its stream's device.
+bool is_accessible(const State& s, const Stream& stream, const Kernel& kernel) {
+  const auto device = static_cast<std::size_t>(stream.context->device);
   Address reached = kernel.address;
   while (reached < kernel.address + kernel.size) {
     auto it = s.mappings.upper_bound(reached);
     if (it == s.mappings.begin()) return false;
     --it;
-    if (reached >= it->first + it->second.size || it->second.access < (kernel.writes ? 3u : 1u)) return false;
+    if (reached >= it->first + it->second.size || it->second.access[device] < (kernel.writes ? 3u : 1u)) return false;
     reached = it->first + it->second.size;
   }
   return true;
@@ -438,8 +446,17 @@ Result cuDeviceTotalMem_v2(std::size_t* bytes, int device) {
 
 Result cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER("cuDeviceGetAttribute", attribute, device);
-  constexpr int kVirtualMemoryManagementSupported = 102;
-  *value = attribute == kVirtualMemoryManagementSupported && s.virtual_memory;
+  constexpr int kVirtualMemoryManagementSupported = 102, kPosixSupported = 103, kFabricSupported = 128;
+  *value = (attribute == kVirtualMemoryManagementSupported && s.virtual_memory) ||
+           (attribute == kPosixSupported && s.posix_fd) || (attribute == kFabricSupported && s.fabric);
+  return kSuccess;
+}
+
+Result cuDeviceCanAccessPeer(int* can, int device, int peer) {
+  ENTER("cuDeviceCanAccessPeer", device, peer);
+  for (const int one : {device, peer})
+    NEEDS(one >= 0 && one < static_cast<int>(s.contexts.size()), "no such device", kInvalidDevice);
+  *can = s.peers && device != peer;
   return kSuccess;
 }
 
@@ -538,7 +555,10 @@ Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop,
   NEEDS(prop && prop->type == 1 && prop->location.type == kLocationDevice, "only pinned memory of a device");
   NEEDS(prop->location.id >= 0 && prop->location.id < static_cast<int>(s.contexts.size()), "no such device",
         kInvalidDevice);
-  NEEDS(prop->requested_handle_types == 0 && !prop->win32_handle_metadata, "no handles to share");
+  const unsigned types = prop->requested_handle_types;
+  NEEDS((types & ~(kPosixHandle | kFabricHandle)) == 0 && !prop->win32_handle_metadata, "no handles of Windows");
+  if (((types & kPosixHandle) && !s.posix_fd) || ((types & kFabricHandle) && !s.fabric)) return kNotSupported;
+  if ((types & kFabricHandle) && !s.imex) return kNotPermitted;
   const char zero[8] = {};
   NEEDS(std::memcmp(&prop->alloc_flags, zero, sizeof zero) == 0, "no allocation flags");
   if (physical_bytes() + size > s.memory) return kOutOfMemory;
@@ -550,6 +570,7 @@ Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop,
     return filled;
   }
   s.handles.emplace(*handle, std::pair{size, std::size_t{1}});
+  s.handle_types[*handle] = types;
   return kSuccess;
 }
 
@@ -578,7 +599,7 @@ Result cuMemMap(Address address, std::size_t size, std::size_t offset, Handle ha
   const bool taken = mapping_at(s, address) || (next != s.mappings.end() && next->first < address + size);
   NEEDS(!taken, "something is mapped there", kAlreadyMapped);
   const Result result = host_vmm().map(address, size, 0, handle, 0);
-  if (result == kSuccess) s.mappings.emplace(address, Mapping{size, handle, 0});
+  if (result == kSuccess) s.mappings.emplace(address, Mapping{size, handle, std::vector<unsigned>(s.contexts.size())});
   return result;
 }
 
@@ -599,20 +620,28 @@ Result cuMemUnmap(Address address, std::size_t size) {
 
 Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
   ENTER_UNSAFE("cuMemSetAccess", address, size);
-  NEEDS(descs && count == 1, "one descriptor");
-  const Location& location = descs->location;
-  NEEDS(location.type == kLocationDevice && location.id >= 0 && location.id < static_cast<int>(s.contexts.size()),
-        "no such device", kInvalidDevice);
-  NEEDS(descs->flags == 0 || descs->flags == 1 || descs->flags == 3, "no such access");
+  NEEDS(descs && count > 0, "at least one descriptor");
   std::vector<Mapping*> mappings;
   NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
-  if (descs->flags == 1 && !s.read_only) return kNotSupported;
-  const AccessDesc desc{{kLocationHost, s.granularity_log2}, descs->flags};
+  std::vector<unsigned> access = mappings.front()->access;
+  std::set<int> devices;
+  for (const AccessDesc* desc = descs; desc < descs + count; ++desc) {
+    const Location& location = desc->location;
+    NEEDS(location.type == kLocationDevice && location.id >= 0 && location.id < static_cast<int>(s.contexts.size()),
+          "no such device", kInvalidDevice);
+    NEEDS(desc->flags == 0 || desc->flags == 1 || desc->flags == 3, "no such access");
+    NEEDS(devices.insert(location.id).second, "a device twice");
+    NEEDS(s.peers || location.id == current->device, "a device that cannot access the memory");
+    if (desc->flags == 1 && !s.read_only) return kNotSupported;
+    access[static_cast<std::size_t>(location.id)] = desc->flags;
+  }
+  // The host has one access for all devices: the most that one of them has.
+  const AccessDesc desc{{kLocationHost, s.granularity_log2}, *std::max_element(access.begin(), access.end())};
   const Result result = host_vmm().set_access(address, size, &desc, 1);
   if (result == kSuccess)
-    for (Mapping* mapping : mappings) mapping->access = descs->flags;
-  for_running(s, [&](Stream&, Kernel& kernel) {
-    if (result != kSuccess || !kernel.touches(address, size) || is_accessible(s, kernel)) return;
+    for (Mapping* mapping : mappings) mapping->access = access;
+  for_running(s, [&](Stream& stream, Kernel& kernel) {
+    if (result != kSuccess || !kernel.touches(address, size) || is_accessible(s, stream, kernel)) return;
     kernel.faulted = true;
     call.note("a kernel that is running needs more access to these pages");
   });
@@ -621,10 +650,13 @@ Result cuMemSetAccess(Address address, std::size_t size, const AccessDesc* descs
 
 Result cuMemGetAccess(Flags* flags, const Location* location, Address address) {
   ENTER_UNSAFE("cuMemGetAccess", address);
-  NEEDS(flags && location && location->type == kLocationDevice, "no such location");
-  NEEDS(mapping_at(s, address), "nothing is mapped at this address");
-  const Location host{kLocationHost, s.granularity_log2};
-  return host_vmm().get_access(flags, &host, address);
+  NEEDS(flags && location && location->type == kLocationDevice && location->id >= 0 &&
+            location->id < static_cast<int>(s.contexts.size()),
+        "no such location");
+  const Mapping* mapping = mapping_at(s, address);
+  NEEDS(mapping, "nothing is mapped at this address");
+  *flags = mapping->access[static_cast<std::size_t>(location->id)];
+  return kSuccess;
 }
 
 // "If the address requested is not mapped, the function will fail": asking is no violation.
@@ -638,13 +670,27 @@ Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
   return result;
 }
 
+// A file descriptor that stands for the memory; what can be done with it is left out here.
+Result cuMemExportToShareableHandle(void* shareable, Handle handle, unsigned type, Flags flags) {
+  ENTER_UNSAFE("cuMemExportToShareableHandle", handle, type, flags);
+  NEEDS(flags == 0, "flags must be zero");
+  NEEDS(s.handles.contains(handle), "not a valid handle");
+  NEEDS(type == kPosixHandle && (s.handle_types[handle] & type), "the memory was made without such handles");
+  const int fd = memfd_create("stub_cuda", MFD_CLOEXEC);
+  if (fd < 0) return kUnknown;
+  std::memcpy(shareable, &fd, sizeof fd);
+  return kSuccess;
+}
+
 Result cuMemsetD8Async(Address address, unsigned char value, std::size_t size, StreamHandle handle) {
   ENTER_UNSAFE("cuMemsetD8Async", address, size, handle);
   NEEDS(find_stream(s, handle), "no such stream");
   NEEDS(handle == per_thread_stream(), "the stub orders no writes among kernels");
   std::vector<Mapping*> mappings;
   NEEDS(whole_mappings(s, address, size, &mappings), "the range must be fully mapped, in whole mappings");
-  NEEDS(std::all_of(mappings.begin(), mappings.end(), [](const Mapping* mapping) { return mapping->access == 3; }),
+  NEEDS(std::all_of(
+            mappings.begin(), mappings.end(),
+            [](const Mapping* mapping) { return mapping->access[static_cast<std::size_t>(current->device)] == 3; }),
         "the range must be writable", kIllegalAddress);
   const auto ordered = before(s, find_stream(s, handle));
   for_running(s, [&](Stream& stream, Kernel& kernel) {
@@ -764,6 +810,7 @@ Result cuGetProcAddress_v2(const char* symbol, void** function, int version, Fla
       ENTRY(cuDeviceGetName, 2000),
       ENTRY_V2(cuDeviceTotalMem, 3020),
       ENTRY(cuDeviceGetAttribute, 2000),
+      ENTRY(cuDeviceCanAccessPeer, 4000),
       ENTRY(cuDevicePrimaryCtxRetain, 7000),
       ENTRY_V2(cuDevicePrimaryCtxRelease, 11000),
       ENTRY(cuCtxSetCurrent, 4000),
@@ -781,6 +828,7 @@ Result cuGetProcAddress_v2(const char* symbol, void** function, int version, Fla
       ENTRY(cuMemSetAccess, 10020),
       ENTRY(cuMemGetAccess, 10020),
       ENTRY(cuMemRetainAllocationHandle, 11000),
+      ENTRY(cuMemExportToShareableHandle, 10020),
       ENTRY(cuMemsetD8Async, 3020),
       ENTRY(cuStreamIsCapturing, 10000),
       ENTRY(cuEventCreate, 2000),
@@ -910,7 +958,7 @@ void stub_launch(StreamHandle handle, Address address, std::size_t size, int wri
   Stream* stream = any_stream(handle);
   if (stream->context->poison != kSuccess) return;
   Kernel kernel{++stream->launched, address, size, writes != 0};
-  if (!is_accessible(s, kernel)) {
+  if (!is_accessible(s, *stream, kernel)) {
     kernel.faulted = true;
     s.violations.push_back("a kernel was launched over memory that it has no access to");
   }

@@ -23,7 +23,8 @@ LIBRARY = "tests/vattn"
 # Each is a process. The library's tests count in pages of 4 KiB, and know nothing of CUDA's.
 PARTS = {
     "driver": [
-        f"{INNER}/test_{name}.py" for name in ("captures", "driver", "fences", "preconditions", "reality", "vmm_stub")
+        f"{INNER}/test_{name}.py"
+        for name in ("captures", "driver", "fences", "handles_and_peers", "preconditions", "reality", "vmm_stub")
     ],
     "calls": [
         f"{LIBRARY}/test_block_windows.py",

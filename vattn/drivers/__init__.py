@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from vattn.drivers import cuda
-from vattn.drivers.base import Device, Guard, MemoryDriver, Stream
+from vattn.drivers.base import Device, Guard, HandleType, MemoryDriver, Stream
 from vattn.drivers.host import HostDevice
 from vattn.errors import ConfigError
 
-__all__ = ["Device", "Guard", "MemoryDriver", "Stream", "find", "parse"]
+__all__ = ["Device", "Guard", "HandleType", "MemoryDriver", "Stream", "find", "parse"]
 
 _HOST = HostDevice()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from vattn import _native
 from vattn.units import format_bytes
 
 Guard = Literal["zero", "strict"]
+HandleType = Literal["none", "posix_fd", "fabric"]
 
 # A CUDA stream: torch's, or its handle (a CUstream as a number; 0 is the legacy default stream).
 Stream = torch.cuda.Stream | int
@@ -56,16 +58,27 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
+    def open(
+        self,
+        page_size: int,
+        *,
+        guard: Guard = "zero",
+        handle_type: HandleType = "none",
+        peers: Sequence[int] = (),
+        table: dict[str, int] | None = None,
+    ) -> MemoryDriver:
         """The driver for pages of `page_size` bytes.
 
         Args:
             guard: effect of a read past the mapped pages on the host: "zero" returns zeros, "strict" faults. On CUDA
                 such a read is always an error of the kernel.
+            handle_type: how CUDA can export the pages to other processes; "none" on the host.
+            peers: further CUDA devices whose kernels can access the pages, by ordinal; none on the host.
             table: addresses of calls by CUDA's names, to replace the driver's own (for a recorder, say).
 
         Raises:
-            ConfigError: the device has no pages of this size.
+            ConfigError: the device has no such pages.
+            DriverError: CUDA has no memory for such a page, or cannot map it.
         """
 
     @abstractmethod

@@ -12,14 +12,17 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vattn import _native
-from vattn.drivers.base import Device, Guard, MemoryDriver, Stream
+from vattn.drivers.base import Device, Guard, HandleType, MemoryDriver, Stream
 from vattn.errors import ConfigError, DriverError, ForkedProcess
+from vattn.groups import check_int
+from vattn.integers import shown
 from vattn.units import format_bytes
 
 _DLPACK_CUDA = 2
@@ -28,10 +31,34 @@ _DLPACK_CUDA = 2
 _ABI = 12000
 _PROP_BYTES = 32  # sizeof(CUmemAllocationProp)
 
+# CUmemAllocationHandleType, and the CUdevice_attribute that says whether a device has it
+_HANDLE_TYPES: dict[HandleType, tuple[str, str]] = {
+    "posix_fd": ("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+    "fabric": ("CU_MEM_HANDLE_TYPE_FABRIC", "HANDLE_TYPE_FABRIC_SUPPORTED"),
+}
+_REFUSALS = (800, 801)  # CUDA_ERROR_NOT_PERMITTED, CUDA_ERROR_NOT_SUPPORTED
+
 NOT_READ_ONLY = "shared pages are writable in every slot that has them, so a stray write to one does not fault"
 _log = logging.getLogger("vattn")
 
 _initialised_in = 0  # the process that started CUDA, which does not survive a fork
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """How pages are made and mapped.
+
+    Attributes:
+        prop: a CUmemAllocationProp.
+        granularity: bytes of the smallest page.
+        peers: the other devices that have access, by CUDA's numbers.
+        read_only: whether it can be mapped read-only, for all of them.
+    """
+
+    prop: bytes
+    granularity: int
+    peers: tuple[int, ...]
+    read_only: bool
 
 
 class CudaDevice(Device):
@@ -58,21 +85,15 @@ class CudaDevice(Device):
                 f"cuda:{ordinal} ({name}) has no virtual memory management, as its driver is set up; vattn needs it"
             )
         self._context = call(bindings.cuDevicePrimaryCtxRetain, device)
-        prop = bindings.CUmemAllocationProp()
-        prop.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        prop.location.id = int(device)
-        self._prop = ctypes.string_at(prop.getPtr(), _PROP_BYTES)
-        minimum = bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity: int = call(bindings.cuMemGetAllocationGranularity, prop, minimum)
-        self.page_sizes = (self.granularity,)
-        self.default_page_size = self.granularity
         self._table: dict[str, int] = {name: _address(bindings, name) for name in _native.table_names()}
         self._streams = torch_streams(self.torch_device)
-        with self._current():
-            self.read_only: bool = self._driver(self._table, read_only=True).try_read_only(self.granularity)
-        if not self.read_only:
-            _log.warning("%s maps no memory read-only: %s", self.torch_device, NOT_READ_ONLY)
+        self._memories: dict[tuple[HandleType, tuple[int, ...]], _Memory] = {}
+        memory = self._memory("none", ())
+        self._prop = memory.prop
+        self.granularity = memory.granularity
+        self.page_sizes = (self.granularity,)
+        self.default_page_size = self.granularity
+        self.read_only = memory.read_only
 
     def check_page_size(self, page_size: int) -> int:
         if page_size <= 0 or page_size % self.granularity:
@@ -90,22 +111,98 @@ class CudaDevice(Device):
     def mapping_limit(self) -> int | None:
         return None
 
-    def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
+    def open(
+        self,
+        page_size: int,
+        *,
+        guard: Guard = "zero",
+        handle_type: HandleType = "none",
+        peers: Sequence[int] = (),
+        table: dict[str, int] | None = None,
+    ) -> MemoryDriver:
         self.check_page_size(page_size)
-        native = self._driver(self._table if table is None else table, read_only=self.read_only)
+        memory = self._memory(handle_type, self._check_peers(peers))
+        if page_size % memory.granularity:
+            raise ConfigError(
+                f"page_size={page_size} is not possible: pages with handle_type={handle_type!r} on "
+                f"{self.torch_device} are multiples of {memory.granularity} ({format_bytes(memory.granularity)})"
+            )
+        native = self._driver(self._table if table is None else table, memory)
         return MemoryDriver(self, page_size, native, (_DLPACK_CUDA, self.torch_device.index))
 
-    def _driver(self, table: dict[str, int], *, read_only: bool) -> _native.Driver:
+    def _driver(self, table: dict[str, int], memory: _Memory) -> _native.Driver:
         return _native.Driver(
             table,
-            self._prop,
+            memory.prop,
             context=int(self._context),
             # "The range must be the entire contiguous address range that was mapped to": one call per mapping is what
             # cuMemUnmap's documentation surely allows. NVIDIA's samples unmap several at once.
             unmap_ranges=False,
-            read_only=read_only,
+            read_only=memory.read_only,
             streams=self._streams,
+            peers=memory.peers,
         )
+
+    def _memory(self, handle_type: HandleType, peers: tuple[int, ...]) -> _Memory:
+        """Memory with such handles and peers, of which a page has been made and mapped once."""
+        found = self._memories.get((handle_type, peers))
+        if found is None:
+            found = self._memories[handle_type, peers] = self._try_memory(handle_type, peers)
+        return found
+
+    def _try_memory(self, handle_type: HandleType, peers: tuple[int, ...]) -> _Memory:
+        cuda, ordinal = self._cuda, self.torch_device.index
+        prop = cuda.CUmemAllocationProp()
+        prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = int(call(cuda.cuDeviceGet, ordinal))
+        if handle_type != "none":
+            name, attribute = _HANDLE_TYPES[handle_type]
+            if not _has(cuda, ordinal, attribute):
+                possible = [kind for kind, (_, attribute) in _HANDLE_TYPES.items() if _has(cuda, ordinal, attribute)]
+                raise ConfigError(
+                    f"{self.torch_device} has no handles of handle_type={handle_type!r}, as its driver is set up; "
+                    f"possible: {', '.join(map(repr, ['none', *possible]))}"
+                )
+            prop.requestedHandleTypes = getattr(cuda.CUmemAllocationHandleType, name)
+        minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = int(call(cuda.cuMemGetAllocationGranularity, prop, minimum))
+        memory = _Memory(
+            ctypes.string_at(prop.getPtr(), _PROP_BYTES),
+            granularity,
+            tuple(int(call(cuda.cuDeviceGet, peer)) for peer in peers),
+            read_only=True,
+        )
+        with self._current():
+            try:
+                read_only = self._driver(self._table, memory).try_read_only(granularity)
+            except DriverError as error:
+                if error.code not in _REFUSALS:
+                    raise
+                hint = "; fabric handles need an IMEX channel that this process may open" * (handle_type == "fabric")
+                raise ConfigError(
+                    f"{self.torch_device} refuses pages with handle_type={handle_type!r} and peers={[*peers]}: "
+                    f"{error}{hint}"
+                ) from error
+        if not read_only:
+            _log.warning("%s maps no memory read-only: %s", self.torch_device, NOT_READ_ONLY)
+        return replace(memory, read_only=read_only)
+
+    def _check_peers(self, peers: Sequence[int]) -> tuple[int, ...]:
+        """The ordinals, in ascending order, each once."""
+        count, own = device_count(self._cuda), self.torch_device.index
+        if isinstance(peers, str) or not isinstance(peers, Sequence):
+            raise ConfigError(f"peers={shown(peers)} must be a list of ordinals of CUDA devices, such as [1]")
+        found = sorted({check_int("peers", peer, at_least=0, at_most=count - 1) for peer in peers})
+        for peer in found:
+            if peer == own:
+                raise ConfigError(f"peers={[*peers]} names cuda:{own}, the device of the pages; name only others")
+            if not call(self._cuda.cuDeviceCanAccessPeer, peer, own):
+                raise ConfigError(
+                    f"peers={[*peers]} is not possible: cuda:{peer} cannot access the memory of cuda:{own} "
+                    "(nvidia-smi topo -p2p r shows which can)"
+                )
+        return tuple(found)
 
     def table(self) -> dict[str, int]:
         return dict(self._table)
@@ -159,12 +256,17 @@ def describe(bindings: Any, ordinal: int) -> tuple[str, bool, int]:
     """A device's name, whether it supports virtual memory management, and its bytes of memory; creates no context."""
     device = call(bindings.cuDeviceGet, ordinal)
     name = call(bindings.cuDeviceGetName, 256, device).split(b"\0")[0].decode()
-    attribute = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     return (
         name,
-        bool(call(bindings.cuDeviceGetAttribute, attribute, device)),
+        _has(bindings, ordinal, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
         int(call(bindings.cuDeviceTotalMem, device)),
     )
+
+
+def _has(bindings: Any, ordinal: int, attribute: str) -> bool:
+    """Whether a device has an attribute that is yes or no."""
+    number = getattr(bindings.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+    return bool(call(bindings.cuDeviceGetAttribute, number, call(bindings.cuDeviceGet, ordinal)))
 
 
 def start() -> tuple[Any, list[str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from vattn import _native
-from vattn.drivers.base import Device, Guard, MemoryDriver, Stream
+from vattn.drivers.base import Device, Guard, HandleType, MemoryDriver, Stream
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
@@ -44,7 +45,18 @@ class HostDevice(Device):
     def mapping_limit(self) -> int:
         return _native.host_max_mappings()
 
-    def open(self, page_size: int, *, guard: Guard = "zero", table: dict[str, int] | None = None) -> MemoryDriver:
+    def open(
+        self,
+        page_size: int,
+        *,
+        guard: Guard = "zero",
+        handle_type: HandleType = "none",
+        peers: Sequence[int] = (),
+        table: dict[str, int] | None = None,
+    ) -> MemoryDriver:
+        for name, given in (("handle_type", handle_type != "none" and handle_type), ("peers", peers)):
+            if given:
+                raise ConfigError(f"{name}={given!r} is for pages on CUDA, and these are on the CPU; leave it out")
         native = _native.Driver(
             table if table is not None else self.table(),
             _native.host_prop(self.check_page_size(page_size)),

@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -121,11 +121,15 @@ class PagePool:
         page_size: bytes per page; "auto" is 64 KiB on the host, and the size of CUDA's own pages (2 MiB) on CUDA.
         guard: what a stray read past the mapped pages sees on the host: "zero" or "strict" (a fault).
         zero_on_free: whether the worker zeroes a page that nobody holds any more before it can be mapped again.
+        handle_type: how CUDA can export the pages to other processes (docs/cuda.md says how, and what to heed):
+            "posix_fd", file descriptors, within one machine; "fabric", across the machines of an NVLink fabric.
+        peers: further CUDA devices whose kernels can read and write the pages, by ordinal.
         table: addresses of driver calls by CUDA's names, replacing the driver's own.
 
     Raises:
-        ConfigError: an argument is not possible, the budget is below one page, or no driver has that page size or
-            device.
+        ConfigError: an argument is not possible, the budget is below one page, no driver has that page size or
+            device, or the device has no such handles or peers.
+        DriverError: CUDA cannot use the device, or has no memory for a page.
     """
 
     def __init__(
@@ -136,16 +140,19 @@ class PagePool:
         page_size: int | Literal["auto"] = "auto",
         guard: drivers.Guard = "zero",
         zero_on_free: bool = False,
+        handle_type: drivers.HandleType = "none",
+        peers: Sequence[int] = (),
         table: dict[str, int] | None = None,
     ) -> None:
         take_back()
         check_choice("guard", guard, ("zero", "strict"))
+        check_choice("handle_type", handle_type, ("none", "posix_fd", "fabric"))
         check_choice("zero_on_free", zero_on_free, (True, False))
         source = drivers.find(device)
         if isinstance(page_size, str) and page_size == "auto":
             page_size = source.default_page_size
         page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
-        self.driver = source.open(page_size, guard=guard, table=table)
+        self.driver = source.open(page_size, guard=guard, handle_type=handle_type, peers=peers, table=table)
         self.page_size = page_size
         self.guard = guard
         size = parse_bytes(budget, "budget")

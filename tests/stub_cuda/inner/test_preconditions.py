@@ -57,7 +57,7 @@ def test_create_of_no_multiple_of_the_granularity(stub: Stub, vmm: Provider, siz
         (0, 0, INVALID, "only pinned memory of a device"),  # type
         (8, 2, INVALID, "only pinned memory of a device"),  # location.type
         (12, 9, 101, "no such device"),  # location.id
-        (4, 1, INVALID, "no handles to share"),  # requestedHandleTypes
+        (4, 2, INVALID, "no handles of Windows"),  # requestedHandleTypes
         (24, 1, INVALID, "no allocation flags"),  # compressionType
     ],
 )
@@ -221,6 +221,26 @@ def test_set_access(stub: Stub, vmm: Provider) -> None:
             refused(stub, vmm.cuMemSetAccess(base, page, vmm.descriptor(2), 1), INVALID, "no such access")
             elsewhere = bytes([1, 0, 0, 0, 9, 0, 0, 0, 3, 0, 0, 0])
             refused(stub, vmm.cuMemSetAccess(base, page, elsewhere, 1), 101, "no such device")
+            refused(stub, vmm.cuMemSetAccess(base, page, desc + desc, 2), INVALID, "a device twice")
+
+
+def test_access_of_two_devices(stub: Stub, vmm: Provider) -> None:
+    """Each has its own: a kernel on one device needs nothing of the other's."""
+    own, peer = vmm.descriptor(READ_WRITE), bytes([1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0])
+    with vmm.reservation(1) as base, vmm.memory() as handle, vmm.mapping(base, handle, access=None):
+        assert vmm.cuMemSetAccess(base, vmm.page, own + peer, 2) == 0
+        found = [ctypes.c_uint64(), ctypes.c_uint64()]
+        assert [vmm.cuMemGetAccess(flags, desc[:8], base) for flags, desc in zip(found, (own, peer), strict=True)] == [
+            0,
+            0,
+        ]
+        assert [flags.value for flags in found] == [3, 1]
+        stub.launch(stub.stream(0), base, 8, writes=True)
+        stub.launch(stub.stream(1), base, 8)
+        assert stub.violations() == []
+        stub.launch(stub.stream(1), base, 8, writes=True)
+        assert "no access" in stub.violations()[-1]
+        stub.reset()
 
 
 def test_memory_calls_without_a_context(stub: Stub, vmm: Provider) -> None:

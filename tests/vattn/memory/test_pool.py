@@ -238,3 +238,10 @@ def test_a_cache_and_a_pool_may_be_closed_by_several_threads() -> None:
             for thread in threads:
                 thread.join()
         assert not problems
+
+
+@pytest.mark.parametrize("options", [{"handle_type": "posix_fd"}, {"peers": [1]}])
+def test_handles_and_peers_are_for_cuda(options: dict[str, Any]) -> None:
+    with pytest.raises(vattn.ConfigError, match="is for pages on CUDA, and these are on the CPU"):
+        vattn.PagePool("1MiB", device="cpu", **options)
+    vattn.PagePool("1MiB", handle_type="none", peers=[]).close()
