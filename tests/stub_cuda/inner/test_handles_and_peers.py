@@ -71,7 +71,10 @@ def test_pages_can_be_exported_if_the_pool_says_so(stub: Stub) -> None:
 
 def test_peers_access_every_page(stub: Stub) -> None:
     stream = stub.stream(1)
+    stub.logging(True)
     with filled(peers=[1]) as (cache, address):
+        assert stub.log("cuDeviceCanAccessPeer") == ["cuDeviceCanAccessPeer 1 0"]  # device 1 the memory of device 0
+        stub.logging(False)
         assert [access(address + page * PAGE, device) for page in range(2) for device in range(2)] == 4 * [3]
         stub.launch(stream, address, 2 * PAGE, writes=True)
         stub.complete(stream)
