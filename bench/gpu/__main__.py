@@ -27,12 +27,13 @@ import tarfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import parts as folder
-from bench.gpu.lifetime import end_with_parent
+from bench.gpu.lifetime import end_with
 from bench.gpu.parts import find_parts
 from bench.harness.discovery import Case
 from bench.harness.report import MAX_FOREIGN_CORES, Report, Row, text_table
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += _summary(name, record, time.monotonic() - start)
             if args.out:
                 _pack(results, rows, args.out / title)
-    print("\n".join(["", *text_table(rows)]))
+    print("\n".join(["", *_table(rows)]))
     return 1 if failed else 0
 
 
@@ -136,7 +137,11 @@ def _pack(results: Path, rows: Sequence[Row], to: Path) -> None:
         for path in sorted(results.iterdir()):
             tar.add(path, path.name)
     part.replace(to.with_suffix(".tar.gz"))
-    to.with_suffix(".txt").write_text("\n".join(text_table(rows) if rows else ["no part has ended"]) + "\n")
+    to.with_suffix(".txt").write_text("\n".join(_table(rows)) + "\n")
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    return text_table(rows) if rows else ["no part with goals has ended"]
 
 
 def _run_apart(
@@ -159,6 +164,7 @@ def _run_apart(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         try:
             failure = f"the process ended with {process.wait(limit)}"
@@ -221,7 +227,6 @@ def _session(leader: int) -> list[int]:
 
 
 def _run_here(part: Case, quick: bool, file: Path) -> int:
-    end_with_parent()
     from bench.gpu import device
 
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA

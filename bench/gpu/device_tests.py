@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.gpu.lifetime import end_with_parent
+from bench.gpu.lifetime import end_with
 from bench.gpu.parts import OUT, Figures
 from bench.harness.report import Goal, Report
 
@@ -54,7 +55,7 @@ def _run(file: str) -> Counter[str]:
     environment = {key: value for key, value in os.environ.items() if key != "VATTN_STUB_CUDA"}
     paths = environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     environment["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if "stub_cuda" not in path)
-    subprocess.run(command, cwd=_ROOT, env=environment, check=False, preexec_fn=end_with_parent)
+    subprocess.run(command, cwd=_ROOT, env=environment, check=False, preexec_fn=partial(end_with, os.getpid()))
     counts: Counter[str] = Counter()
     for case in ElementTree.parse(results).iter("testcase") if results.exists() else ():
         outcomes = {child.tag for child in case} & {"failure", "error", "skipped"}

@@ -9,11 +9,11 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """From now on this process is killed when the one that started it ends, by SIGKILL too.
+def end_with(parent: int) -> None:
+    """From now on this process is killed when `parent`, the one that started it, ends, by SIGKILL too.
 
-    As `preexec_fn` of a subprocess, or at the start of one.
+    `partial(end_with, os.getpid())` is the `preexec_fn` of a subprocess. What that starts needs its own.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it has ended already
+    if os.getppid() != parent:  # it has ended already
         os._exit(128 + signal.SIGKILL)

@@ -190,10 +190,10 @@ def test_goals_and_rows_of_attention() -> None:
         ("decode, best paged over best virtual (10th percentile of 1 cases)", 2.0),
         ("prefill from 32K, best paged over best virtual (10th percentile of 1 cases)", 1.5),
     ]
-    row = attention_part._row(decode, paged, seconds[decode], 1e9)
+    row = attention_part.row(decode, paged, seconds[decode], 1e9)
     assert (row["cache"], row["kernel"], row["us"], row["over virtual"]) == ("paged", "flash_attn_2", 3e6, 1.5)
     lost = sides.Side("paged", TORCH, "why not")
-    row = attention_part._row(decode, lost, seconds[decode], 1e9)
+    row = attention_part.row(decode, lost, seconds[decode], 1e9)
     assert (row["cache"], row["kernel"], row["us"], row["over virtual"]) == ("paged", "torch_flash", "MISSING", "-")
     assert attention_part._goals({decode: {torchs: 1.0}}) == []
 

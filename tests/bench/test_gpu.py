@@ -19,6 +19,7 @@ from waiting import SECONDS, wait_until
 from bench.gpu import __main__ as gpu
 from bench.gpu import device
 from bench.gpu import parts as folder
+from bench.gpu.parts import sanitizer
 from bench.harness.discovery import Case
 from bench.harness.report import Report
 
@@ -60,9 +61,14 @@ for name, part in find_parts().items():
         report = part.load().run(True)
         rows = [list(row) for row in report.figures]
         assert report.figures and all(row == rows[0] for row in rows), name
-        assert report.goals or name == "doctor"
+        assert report.goals or name in ("doctor", "other_kernels")
         assert not report.parameters.get("missing"), name
         json.dumps(report.record(name, quick=True, foreign_cores=0.0)), report.text()
+        if name == "other_kernels":
+            sides = [(row["kernel"], row["cache"], row["us"]) for row in report.figures if isinstance(row["us"], str)]
+            assert ("flashinfer", "all", "FlashInfer is not installed (pip install flashinfer-python)") in sides, sides
+            measured = {row["cache"] for row in report.figures if row["kernel"] == "torch_sdpa"}
+            assert measured == {"virtual", "static", "paged", "paged, blocks of 16"}
         print(name)
 import tails  # what tests/gpu runs in processes of their own
 assert max(tails.check("torch_sdpa", kind) for kind in tails.KINDS) <= tails.TOLERANCE
@@ -129,6 +135,17 @@ def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) ->
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     with tarfile.open(tmp_path / "attention-strides-overlap.tar.gz") as tar:
         assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
+
+
+def test_parts_without_goals_leave_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"parameters": {}, "goals": [], "stub": True, "contended": False, "timed": False}
+    monkeypatch.setattr(gpu, "_place", lambda: ({}, None))
+    monkeypatch.setattr(gpu, "_run_apart", lambda *_: record)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--out", str(tmp_path), "doctor"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n" + (tmp_path / "doctor.txt").read_text())
 
 
 @pytest.mark.parametrize(("cores", "bearable"), [(1, 0.1), (2, 0.1), (16, 6.0), (192, 94.0)])
@@ -291,6 +308,57 @@ def test_a_leader_that_is_killed_takes_its_part_along(tmp_path: Path) -> None:
     leader.wait()
     wait_until(lambda: not runs(started))
     assert (tmp_path / "running.log").exists()
+
+
+LEADER_IS_INIT = """
+import os, subprocess, sys
+from functools import partial
+from bench.gpu.lifetime import end_with
+child = subprocess.run([sys.executable, "-c", "print('ran')"], preexec_fn=partial(end_with, os.getpid()))
+print(child.returncode, os.getpid())
+"""
+HANGS = """
+import os, pathlib, time
+def test_hangs():
+    pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    time.sleep(99)
+"""
+
+
+def test_a_leader_may_be_the_first_process_of_a_container() -> None:
+    """As where a container runs bench/gpu.sh and nothing else: its parts are then children of process 1."""
+    command = ["unshare", "--fork", "--pid", "--user", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no namespace of processes")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", LEADER_IS_INIT], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.stdout == "ran\n0 1\n", done.stdout + done.stderr
+
+
+def test_the_tests_under_the_sanitizer_end_with_it(tmp_path: Path) -> None:
+    """The tool starts them, and neither ends them when it is killed nor passes on what it was started with."""
+    tests, pid = tmp_path / "test_hangs.py", tmp_path / "pid"
+    tests.write_text(HANGS)
+    tool = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    command = [
+        sys.executable,
+        "-c",
+        tool,
+        sys.executable,
+        "-c",
+        sanitizer._PYTEST,
+        str(tests),
+        "-p",
+        "no:cacheprovider",
+    ]
+    leader = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_until(lambda: pid.exists() and pid.read_text())
+    started = int(pid.read_text())
+    assert runs(started)
+    leader.kill()
+    leader.wait()
+    wait_until(lambda: not runs(started))
 
 
 def parent(stat: Path) -> int | None:

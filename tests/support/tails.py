@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import torch
 from paths import ROOT
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import PAGE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
+from bench.gpu.lifetime import end_with
 from vattn import KVConfig
 from vattn.attention import AttentionParams, Contiguous, KVSource, PackedBatch, Span, get
 from vattn.engine.kv.virtual import VirtualKV
@@ -36,7 +38,14 @@ def in_a_process(kernel: str, kind: str) -> float:
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command,
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            preexec_fn=partial(end_with, os.getpid()),
         )
     except subprocess.TimeoutExpired:
         print(f"{kernel} {kind}: stopped after {_SECONDS} s")

@@ -8,6 +8,7 @@ and bfloat16; heads of 64, 128 or 256, equal for keys and values.
 
 from __future__ import annotations
 
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,6 +32,7 @@ class FlashInfer:
 
     def __init__(self) -> None:
         self._wrappers: dict[AttentionParams, Any] = {}  # a wrapper has one plan, and layers of a kind share it
+        self._planned: dict[AttentionParams, weakref.ref[PackedBatch]] = {}
 
     def refusal(self, case: Case) -> str | None:
         if find_spec("flashinfer") is None:
@@ -41,11 +43,13 @@ class FlashInfer:
         params.expect(self.name)
         stored = whole_layer(kv, layer)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
-        wrapper = batch.once((self.name, params), lambda: self._plan(query, blocks, batch, params))
-        output: Tensor = wrapper.run(query.contiguous(), (blocks.key, blocks.value))
+        planned = self._planned.get(params)
+        if planned is None or planned() is not batch:
+            self._plan(query, blocks, batch, params)
+        output: Tensor = self._wrappers[params].run(query.contiguous(), (blocks.key, blocks.value))
         return output
 
-    def _plan(self, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> Any:
+    def _plan(self, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
         ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32)
@@ -63,4 +67,4 @@ class FlashInfer:
             window_left=-1 if params.window is None else params.window - 1, logits_soft_cap=params.softcap,
             q_data_type=query.dtype, kv_data_type=blocks.key.dtype,
         )  # fmt: skip
-        return self._wrappers[params]
+        self._planned[params] = weakref.ref(batch)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import random as host_random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from statistics import quantiles
 from typing import Any, Literal
@@ -84,7 +85,13 @@ _PREFILL = [
 ]
 _QUICK = [Work(4, 1, 512), Work(3, 1, 300, "ragged"), Work(3, 1, 300, "shared"), Work(1, 300, 512)]
 
-_MAKE: dict[str, Callable[..., Any]] = {**CACHES, "virtual, aged": caches.aged, "static again": caches.static}
+SMALL_BLOCKS = "paged, blocks of 16"
+MAKE: dict[str, Callable[..., Any]] = {
+    **CACHES,
+    "virtual, aged": caches.aged,
+    "static again": caches.static,
+    SMALL_BLOCKS: partial(caches.paged, block_size=16),
+}
 Times = dict[Work, dict[Side, float]]
 
 
@@ -94,9 +101,9 @@ def run(quick: bool) -> Report:
     figures = Figures()
     ceiling = copy_bandwidth()
     for work in _QUICK if quick else _DECODE + _PREFILL:
-        seconds[work] = _measure(work, [side for side in compared if not side.refusal], quick)
+        seconds[work] = measure(work, [side for side in compared if not side.refusal], quick)
         for side in compared:
-            figures.append(_row(work, side, seconds[work], ceiling))
+            figures.append(row(work, side, seconds[work], ceiling))
         empty_cache()
     return Report(
         parameters={
@@ -120,14 +127,15 @@ def _sides() -> Iterator[Side]:
             yield replace(side, cache="static again")
 
 
-def _measure(work: Work, usable: list[Side], quick: bool) -> dict[Side, float]:
+def measure(work: Work, usable: Sequence[Side], quick: bool) -> dict[Side, float]:
+    """Seconds of a call by each side."""
     lengths = work.lengths
     layers = min(64, max(1, -(-_COLD_BYTES // (sum(lengths) * _TOKEN_BYTES)))) if work.new == 1 else 1
     query = random(work.requests * work.new, HEADS, HEAD_DIM)
     with ExitStack() as stack:
         actions: dict[Side, Callable[[], object]] = {}
         for cache in dict.fromkeys(side.cache for side in usable):
-            kv = stack.enter_context(closing(_MAKE[cache](work.requests, max(lengths), layers=layers)))
+            kv = stack.enter_context(closing(MAKE[cache](work.requests, max(lengths), layers=layers)))
             slots = fill(kv, lengths, layers, shared=work.kind == "shared")
             spans = [Span(slot, n - work.new, n) for slot, n in zip(slots, lengths, strict=True)]
             batch = PackedBatch.pack(spans, DEVICE)
@@ -139,10 +147,17 @@ def _measure(work: Work, usable: list[Side], quick: bool) -> dict[Side, float]:
 
 def _call(side: Side, query: torch.Tensor, kv: Any, layers: int, batch: PackedBatch) -> Callable[[], object]:
     layer = cycle(range(layers))
-    return lambda: side.kernel(query, kv, next(layer), batch, AttentionParams())
+    kernel = type(side.kernel)()  # a kernel may keep a plan for the batch that it saw last
+    return lambda: kernel(query, kv, next(layer), batch, AttentionParams())
 
 
-def _row(work: Work, side: Side, seconds: Mapping[Side, float], ceiling: float) -> Row:
+def row(work: Work, side: Side, seconds: Mapping[Side, float], ceiling: float) -> Row:
+    """A row of the table.
+
+    Args:
+        seconds: of the sides that were measured.
+        ceiling: bytes per second of a copy.
+    """
     own = seconds.get(side)
     virtual = seconds.get(replace(side, cache="virtual"))
     rate = sum(work.lengths) * _TOKEN_BYTES / own if own else 0.0

@@ -10,19 +10,27 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from bench.gpu.device import STUB
-from bench.gpu.lifetime import end_with_parent
+from bench.gpu.lifetime import end_with
 from bench.gpu.parts import MISSING, OUT
 from bench.harness.report import Goal, Report
 
 ABOUT = "compute-sanitizer over the cache's device tests"
-RANK = 18
+RANK = 19
 SECONDS = 100
 
 _ROOT = Path(__file__).parents[3]
 _TESTS = "tests/gpu/test_cache_device.py"
+_PYTEST = """
+import os, sys
+from bench.gpu.lifetime import end_with
+end_with(os.getppid())  # the tool, which would leave it running
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 def run(quick: bool) -> Report:
@@ -34,7 +42,7 @@ def run(quick: bool) -> Report:
         # Not calls of the API that fail: `check()` asks on purpose about pages that are not mapped.
         options = [tool, "--tool", "memcheck", "--report-api-errors", "no"] if tool else []
         options += ["--error-exitcode", "9", "--log-file", str(log)] if tool else []
-        tests = [sys.executable, "-m", "pytest", _TESTS, "-q", "-p", "no:cacheprovider", "-W", "default"]
+        tests = [sys.executable, "-c", _PYTEST, _TESTS, "-q", "-p", "no:cacheprovider", "-W", "default"]
         command = [*options, *tests, *(["-k", "growth"] if quick else [])]
         done = subprocess.run(
             command,
@@ -43,7 +51,7 @@ def run(quick: bool) -> Report:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         output = done.stdout
         print(output)

@@ -187,6 +187,26 @@ def test_blocks_of_any_size(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", KERNELS)
+def test_batches_may_take_turns(name: str, whole_kv: str) -> None:
+    """What a kernel keeps of a batch is not taken for another's."""
+    kernel_fakes.need_operator_for(name, whole_kv)
+    backend = make_backend(whole_kv, block_size=256)
+    slots = [backend.allocate(LENGTH) for _ in range(2)]
+    backend.prepare(dict(zip(slots, (9, 20), strict=True)))
+    batches = [PackedBatch.pack([Span(slots[0], 8, 9)]), PackedBatch.pack([Span(slots[1], 0, 20)])]
+    for slot, length in zip(slots, (9, 20), strict=True):
+        batch = PackedBatch.pack([Span(slot, 0, length)])
+        backend.write(0, batch, *(torch.randn(length, HEADS, DIM) for _ in range(2)))
+    kernel, reference = attention._ADAPTERS[name](), attention.get("torch_sdpa")
+    for batch in [*batches, *batches]:
+        query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
+        got, want = (adapter(query, backend, 0, batch, AttentionParams()) for adapter in (kernel, reference))
+        torch.testing.assert_close(got, want)
+    backend.close()
+
+
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("family", ["llama", "qwen2-window"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_serves_a_model(name: str, family: str, whole_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
