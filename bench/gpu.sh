@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Builds vattn beside the packages of the Python that is there (torch with CUDA, transformers, cuda-python, pytest,
-# pip, scikit-build-core, nanobind, CMake, ninja), without a network; then runs bench.gpu, whose options it takes. A group of
-# parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
-#
 # Before the first call: build the paged baseline, build/fa2/vattn_fa2.so, by bench/gpu/build_fa2.sh (nvcc, no GPU, about
 # fifteen minutes of one core), and carry it to the machine. Without it every paged row of flash-attn 2 is MISSING.
 #
+# This builds vattn beside the packages of the Python that is there (torch with CUDA, transformers, cuda-python, pytest,
+# pip, scikit-build-core, nanobind, CMake, ninja), without a network; then it runs bench.gpu, whose options it takes. A
+# group of parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
+#
 # The first half hour on a machine, in calls of ten minutes, the most telling parts first:
 #
-#     timeout -k 15 575 bench/gpu.sh --first 1 --out DIR      then --first 2, 3, 4; `python -m bench.gpu --help` lists them
+#     timeout -k 15 575 bench/gpu.sh --first 1 --out DIR      then --first 2, 3, 4
 #
 # Each leaves one tar and one table in DIR, and what it had measured until then if it is killed. VATTN_COMMIT is for the
 # records of a checkout without .git. VATTN_GPU_KERNELS=NAME,... compares other kernels (docs/cuda.md).
@@ -18,6 +18,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv=build/gpu-venv
+
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' bench/gpu.sh
+  echo
+  exec "$python" -m bench.gpu --help
+fi
 
 started=$SECONDS
 if ! "$venv/bin/python" -c 'import vattn._native' 2>/dev/null; then

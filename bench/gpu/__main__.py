@@ -1,4 +1,4 @@
-"""python -m bench.gpu [--quick] [--out DIR] [--group N | PART ...]: run parts in processes of their own; print a table.
+"""python -m bench.gpu [--quick] [--out DIR] [--first N | PART ...]: run parts in processes of their own; print a table.
 
 As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log (over
 the stub driver: in build/stub/gpu); parts that run tests write their results too (JUnit). With --out, a tar of these
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0 if every part ran with all its sides."""
     parts = find_parts()
     groups = group(parts.values())
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description="Runs parts in processes of their own; prints a table."
+    )
     parser.add_argument("parts", nargs="*", choices=(*parts, []), metavar="PART", help=", ".join(parts))
     parser.add_argument(
         "--first",

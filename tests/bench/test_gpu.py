@@ -188,6 +188,19 @@ def test_every_group_of_parts_fits_one_call() -> None:
     assert gpu.BUILD_SECONDS + transfers + sum(part.constants["SECONDS"] for part in parts.values()) <= 1650
 
 
+def test_help_begins_with_what_comes_before_the_first_call() -> None:
+    """And builds nothing."""
+    command = [str(ROOT / "bench" / "gpu.sh"), "--help"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Before the first call: build the paged baseline")
+    assert "bench/gpu/build_fa2.sh" in done.stdout.splitlines()[0]
+    assert "timeout -k 15 575 bench/gpu.sh --first 1 --out DIR" in done.stdout
+    assert "usage: python -m bench.gpu" in done.stdout
+    assert "built in" not in done.stdout
+
+
 def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
