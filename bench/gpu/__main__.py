@@ -3,8 +3,8 @@
 As soon as a part has ended, its record is in bench/results/<device>/gpu/PART.json and what it printed in PART.log (over
 the stub driver: in build/stub/gpu); parts that run tests write their results too (JUnit). With --out, a tar of these
 files and a copy of the table go to DIR instead, named after the group or the parts: `tar -xf DIR/group-1.tar.gz -C
-bench/results` brings them home. While a part runs, DIR has what it printed in running.log and the rows that it has
-measured in running.rows, so that whatever ends the run, none is lost.
+bench/results` brings them home. While a part runs, DIR has what it printed in running-PART.log and the rows that it has
+measured in running-PART.rows. They stay there, whatever ends the run, until the part runs again.
 
 The groups are the first half hour on a machine, the most telling parts first: `--first 1`, then `--first 2`, ... each
 in a call of ten minutes: `timeout -k 15 575 bench/gpu.sh --first 1 --out DIR`.
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             part, file = parts[name], out / f"{name}.json"
             print(f"{name}: {part.about}", flush=True)
             start = time.monotonic()
-            running = (args.out or out) / "running"
+            running = (args.out or out) / f"running-{name}"
             record = _run_apart(part, args.quick, file, part.constants["SECONDS"], environment, running)
             failed |= "failed" in record or bool(_missing(record)) or _is_wrong(record)
             rows += _summary(name, record, time.monotonic() - start)

@@ -303,24 +303,27 @@ from types import SimpleNamespace
 from bench.gpu import __main__ as gpu
 from bench.harness.discovery import Case
 gpu._place = lambda: (dict(os.environ), None)
-gpu.main(["--out", sys.argv[1], "--quick", "strides"])
+sys.exit(gpu.main(["--out", sys.argv[1], "--quick", sys.argv[2]]))
 """
 
 
 def test_a_leader_that_is_killed_takes_its_part_along(tmp_path: Path) -> None:
-    """What the part has printed until then stays in DIR."""
+    """What the part has printed until then stays in DIR, also when other parts run next."""
+    log = tmp_path / "running-strides.log"
     environment = device.stub_environment()
-    leader = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment)
+    leader = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), "strides"], cwd=ROOT, env=environment)
 
     def parts() -> list[int]:
         return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/stat") if parent(file) == leader.pid]
 
-    wait_until(lambda: (tmp_path / "running.log").exists() and parts())
+    wait_until(lambda: log.exists() and parts())
     (started,) = parts()
     leader.kill()
     leader.wait()
     wait_until(lambda: not runs(started))
-    assert (tmp_path / "running.log").exists()
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "doctor"]
+    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS).returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {log.name, "doctor.tar.gz", "doctor.txt"}
 
 
 LEADER_IS_INIT = """
