@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from exports import export
 
 import vattn
 from vattn.drivers import cuda
@@ -229,3 +230,39 @@ def test_a_stream_by_its_handle_becomes_torchs_current_one() -> None:
         with cuda.use_stream(device, handle):
             assert cuda.current_stream(device) == handle
         assert cuda.current_stream(device) == before
+
+
+def shared_pool(**options: Any) -> vattn.PagePool:
+    try:
+        return vattn.PagePool(BASE["memory_budget"], device="cuda:0", **options)
+    except vattn.ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_pages_of_a_pool_that_says_so_can_be_exported() -> None:
+    pages = shared_pool(handle_type="posix_fd")
+    with vattn.KVCache(vattn.KVConfig(**BASE), pool=pages) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 2 * TOKENS})
+        k, _ = cache.layer(0)
+        for page in range(2):
+            export(k[reqid, page * TOKENS].data_ptr())
+        k[reqid, : 2 * TOKENS] = 1
+        assert float(k[reqid, : 2 * TOKENS].sum()) == 2 * TOKENS * 128
+        cache.check()
+    pages.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_of_a_peer_access_pages() -> None:
+    pages = shared_pool(peers=[1])
+    with vattn.KVCache(vattn.KVConfig(**BASE), pool=pages) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: TOKENS})
+        k, _ = cache.layer(0)
+        k[reqid, :TOKENS] = 3
+        torch.cuda.synchronize(0)
+        assert float(k[reqid, :TOKENS].to("cuda:1").sum()) == 3 * TOKENS * 128
+        torch.cuda.synchronize(1)
+        cache.check()
+    pages.close()
