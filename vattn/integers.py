@@ -1,4 +1,4 @@
-"""Numbers from callers: conversion of whole ones to `int`, and whether a value is a number at all.
+"""Numbers from callers: conversion of whole ones to `int`, and of real ones to `float`.
 
 NumPy and torch integers are not stored as they are: arithmetic on narrow ones overflows silently, and a tensor may
 change later.
@@ -6,9 +6,9 @@ change later.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
-from typing import TypeGuard
 
 
 def as_int(value: object) -> int:
@@ -27,9 +27,19 @@ def as_int(value: object) -> int:
         raise TypeError(f"{shown(value)} is not a whole number") from error
 
 
-def is_real(value: object) -> TypeGuard[float]:
-    """Whether `value` is a real number of Python's or NumPy's, whole or not; a bool is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def as_real(value: object) -> float | None:
+    """`value` as a plain `float`, infinite where it is too large for one; None if it is no real number, or a bool.
+
+    Narrow numbers are converted before they are compared: to float16, every bound above 65504 is infinite.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except Exception:  # a __float__ may raise anything
+        return None
 
 
 def shown(value: object) -> str:

@@ -411,8 +411,11 @@ struct Softmax {
   // by it.
   static bool is_direct(const Attention& a) { return a.softcap == 0 && a.scale > 1e-6f; }
 
-  // A score times this is a logit to base 2.
-  static float factor(const Attention& a) { return is_direct(a) ? a.scale * kLog2E : kLog2E; }
+  // A score times this is a logit to base 2. It is finite, so that a difference of 0 stays 0.
+  static float factor(const Attention& a) {
+    const float factor = is_direct(a) ? a.scale * kLog2E : kLog2E;
+    return factor < -kLowest ? factor : -kLowest;
+  }
 
   // A sink as a score.
   static float sink(const Attention& a, int head) {

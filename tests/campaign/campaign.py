@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tests.campaign import driver_faults, engine, fuzz, interrupts, processes, random_calls, server, windows
+from tests.campaign import attention, driver_faults, engine, fuzz, interrupts, processes, random_calls, server, windows
 from tests.campaign.isolation import Ended, Send, in_child
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play, tell
@@ -35,6 +35,7 @@ MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
     "virtual_cache": (_virtual_cache, 12),
     "engine": (engine.scenario, 12),
     "server": (server.scenario, 1),
+    "attention": (attention.scenario, 10),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs
 

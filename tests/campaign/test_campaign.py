@@ -21,6 +21,7 @@ BUDGETS = effort(
         "windows": 2_000,
         "virtual_cache": 1_000,
         "engine": 600,
+        "attention": 1_500,
     },
     {
         "random": 60_000,
@@ -32,6 +33,7 @@ BUDGETS = effort(
         "windows": 40_000,
         "virtual_cache": 20_000,
         "engine": 12_000,
+        "attention": 40_000,
     },
 )
 

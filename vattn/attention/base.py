@@ -16,7 +16,7 @@ from torch import Tensor
 from vattn.attention.batch import Group, PackedBatch, Span
 from vattn.attention.storage import Blocks, Contiguous
 from vattn.errors import ConfigError
-from vattn.integers import is_real, shown
+from vattn.integers import as_real, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ def check_softcap(softcap: object) -> float | None:
     """
     if softcap is None:
         return None
-    limits = torch.finfo(torch.float32)
-    if not is_real(softcap) or not limits.tiny <= softcap <= limits.max:
+    limits, bound = torch.finfo(torch.float32), as_real(softcap)
+    if bound is None or not limits.tiny <= bound <= limits.max:
         raise ConfigError(
             f"softcap={shown(softcap)}; give a finite number above 0 of float32's range, or None for scores without "
             "bound"
         )
-    return float(softcap)
+    return bound
 
 
 # The unit in which a kernel must read the cache: one request (`KVSource.read`) or a whole layer (`whole_layer`).

@@ -8,7 +8,7 @@ from torch import Tensor
 from vattn import cpu
 from vattn.attention.base import check_softcap
 from vattn.errors import ConfigError
-from vattn.integers import as_int, is_real, shown
+from vattn.integers import as_int, as_real, shown
 
 
 def decode(
@@ -138,11 +138,12 @@ def _pair(scales: object) -> tuple[Tensor, Tensor] | None:
 def _checked_scale(scale: object) -> float | None:
     if scale is None:
         return None
-    if not is_real(scale) or not abs(scale) <= torch.finfo(torch.float32).max:
+    factor = as_real(scale)
+    if factor is None or not abs(factor) <= torch.finfo(torch.float32).max:
         raise ConfigError(
             f"scale={shown(scale)}; give a finite number of float32's range, or None for head_dim ** -0.5"
         )
-    return float(scale)
+    return factor
 
 
 def _checked_window(window: object) -> int | None:

@@ -103,13 +103,16 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         mask: added to the scores, broadcast against `[batch, 1, num_queries, num_keys]`; None for none.
 
     Returns:
-        `[batch, num_query_heads, num_queries, v_head_dim]`; the softmax is taken in float32.
+        `[batch, num_query_heads, num_queries, v_head_dim]`; all but the products is computed in float32 or more.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
     scores = grouped @ key.transpose(-1, -2)
-    scores = scores.reshape(batch, num_heads, num_queries, -1) * (params.scale or head_dim**-0.5)
+    scale = head_dim**-0.5 if params.scale is None else params.scale
+    # What follows is of scores beside a softcap or a sink, which half precision may not hold.
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.reshape(batch, num_heads, num_queries, -1).to(exact) * scale
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
     if mask is not None:
@@ -117,7 +120,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if params.sinks is not None:
         sinks = params.sinks.reshape(1, num_heads, 1, 1).expand(batch, num_heads, num_queries, 1)
         scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = scores.softmax(dim=-1).to(value.dtype)
     if params.sinks is not None:
         weights = weights[..., :-1]
     output = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value

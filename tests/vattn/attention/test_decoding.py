@@ -6,8 +6,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -305,6 +307,17 @@ def test_large_scores(kernels: str, size: float) -> None:
     torch.testing.assert_close(decode(query, key, value, lengths)[0, 0], value[0, 170, 0])
 
 
+@pytest.mark.parametrize("scale", [1e38, 2.4e38, 3.4e38])
+def test_scales_at_the_end_of_float32(kernels: str, scale: float) -> None:
+    """Equal scores share the weight; of others, all of it is the largest one's."""
+    query, key, value = torch.ones(1, 1, 8), torch.full((1, 300, 1, 8), 0.125), torch.randn(1, 300, 1, 8)
+    lengths = torch.tensor([300], dtype=torch.int32)
+    got = decode(query, key, value, lengths, scale=scale)
+    torch.testing.assert_close(got[0, 0], value[0, :, 0].mean(0), atol=1e-5, rtol=1e-5)
+    key[0, 170] *= 1.01
+    torch.testing.assert_close(decode(query, key, value, lengths, scale=scale)[0, 0], value[0, 170, 0])
+
+
 @pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1.0, 50.0, 1e3, 1e5, 1e8, 1e20, 1e38])
 def test_any_softcap(kernels: str, softcap: float) -> None:
     """Large ones cost no digits: scores that are small beside them stay as they are."""
@@ -391,6 +404,15 @@ def arguments() -> dict[str, Tensor]:
     }
 
 
+class Unwilling(Fraction):
+    """A number that raises whatever is asked of it."""
+
+    def __float__(self) -> float:
+        raise ValueError("no")
+
+    __abs__ = __le__ = __ge__ = __repr__ = __float__  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -424,6 +446,10 @@ def arguments() -> dict[str, Tensor]:
         ({"scale": 10**400}, "scale="),
         ({"scale": "0.5"}, "scale='0.5'"),
         ({"scale": True}, "scale=True"),
+        ({"scale": np.float16("inf")}, "scale=np.float16.inf"),
+        ({"scale": Unwilling(1)}, "scale=a Unwilling"),
+        ({"softcap": np.float16("inf")}, "softcap=np.float16.inf"),
+        ({"softcap": Unwilling(1)}, "softcap=a Unwilling"),
         ({"softcap": 1e39}, r"softcap=1e\+39"),
         ({"softcap": 1e-39}, "softcap=1e-39"),
         ({"softcap": torch.tensor(30.0)}, r"softcap=tensor\(30"),

@@ -110,6 +110,20 @@ def test_half_precision(kernel: attention.Attention, dtype: torch.dtype) -> None
         torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.0, "softcap": 2.0}, {"scale": 0.0, "sinks": torch.randn(2)}, {"softcap": 1e20}]
+)
+def test_numbers_at_the_ends(kernel: attention.Attention, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """A scale of 0 hides what keys say; a softcap beyond the range of half precision changes nothing."""
+    batch = PackedBatch.pack([Span(1, 40, 41), Span(2, 20, 29)])
+    store = Store(3, 8, 8, dtype)
+    query = torch.randn(batch.num_tokens, HEADS, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    params = AttentionParams(**options)
+    want = by_hand(query, store, batch, params)
+    torch.testing.assert_close(kernel(query, store, 3, batch, params).double(), want, atol=2e-2, rtol=2e-2)
+
+
 def test_queries_that_torch_negates(kernel: attention.Attention) -> None:
     batch = PackedBatch.pack([Span(0, 0, 30), Span(1, 40, 41)])
     store = Store(2, 8, 8, torch.float32)
