@@ -357,7 +357,7 @@ def _contents(rng: random.Random, given: dict[str, Any]) -> Odd:
 def _out(rng: random.Random, given: dict[str, Any]) -> Odd:
     out, query = given["out"], given["query"]
     shape, count = out.shape, out.numel()
-    room = torch.zeros(2 * (count + query.numel()) + 4096)
+    room = torch.zeros(4096 + max(2 * (count + query.numel()), given["key"].numel(), given["value"].numel()) + count)
     kind = rng.choice(("query", "near", "over", "gradients", "expanded", "strided", "inference", "another", "beside"))
     if kind == "query" and query.shape == shape:
         return "out is query", {"out": query}, {}
@@ -443,6 +443,12 @@ def _longest(rng: random.Random, given: dict[str, Any]) -> Odd:
     }
     if "block_table" in given:
         change["block_table"] = torch.zeros(1, 1, dtype=torch.int32)
+    if rng.random() < 0.3:  # differences of 32 bits that wrap to numbers that fit
+        rows = len(given["query"])
+        change["starts"] = torch.tensor([0, 1, -MOST - 1, -1, rows], dtype=torch.int32)
+        change["lengths"] = torch.tensor([1, MOST, MOST, rows + 1], dtype=torch.int32)
+        change["slots"] = torch.zeros(4, dtype=torch.int32)
+        return "starts that wrap", change, None
     if length > tokens or tokens > MOST:
         return "a length beyond 32 bits", change, None
 
