@@ -58,8 +58,8 @@ def decode(
     Raises:
         ConfigError: an argument is no tensor or number, or a tensor without plain memory on the CPU (sparse, nested,
             meta, a view that torch negates when it is read, one of `torch.func`, ...); shapes, types or devices do not
-            fit; a head size is no multiple of 8; a number is out of range; or a length, slot or block is outside of the
-            tensors. Nothing has been written then.
+            fit; a head size is no multiple of 8, or above 131072 with codes; a number is out of range; or a length,
+            slot or block is outside of the tensors. Nothing has been written then.
     """
     with torch._C.DisableTorchFunctionSubclass():  # what is asked of a subclass is asked of the memory that it has
         if slots is None and isinstance(lengths, Tensor):
@@ -96,8 +96,9 @@ def decode(
         return attended
 
 
-# The kernels count in 32 bits.
+# The kernels count in 32 bits, and sum up products of two numbers of 8 bits in as many.
 _MOST = 2**31 - 1
+_MOST_CODES = 2**17
 
 
 def _check_memory(name: str, tensor: object) -> None:
@@ -189,6 +190,8 @@ def _check_shapes(
             raise ConfigError(f"heads of {dim} elements; the size must be a multiple of 8")
         if heads * max(dim, 128) > _MOST:
             raise ConfigError(f"{heads} heads of {dim} elements; these kernels count up to {_MOST}")
+    if scales is not None and key.shape[3] > _MOST_CODES:
+        raise ConfigError(f"heads of {key.shape[3]} codes; these kernels sum up {_MOST_CODES} at most")
     if query.dtype not in cpu.FLOATS:
         raise ConfigError(f"query is {query.dtype}; give float32, bfloat16 or float16")
     if lengths.ndim != 1:

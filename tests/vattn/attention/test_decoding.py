@@ -474,6 +474,15 @@ class Unwilling(Fraction):
         ({"scales": (torch.ones(3, 32, 2, 1),)}, "scales="),
         ({"scales": torch.ones(2, 3, 32, 2, 1)}, "scales="),
         ({"query": torch.randn(1, 1, 16).expand(3, 2**25, 16)}, "count up to"),
+        (
+            {
+                "query": torch.ones(1, 1, 2**18).expand(3, 4, -1),
+                "key": torch.ones(1, 1, 1, 2**18).char().expand(3, 32, 2, -1),
+                "value": torch.ones(3, 32, 2, 8).char(),
+                "scales": (torch.ones(3, 32, 2, 1), torch.ones(3, 32, 2, 1)),
+            },
+            "heads of 262144 codes",
+        ),
         ({"key": torch.randn(1, 1, 1, 16).expand(3, 2**31, 2, 16)}, "count up to"),
     ],
 )
