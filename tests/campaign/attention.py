@@ -419,7 +419,7 @@ class World:
         )
         self.owner = cache = vattn.KVCache(config)
         slots = [cache.alloc_reqid() for _ in range(3)]
-        page = cache.layout.page_tokens
+        page = max(1, cache.layout.page_tokens)  # of rows that are longer than a page
         room = [min(600, rng.choice((page, 2 * page, page + 1, rng.randint(1, 300)))) for _ in slots]
         cache.step(dict(zip(slots, room, strict=True)))
         key, value = cache.layer(rng.randrange(2))
