@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <system_error>
+#include <type_traits>
 
 #include "address_space.h"
 #include "available_memory.h"
@@ -60,26 +61,6 @@ Table table_of(const Vmm& vmm) {
 
 StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
 
-std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
-                                    Flags restore_flags, bool unmap_ranges, bool read_only,
-                                    const std::vector<std::uintptr_t>& streams, const std::vector<int>& peers) {
-  Vmm vmm;
-  visit_table(vmm, [&](const char* name, auto& function) {
-    const auto entry = table.find(name);
-    if (entry == table.end() || !entry->second) throw nb::value_error((std::string("the table lacks ") + name).c_str());
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(entry->second);
-  });
-  AllocationProp allocation;
-  if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
-  std::memcpy(&allocation, prop.c_str(), sizeof allocation);
-  std::vector<StreamHandle> handles;
-  for (const std::uintptr_t stream : streams) handles.push_back(stream_of(stream));
-  std::vector<Location> locations;
-  for (const int peer : peers) locations.push_back({kLocationDevice, peer});
-  return std::make_shared<Driver>(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags,
-                                  unmap_ranges, read_only, std::move(handles), locations);
-}
-
 nb::bytes host_prop(std::size_t granularity) {
   AllocationProp prop{};
   prop.type = 1;
@@ -119,7 +100,30 @@ template <class T>
 void destroy(T* object) {
   if (is_without_lock || !PyGILState_GetThisThreadState()) return delete object;
   const nb::error_scope raised;
+  // Its worker may need the interpreter's lock before it ends.
+  if constexpr (std::is_same_v<T, Mapper>) without_lock([&] { object->stop(); });
   delete object;
+}
+
+std::shared_ptr<Driver> make_driver(const Table& table, nb::bytes prop, std::uintptr_t context, Flags reserve_flags,
+                                    Flags restore_flags, bool unmap_ranges, bool read_only,
+                                    const std::vector<std::uintptr_t>& streams, const std::vector<int>& peers) {
+  Vmm vmm;
+  visit_table(vmm, [&](const char* name, auto& function) {
+    const auto entry = table.find(name);
+    if (entry == table.end() || !entry->second) throw nb::value_error((std::string("the table lacks ") + name).c_str());
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(entry->second);
+  });
+  AllocationProp allocation;
+  if (prop.size() != sizeof allocation) throw nb::value_error("prop must hold one CUmemAllocationProp");
+  std::memcpy(&allocation, prop.c_str(), sizeof allocation);
+  std::vector<StreamHandle> handles;
+  for (const std::uintptr_t stream : streams) handles.push_back(stream_of(stream));
+  std::vector<Location> locations;
+  for (const int peer : peers) locations.push_back({kLocationDevice, peer});
+  return {new Driver(vmm, allocation, reinterpret_cast<void*>(context), reserve_flags, restore_flags, unmap_ranges,
+                     read_only, std::move(handles), locations),
+          &destroy<Driver>};
 }
 
 using Stats = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, nb::int_, nb::float_>>;
@@ -402,7 +406,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<Mapper>(m, "Mapper", "The worker that executes transactions in the order of their tickets.")
       .def(nb::new_([](std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool) {
-             return std::make_shared<Mapper>(std::move(driver), std::move(pool));
+             return std::shared_ptr<Mapper>(new Mapper(std::move(driver), std::move(pool)), &destroy<Mapper>);
            }),
            "driver"_a, "pool"_a)
       .def("submit", &Mapper::submit, "transaction"_a)

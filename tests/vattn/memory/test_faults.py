@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import scripts
 from faults import FaultyTable
+from paths import ROOT
 from target import DEVICE, host_only
 
 import vattn
@@ -301,6 +302,45 @@ assert set(found) - {"ok"}, "nothing was lacking"
 @pytest.mark.slow
 def test_a_process_that_had_used_up_its_mappings_goes_on_when_some_are_free_again() -> None:
     done = scripts.run(EXHAUSTED)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_any_address_space_of_several_may_be_refused() -> None:
+    """Those reserved before it go while the error is raised, by calls that are functions of Python here."""
+    groups = [vattn.TensorGroup(layers=[i], num_kv_heads=1, head_dim=16, sliding_window=40 * i or None) for i in (0, 1)]
+    table = FaultyTable()
+    pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
+    config = vattn.KVConfig(groups=groups, dtype="float32", max_batch_size=3, max_context_len=640, device=DEVICE)
+    for nth in range(1, 5):
+        table.fail(nth, name="cuMemAddressReserve")
+        with pytest.raises(vattn.DriverError, match="cuMemAddressReserve failed"):
+            vattn.KVCache(config, pool=pool)
+    table.fail(5, name="cuMemAddressReserve")
+    vattn.KVCache(config, pool=pool).close()
+    pool.close()
+
+
+UNSTOPPED = """
+import signal, sys, time
+from vattn import _native, drivers
+sys.path.insert(0, sys.argv[1])
+from faults import FaultyTable
+from target import DEVICE
+
+signal.alarm(20)  # where the worker waits for the interpreter's lock, and its last owner, who has it, for the worker
+table, source = FaultyTable(), drivers.find(DEVICE)
+page = source.page_sizes[0]
+mapper = _native.Mapper(source.open(page, table=table.addresses).native, _native.PagePool(page, 8))
+mapper.stock(4)
+while mapper.stocked < 4:
+    time.sleep(0.001)
+del mapper
+assert table.ended["cuMemRelease"] == table.ended["cuMemCreate"] == 4, table.ended
+"""
+
+
+def test_a_worker_that_nobody_stopped_ends_with_its_last_reference() -> None:
+    done = scripts.run(UNSTOPPED, str(ROOT / "tests" / "support"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
