@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection
@@ -33,8 +34,10 @@ from vattn.integers import shown
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+# Of processor time, which does not depend on what else runs.
 _SECONDS = 5.0  # until a grammar counts as too complex
 _START_SECONDS = 60.0  # until the process that tries grammars has read a tokenizer
+_MOST_SECONDS = 600.0  # until an answer, however little processor time the process gets
 _MOST_CHARACTERS = 2**18
 _COMPILED_KEPT = 16
 _KEPT_CHARACTERS = 2**18  # of all that are kept: a compiled grammar takes up to 150 bytes of memory for each
@@ -50,6 +53,10 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
+
+
+class GrammarsUnavailable(VattnError):
+    """The process that tries grammars cannot be started; a later request may find that it can."""
 
 
 class GrammarCompiler:
@@ -85,6 +92,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: llguidance is missing, the tokenizer's tokens are not known as bytes, or what is wanted is
                 invalid, too complex, or cannot be enforced.
+            GrammarsUnavailable: there is no process to try it.
         """
         text = _source(wanted, self._special_tokens)
         found = self._look_up(text, ignore_eos)
@@ -174,16 +182,19 @@ class _Trial:
 
     def __init__(self, arguments: tuple[str, int, list[int]]) -> None:
         self._pid = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("grammar_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that Ctrl-C in a terminal is the engine's alone
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("grammar_worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C in a terminal is the engine's alone
+            )
+        except OSError as error:
+            raise GrammarsUnavailable(f"the process that tries grammars could not be started: {error}") from error
         self.close = weakref.finalize(self, _end, self._process, self._pid)
         if self._ask([*arguments, _LIMITS], _START_SECONDS) is None:
-            raise VattnError("the process that tries grammars did not start")
+            raise GrammarsUnavailable("the process that tries grammars did not start; try again later")
 
     @property
     def usable(self) -> bool:
@@ -200,15 +211,21 @@ class _Trial:
         return answer
 
     def _ask(self, question: object, seconds: float) -> Any:
-        """The answer; None if there is none in time, or the process ended."""
+        """The answer; None if the process ended, or it took so many seconds of processor time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
         try:
+            over = _processor_seconds(self._process.pid) + seconds
+            end = time.monotonic() + _MOST_SECONDS
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
-            if select.select([self._process.stdout], [], [], seconds)[0]:
-                answer = self._process.stdout.readline()
+            left = seconds
+            while left > 0 and time.monotonic() < end:
+                if select.select([self._process.stdout], [], [], max(left, 0.01))[0]:
+                    answer = self._process.stdout.readline()
+                    break
+                left = over - _processor_seconds(self._process.pid)
         except BrokenPipeError:
             pass
         except BaseException:  # the answer would be taken for the next question's
@@ -218,6 +235,13 @@ class _Trial:
             self.close()
             return None
         return json.loads(answer)
+
+
+def _processor_seconds(pid: int) -> float:
+    """Processor time that a child has taken, in seconds."""
+    with open(f"/proc/{pid}/stat") as stat:
+        times = stat.read().rpartition(")")[2].split()[11:13]  # behind the name: its own, and the kernel's for it
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(process: subprocess.Popen[bytes], pid: int) -> None:

@@ -30,7 +30,7 @@ _ERRORS = {
     404: "an unknown model",
     413: "the body is too large",
     500: "the request failed",
-    503: "the queue is full, or the engine takes no requests",
+    503: "the queue is full, the engine takes no requests, or no process can be started to try a grammar",
 }
 
 

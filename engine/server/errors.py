@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from vattn.engine.async_engine import EngineStopped, QueueFull
 from vattn.engine.requests.grammar import CannotGoOn
+from vattn.engine.requests.grammar_compiler import GrammarsUnavailable
 from vattn.engine.requests.request import InvalidRequest
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError, VattnError
@@ -87,6 +88,8 @@ def api_error(error: BaseException) -> ApiError:
             return error
         case QueueFull():
             return ApiError(503, str(error), code="queue_full", headers=RETRY_AFTER)
+        case GrammarsUnavailable():
+            return ApiError(503, str(error), code="grammars_unavailable", headers=RETRY_AFTER)
         case EngineStopped():
             return ApiError(503, "the engine has stopped and takes no requests", code="engine_stopped")
         case InvalidRequest() | ConfigError():

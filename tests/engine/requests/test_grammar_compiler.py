@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from vattn.engine import InvalidRequest, StructuredOutputs
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError
 from vattn.engine.requests.grammar_compiler import GrammarCompiler
+from vattn.engine.server.errors import api_error
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
 EOS, PAD = 0, 1
@@ -309,6 +312,36 @@ def test_what_takes_too_long_is_refused(compiler: GrammarCompiler, monkeypatch: 
         compiler.compile(slow, ignore_eos=False)
     with pytest.raises(InvalidRequest, match="takes more than"):
         compiler.compile(slow, ignore_eos=False)
+
+
+def test_time_in_which_the_process_does_not_run_does_not_count(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.compile(StructuredOutputs(regex="[cd]+"), ignore_eos=False)
+    assert compiler._trial is not None
+    pid = compiler._trial._process.pid
+    monkeypatch.setattr(grammar_compiler, "_SECONDS", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    goes_on = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+    goes_on.start()
+    compiler.compile(StructuredOutputs(regex="[ab]+"), ignore_eos=False)
+    goes_on.join()
+    assert compiler._trial._process.pid == pid
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/there/is/none"])
+def test_without_a_process_to_try_them_grammars_are_unavailable_for_now(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, executable: str
+) -> None:
+    compiler.close()
+    wanted = StructuredOutputs(regex=f"({executable})+")
+    with monkeypatch.context() as lacking:
+        lacking.setattr(sys, "executable", executable)
+        with pytest.raises(grammar_compiler.GrammarsUnavailable, match="start") as caught:
+            compiler.compile(wanted, ignore_eos=False)
+    told = api_error(caught.value)
+    assert (told.status, told.headers) == (503, {"Retry-After": "1"})
+    compiler.compile(wanted, ignore_eos=False)
 
 
 def test_known_grammars_do_not_wait_for_slow_ones(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
