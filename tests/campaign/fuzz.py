@@ -397,7 +397,7 @@ class Other(Odd):
         del each.model.requests[0], each.model.slots[0]
 
 
-def scenario(rng: random.Random, *, operations: int = 40) -> Played:
+def scenario(rng: random.Random, *, operations: int = 80) -> Played:
     """So many operations, many of them with an odd argument."""
     config, drawer = draw_config(rng), Fuzzer(rng, 0.6)
     return play(config, lambda world: drawer.operations(world, operations))

@@ -166,8 +166,9 @@ class Forget(Life):
     def perform(self, world: World) -> None:
         if not world.kept:
             return
-        gone = world.kept.pop(self.which % len(world.kept))
+        gone = world.kept[self.which % len(world.kept)]
         owner, dropped = gone.owner, gone.requests is not None
+        world.forget(lambda kept, gone=gone: kept is gone)  # type: ignore[misc]
         del gone
         if (
             owner is None

@@ -9,7 +9,7 @@ from tests.campaign.play import Played, play
 from tests.campaign.scenarios import Drawer, draw_config
 
 
-def scenario(rng: random.Random, *, operations: int = 60) -> Played:
+def scenario(rng: random.Random, *, operations: int = 120) -> Played:
     """So many operations; in some scenarios the worker lags behind."""
     slow = rng.random() < 0.05
     config, drawer = draw_config(rng, table=slow), Drawer(rng)

@@ -77,9 +77,9 @@ def draw_config(rng: random.Random, *, table: bool = False) -> Config:
                 zero_on_free=zeroes,
                 guard=guard,
                 table=table,
-                every=rng.choice((5, SELDOM) if large else (1, 1, 2, 5, SELDOM)),
+                every=rng.choice((5, SELDOM) if large else (1, 2, 5, 10, SELDOM)),
                 drop=rng.random() < 0.2,
-                books=rng.random() < 0.1,
+                books=rng.random() < 0.05,
             )
 
 
@@ -168,7 +168,8 @@ class Drawer:
     def operations(self, world: World, count: int) -> Iterator[Operation]:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
         if self.rng.random() < 0.4:
-            yield from self._opening(world)
+            opening = self._copied if self.rng.random() < 0.3 else self._opening
+            yield from opening(world)
         for _ in range(count):
             yield self.draw(world)
 
@@ -233,6 +234,36 @@ class Drawer:
         yield Commit(number, rng.choice((first, second)))
         yield rng.choice((Free(number, first), Free(number, second), Step(number, {first: (length // 2, 0)})))
         yield Admit(number, third, length, 0)
+
+    def _copied(self, world: World) -> Iterator[Operation]:
+        """Tokens that are copied in, of which windows lack the first; they are published, and another request comes
+        whose prefix ends before the first that was computed, where windows would have to show what they lack.
+        """
+        rng = self.rng
+        windowed = [
+            (number, window)
+            for number, each in enumerate(world.caches)
+            for window in each.model.windows.values()
+            if window is not None and window > 1 and each.slots > 1 and each.context > each.block + 1
+        ]
+        if not windowed:
+            return
+        number, window = rng.choice(windowed)
+        each = world.caches[number]
+        first, second, third = (self.next_label() for _ in range(3))
+        prefix = each.block * rng.randint(1, (each.context - 2) // each.block)
+        start = min(each.context - 1, prefix + rng.randint(1, min(window, each.block)))
+        yield Alloc(number, first, start=start)
+        yield Step(number, {first: (rng.randint(start, each.context), 0)})
+        if rng.random() < 0.5:
+            yield Fork(number, first, second)
+            yield Free(number, first)
+        yield Commit(number, first)
+        yield Commit(number, second)
+        if rng.random() < 0.5:
+            yield rng.choice((Free(number, first), Free(number, second)))
+        yield Admit(number, third, min(each.context, prefix + rng.randint(1, each.block)), 0)
+        yield Step(number, {third: (prefix + 1, 0)})
 
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""

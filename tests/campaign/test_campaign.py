@@ -57,6 +57,7 @@ def test_a_short_campaign_finds_nothing(mode: str) -> None:
     ("mutation", "mode"),
     [
         ("parked_pages_in_place", "random"),
+        ("no_origin", "random"),
         ("any_length", "fuzz"),
         ("checked_too_late", "fuzz"),
         ("undo_is_kept", "random"),

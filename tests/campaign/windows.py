@@ -456,7 +456,7 @@ def _nothing(code: str) -> bool:
 
 def draw_windows(rng: random.Random, *, table: bool = False) -> Config:
     """A configuration with block windows, and mostly with caches on the same pool."""
-    config = replace(draw_config(rng, table=table), books=rng.random() < 0.1)
+    config = replace(draw_config(rng, table=table), books=rng.random() < 0.05)
     if rng.random() < 0.3:
         config = replace(config, caches=())
     page = config.page_size
@@ -500,7 +500,7 @@ def _draw_options(rng: random.Random, page: int) -> tuple[dict[str, Any], int]:
     return options, blocks * tensors * size // page
 
 
-def scenario(rng: random.Random, *, operations: int = 50) -> Played:
+def scenario(rng: random.Random, *, operations: int = 100) -> Played:
     """Operations; or a few of them with each driver call failing; or with one interrupted everywhere; or with odd
     arguments.
     """

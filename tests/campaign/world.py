@@ -24,6 +24,9 @@ from tests.campaign.model import Model, Piece, Request
 from vattn import _native
 
 
+_CHECKS_OF_BOOKS = 20  # one in so many compares what /proc says as well
+
+
 class Found(Exception):
     """Something that must not be.
 
@@ -85,7 +88,7 @@ class Config:
         drop: the caches are not closed in the end, but dropped.
         delay: seconds that every driver call takes longer once the caches are made, so that the worker lags behind;
             with a table.
-        books: what /proc says is compared too, which takes longer than most scenarios.
+        books: what /proc says is compared too, in a few of the checks and in the end.
     """
 
     pool_pages: int
@@ -219,6 +222,7 @@ class World:
             gc.collect()  # what is left of earlier worlds does not count
         self._before = usage()
         self._books = books.read() if config.books else None
+        self._checks = 0
         options = f", page_size={config.page_size}"
         options += ", zero_on_free=True" * config.zero_on_free + ", guard='strict'" * (config.guard == "strict")
         if config.table:
@@ -369,16 +373,17 @@ class World:
         """A cache, or block windows, was closed or dropped: its model is empty, and what somebody kept of it is what
         that promises.
         """
-        for kept in self.kept:
-            if kept.source is each and not kept.over and kept.requests is None:
-                if dropped and kept.owner is not None:
-                    assert isinstance(each, CacheUnderTest)
-                    kept.requests = [
-                        (each.model.slots[label], request.copy(), each.model.firsts(request))
-                        for label, request in each.model.requests.items()
-                    ]
-                else:
-                    kept.over = True
+        held = [kept for kept in self.kept if kept.source is each and not kept.over and kept.requests is None]
+        owned = dropped and any(kept.owner is not None for kept in held)
+        for kept in held:
+            if owned:
+                assert isinstance(each, CacheUnderTest)
+                kept.requests = [
+                    (each.model.slots[label], request.copy(), each.model.firsts(request))
+                    for label, request in each.model.requests.items()
+                ]
+            else:
+                kept.over = True
         each.open = False
         if isinstance(each, CacheUnderTest):
             each.arrays = {}
@@ -392,6 +397,14 @@ class World:
                 each.windows = None
         if dropped:
             del self.names[each.name]
+
+    def forget(self, which: Callable[[Kept], bool]) -> None:
+        """Kept tensors go, and with the last that owned a dropped cache what others see of it."""
+        self.kept = [kept for kept in self.kept if not which(kept)]
+        owned = [kept.source for kept in self.kept if kept.owner is not None]
+        for kept in self.kept:
+            if kept.requests is not None and all(kept.source is not each for each in owned):
+                kept.requests, kept.over = None, True
 
     def see_kept(self) -> None:
         """Compares what somebody kept beyond its owner's end."""
@@ -524,8 +537,10 @@ class World:
             self.see_kept()
             if (total := held + self.pool.free_pages) != self.pool.total_pages:
                 raise Found("pages are not conserved", f"{held} held, {self.pool.free_pages} free, {total} in all")
-            if self._books is not None and (wrong := books.disagreement()):
+            # The kernel looks at every page for this, which takes longer than all the rest.
+            if self._books is not None and self._checks % _CHECKS_OF_BOOKS == 0 and (wrong := books.disagreement()):
                 raise Found("the kernel's books say otherwise", wrong)
+            self._checks += 1
 
     def _first(self, kept: Kept, orphan: Any) -> bool:
         """Whether this is the first that somebody keeps of a cache."""
@@ -562,7 +577,7 @@ class World:
             if each.open:
                 each.it.close()
                 self.ended(each, dropped=False)
-        self.kept = [kept for kept in self.kept if kept.owner is None or kept.over]  # the others keep caches open
+        self.forget(lambda kept: kept.owner is not None and not kept.over)  # these keep caches open
         self.pool.close()
 
     def _end(self) -> None:
@@ -610,17 +625,7 @@ class World:
 
     def _left(self) -> str:
         """What the process holds beyond what it held before; empty if nothing."""
-        end = time.monotonic() + 2
-        while (now := usage()) != self._before:
-            if time.monotonic() > end:
-                names = [each.name for each in fields(Usage)]
-                return ", ".join(
-                    f"{name}: {getattr(self._before, name)} -> {getattr(now, name)}"
-                    for name in names
-                    if getattr(self._before, name) != getattr(now, name)
-                )
-            time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
-        return books.left(self._books) if self._books is not None else ""
+        return left(self._before) or (books.left(self._books) if self._books is not None else "")
 
     def __enter__(self) -> World:
         return self
@@ -649,6 +654,18 @@ def usage() -> Usage:
     held = _native.host_usage()
     threads = len(os.listdir("/proc/self/task"))
     return Usage(held.kernel_mappings, held.physical_bytes, held.handles, held.reservations, threads)
+
+
+def left(before: Usage) -> str:
+    """What the process holds beyond that; empty if nothing."""
+    end = time.monotonic() + 2
+    while (now := usage()) != before:
+        if time.monotonic() > end:
+            names = [each.name for each in fields(Usage)]
+            changed = [name for name in names if getattr(before, name) != getattr(now, name)]
+            return ", ".join(f"{name}: {getattr(before, name)} -> {getattr(now, name)}" for name in changed)
+        time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
+    return ""
 
 
 _CLOSE = "c0.close()\npool.close()\nfrom vattn import _native\nprint(_native.host_usage())"

@@ -51,6 +51,7 @@ class Prefixes:
         """Takes a slot for a request that needs `num_tokens` tokens, the first `start` of which are copied in."""
         slot = self._choose(self._bands.prefix(()), num_tokens)
         self._slots.take(change, slot, 0, start=start, origin=start if self._bands.windowed else 0)
+        self._slots.note_left_over(change, slot)
         return slot
 
     def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
@@ -69,6 +70,7 @@ class Prefixes:
         self._slots.take(change, slot, cached)
         self._put(change, slot, prefix)
         bands.use(change, slot, prefix.count)
+        self._slots.note_left_over(change, slot)
         self._slots.know(change, slot, Known(token_ids[:cached], keys, admitted=prefix.count, salt=salt))
         return slot
 

@@ -149,6 +149,16 @@ class SlotTable:
         store(self.origin, slot, origin)
         self.set_limit(slot)
 
+    def note_left_over(self, change: Change, slot: int) -> None:
+        """With `zero_on_free`, notes that blocks beyond those that the slot's request uses go with its first step, even
+        if that needs no page.
+        """
+        bands = self._bands
+        if self._config.zero_on_free and slot not in self.leaving and bands.stop(slot) > bands.used(slot):
+            change.on_revert(lambda: self.leaving.pop(slot, None))
+            self.leaving[slot] = None
+            self.set_limit(slot)
+
     def leave(self, change: Change, slot: int) -> None:
         """Makes a slot idle when its request ends."""
         length, start, origin = self.length[slot], self.start[slot], self.origin.get(slot, 0)

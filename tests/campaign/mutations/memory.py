@@ -62,6 +62,13 @@ def retracted_blocks_stay() -> None:
     prefixes.Prefixes.retract = retract  # type: ignore[method-assign]
 
 
+@mutation(
+    "zero_on_free", "cached blocks that a request does not use stay for a first step that needs no page", "random"
+)
+def unused_blocks_stay() -> None:
+    slots.SlotTable.note_left_over = lambda self, change, slot: None  # type: ignore[method-assign]
+
+
 @mutation("forked child", "tensors are handed out in a forked child", "random", "windows")
 def tensors_in_children() -> None:
     member.PoolMember._check_usable = lambda self: self._check_open()  # type: ignore[method-assign]

@@ -359,3 +359,24 @@ def test_check_sees_pages_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -
         mine.check()
     mine.close()
     pool.close()
+
+
+@target.host_only
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("same", "length"), [(32, 0), (32, 10), (32, 32), (32, 40), (0, 0), (0, 1)])
+def test_the_first_step_removes_cached_blocks_that_its_request_does_not_use(
+    overlap: bool, same: int, length: int
+) -> None:
+    with cache(overlap=overlap, max_batch_size=1, eager_pages=0) as mine:
+        first = mine.alloc_reqid()
+        mine.step({first: 96})
+        for tensor in mine.layer(0):
+            tensor[first, :96] = SECRET
+        mine.commit(first, list(range(96)))
+        mine.free_reqid(first)
+        mine.check()
+        second, cached = mine.admit([*range(same), *range(1000, 1020)])
+        assert (second, cached) == (first, same)
+        mine.step({second: length})
+        assert not any(bool(tensor[second, max(same, length) : 96].any()) for tensor in mine.layer(0))
+        mine.check()
