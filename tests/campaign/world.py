@@ -23,7 +23,6 @@ from tests.campaign.blocks import BlockModel
 from tests.campaign.model import Model, Piece, Request
 from vattn import _native
 
-
 _CHECKS_OF_BOOKS = 20  # one in so many compares what /proc says as well
 
 
