@@ -52,6 +52,9 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> P
     config = draw_config(rng, table=True)
     if rng.random() < 0.5:  # failures in the background are those that are noticed late
         config = replace(config, caches=tuple(options | {"overlap": True} for options in config.caches))
+    if rng.random() < 0.4:  # what an undo brings back must not be seen by the next request
+        zeroing = tuple(options | {"zero_on_free": True} for options in config.caches)
+        config = replace(config, zero_on_free=True, caches=zeroing)
     return fail_each(rng, config, Drawer(rng), operations, points)
 
 

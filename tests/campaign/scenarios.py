@@ -4,6 +4,7 @@ cache answers, so that the same seed draws the same again.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -275,10 +276,12 @@ class Drawer:
                     return [Close(number)], Make(number)
                 return [], rng.choice((Close(number), Look(number, what="check()"), Look(number, what=_look(rng))))
             return [], Make(number)
-        operation = self.draw(world)
-        while type(operation).perform is not Operation.perform or operation.call(world) is None:
-            operation = self.draw(world)
-        return [], operation
+        drawn = (self.draw(world) for _ in itertools.count())
+        calls = (each for each in drawn if type(each).perform is Operation.perform and each.call(world) is not None)
+        if rng.random() < 0.4:  # one that gives a slot, which is lost where nobody gets its number
+            few = list(itertools.islice(calls, 10))
+            return [], next((each for each in few if isinstance(each, (Admit, Alloc, Fork))), few[-1])
+        return [], next(calls)
 
     def next_label(self) -> int:
         self._label += 1
