@@ -399,6 +399,8 @@ class World:
         self.leave(name, under.plain)
         if self.kept or self.loose or pool is None:
             return
+        if (table := self.names.get("table")) is not None and table.failed:
+            return  # what could not be given back goes with the next call
         if owned and pool._refusal is None:
             raise Found("a traceback keeps a pool", f"{name}: {pool.total_pages - pool.free_pages} pages")
         if under.pooled:
