@@ -15,7 +15,7 @@ WORKER = """
 import sys
 from types import SimpleNamespace
 from vattn_vllm.gauge import Usage
-config = SimpleNamespace(instance_id=sys.argv[1], parallel_config=SimpleNamespace(data_parallel_rank=0))
+config = SimpleNamespace(instance_id=sys.argv[1], parallel_config=SimpleNamespace(data_parallel_index=0))
 usage = Usage(config, 1)
 usage.set(SimpleNamespace(mapped_bytes=30, reserved_bytes=40))
 print(flush=True)
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 def config(name: str) -> Any:
-    return SimpleNamespace(instance_id=name, parallel_config=SimpleNamespace(data_parallel_rank=0))
+    return SimpleNamespace(instance_id=name, parallel_config=SimpleNamespace(data_parallel_index=0))
 
 
 def stats(mapped: int, reserved: int) -> Any:

@@ -42,7 +42,7 @@ class Usage:
         self._numbers = bytearray(_NUMBERS.size)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            server.bind(_address(config, config.parallel_config.data_parallel_rank, rank))
+            server.bind(_address(config, config.parallel_config.data_parallel_index, rank))
         except OSError as error:
             server.close()
             logger.warning("vattn: /metrics lacks the memory of worker %d: %s", rank, error)
