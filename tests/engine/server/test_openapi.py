@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_document(app: Any, mode: GenerationMode) -> No
     for operation in operations:
 
         @settings(
-            max_examples=effort(10, 100),
+            max_examples=effort(25, 100),
             deadline=None,
             derandomize=True,
             database=None,

@@ -353,5 +353,5 @@ def test_adapters_are_short_and_say_their_limits() -> None:
         adapter = attention._ADAPTERS[name]
         text = Path(sys.modules[adapter.__module__].__file__ or "").read_text()
         code = re.sub(r'^""".*?"""\n', "", text, flags=re.DOTALL)
-        assert len(code.splitlines()) < 60, name
+        assert len(code.splitlines()) < 65, name
         assert "guard rows" in text
