@@ -136,7 +136,8 @@ $(WHEEL)/.installed: Makefile
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
 
-# The native modules are built while torch is fetched and unpacked. The stub of one of them lies beside the module; mypy
+# The native modules are built while torch is fetched and unpacked. Of its modules and transformers' few are ever imported,
+# so Python compiles them when they are: pip would take 12 seconds for all. The stub of one of them lies beside the module; mypy
 # looks for it in the source tree.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/kernels/*)
 	@mkdir -p build
@@ -146,7 +147,8 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 	  print(*p["dependencies"], *p["optional-dependencies"]["bench"], sep="\n")' > build/needs.txt
 	@echo "installing torch and transformers, and building the native modules for this machine: about a minute"
 	@VATTN_WERROR=ON $(BIN)/python -m pip install -v --no-deps --editable . > build/native.log 2>&1 & built=$$!; \
-	$(BIN)/python -m pip install --quiet $(TORCH_INDEX) "$(TORCH)" "$(TRANSFORMERS)" --requirement build/needs.txt || exit; \
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH_INDEX) "$(TORCH)" "$(TRANSFORMERS)" \
+	  --requirement build/needs.txt || exit; \
 	tail -n +1 -s 0.2 --pid $$built -f build/native.log | sed -un 's:^ *\(\[[0-9]*/[0-9]*\]\) \([A-Z][a-z]*\).*/: \1 \2 :p'; \
 	wait $$built || { tail -n 60 build/native.log; exit 1; }
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
@@ -154,7 +156,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 
 # What tests and checks need besides. The project is there, so only what the extra names is fetched.
 $(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet "vattn[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "vattn[dev]"
 	touch $@
 
 clean:
