@@ -136,9 +136,9 @@ $(WHEEL)/.installed: Makefile
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
 
-# The native modules are built while torch is fetched and unpacked. Of its modules and transformers' few are ever imported,
-# so Python compiles them when they are: pip would take 12 seconds for all. The stub of one of them lies beside the module; mypy
-# looks for it in the source tree.
+# The native modules are built while torch is fetched and unpacked. Few of the Python modules of torch and transformers are
+# ever imported, so they are compiled when they are: pip would take 12 seconds for all. mypy looks for the native module's
+# stub in the source tree.
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/kernels/*)
 	@mkdir -p build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -71,7 +71,7 @@ def test_an_environment_that_cannot_be_made_fails_the_run(
     assert row.endswith("no environment: ERROR: No matching distribution found for torch==0.0")
 
 
-@pytest.mark.parametrize(("assertion", "status"), [("True", 0), ("False", 1)])
+@pytest.mark.parametrize(("assertion", "status"), [pytest.param("True", 0, marks=pytest.mark.long), ("False", 1)])
 def test_tests_that_fail_fail_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

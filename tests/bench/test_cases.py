@@ -30,7 +30,9 @@ def one_thread() -> Iterator[None]:
 
 
 # Some start servers, or need ten seconds even so.
-MARKS = dict.fromkeys(("plugin", "sharing"), NEEDS_VLLM) | dict.fromkeys(("serving", "threads"), pytest.mark.long)
+MARKS = dict.fromkeys(("plugin", "sharing"), NEEDS_VLLM) | dict.fromkeys(
+    ("serving", "threads", "throughput"), pytest.mark.long
+)
 
 
 @pytest.mark.usefixtures("one_thread")

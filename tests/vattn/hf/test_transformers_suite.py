@@ -58,7 +58,7 @@ def checkout(folder: Path, text: str) -> Path:
     return folder / "tests"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_fails_only_with_a_virtual_cache_is_reported_by_reason(tmp_path: Path) -> None:
     tests = checkout(tmp_path, TESTS)
     done = run(tests, "llama")
