@@ -25,7 +25,7 @@ from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnErro
 from vattn.hf.decoding import DecodedKeys
 from vattn.hf.storage import Saved, Storage, View
 from vattn.integers import as_int, shown
-from vattn.memory.pool import PagePool
+from vattn.pool.pool import PagePool
 from vattn.quantised import KVCacheDtype
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes

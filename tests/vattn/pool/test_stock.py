@@ -11,7 +11,7 @@ from target import DEVICE
 from waiting import wait_until
 
 import vattn
-from vattn.memory.prefixes import Prefixes
+from vattn.slots.prefixes import Prefixes
 
 PAGE = 4096
 COLUMN = 2  # pages of K and V that back 64 tokens
@@ -110,13 +110,13 @@ def test_what_is_in_stock_elsewhere_is_given_to_a_step_that_finds_no_memory(monk
     table = FaultyTable()
     cache, pool = make(64, table, watermark=0)
     table.fail_always("cuMemCreate", code=2)
-    unstock = vattn.memory.backer.unstock
+    unstock = vattn.slots.backer.unstock
 
     def found() -> int:
         table.heal()
         return unstock()
 
-    monkeypatch.setattr(vattn.memory.backer, "unstock", found)
+    monkeypatch.setattr(vattn.slots.backer, "unstock", found)
     start(cache, 1)
     assert other.stats().stocked_pages == 0
     cache.check()

@@ -11,7 +11,7 @@ the previous step have been launched, the event is recorded again, and only then
 
 A cache that is closed or dropped waits for the whole context, because kernels on any stream may read its pages. While
 a stream captures a CUDA graph, that is not possible: it would invalidate the capture. Then `close` is refused, and the
-pages of a dropped cache are given back later (`PagePool.take_back`).
+pages of a dropped cache are given back later (`Core.take_back`).
 
 On the host, kernels finish before their calls return: there are no streams, hence no fences, and no slot is ever open.
 """
@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
 from vattn.errors import StreamCapturing
-from vattn.memory.journal import Change
+from vattn.pool.journal import Change
 
 
 class Fences:

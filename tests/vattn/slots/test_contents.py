@@ -134,7 +134,7 @@ def test_rows_that_a_fork_did_not_copy_are_not_published() -> None:
 
 @host_only
 def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.memory.bands import BandPages
+    from vattn.slots.bands import BandPages
 
     cache, parent, _ = behind
     in_place = BandPages.in_place
@@ -153,7 +153,7 @@ def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeyp
 @host_only
 def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle slot has just been emptied in the background, and backed anew for the next request."""
-    from vattn.memory.rows import Rows
+    from vattn.slots.rows import Rows
 
     write = Rows.write
     table = FaultyTable()
@@ -161,14 +161,14 @@ def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPat
     in_place = []
 
     def watched(*arguments: Any) -> None:
-        in_place.append(pool.mapper.passed(pool.mapper.last))
+        in_place.append(pool._core.mapper.passed(pool._core.mapper.last))
         write(*arguments)
 
     monkeypatch.setattr(Rows, "write", watched)
     with make(pool=pool, deferred_reclamation=False, eager_pages=1, max_batch_size=2) as cache:
         parent, earlier = cache.alloc_reqid(), cache.alloc_reqid()
         cache.step({parent: 1, earlier: 9})
-        pool.drain()
+        pool._core.drain()
         table.delay = 0.02
         cache.free_reqid(earlier)
         cache.fork(parent)

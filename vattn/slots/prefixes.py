@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from vattn.config import KVConfig
 from vattn.errors import NoFreeSlot
-from vattn.memory.backer import Backer
-from vattn.memory.bands import Bands, Prefix
-from vattn.memory.fences import Fences, refusal
-from vattn.memory.journal import Change
-from vattn.memory.ledger import Ledger
-from vattn.memory.slots import Known, SlotTable
+from vattn.pool.fences import Fences, refusal
+from vattn.pool.journal import Change
 from vattn.prefix import Key, block_keys, check_extension, root_key
+from vattn.slots.backer import Backer
+from vattn.slots.bands import Bands, Prefix
+from vattn.slots.ledger import Ledger
+from vattn.slots.table import Known, SlotTable
 
 # How many idle slots per criterion are compared in detail.
 _CANDIDATES = 4

@@ -157,11 +157,11 @@ class InterruptedLock:
 def test_a_call_that_is_interrupted_as_it_returns_leaves_no_slot_behind(name: str) -> None:
     scene = Scene(None, overlap=True)
     before, hits = scene.state(), scene.cache.stats().query_tokens
-    pool = scene.cache._pool
-    pool.lock, lock = InterruptedLock(pool.lock), pool.lock  # type: ignore[assignment]
+    core = scene.cache._core
+    core.lock, lock = InterruptedLock(core.lock), core.lock  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         CALLS[name](scene)
-    pool.lock = lock
+    core.lock = lock
     scene.cache.check()
     if name in ("step", "free_reqid"):
         assert scene.state()[0] != before[0]

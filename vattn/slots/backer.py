@@ -11,13 +11,14 @@ from vattn.config import KVConfig
 from vattn.drivers import Stream
 from vattn.errors import DriverError, OutOfPages
 from vattn.layout import Layout
-from vattn.memory.bands import Bands
-from vattn.memory.fences import Fences, refusal
-from vattn.memory.journal import Change
-from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool, Plan, unstock
-from vattn.memory.reclaimer import Reclaimer
-from vattn.memory.slots import SlotTable
+from vattn.pool.core import Core
+from vattn.pool.fences import Fences, refusal
+from vattn.pool.journal import Change, Plan
+from vattn.pool.leftovers import unstock
+from vattn.slots.bands import Bands
+from vattn.slots.ledger import Ledger
+from vattn.slots.reclaimer import Reclaimer
+from vattn.slots.table import SlotTable
 
 # How many of the idle slots with the largest extent are considered for preparation.
 _CANDIDATES = 4
@@ -39,7 +40,7 @@ class Backer:
         ledger: Ledger,
         reclaimer: Reclaimer,
         fences: Fences,
-        pool: PagePool,
+        core: Core,
     ) -> None:
         self._config = config
         self._slots = slots
@@ -47,7 +48,7 @@ class Backer:
         self._ledger = ledger
         self._reclaimer = reclaimer
         self._fences = fences
-        self._pool = pool
+        self._core = core
         self._low_water = int(config.watermark * ledger.budget)  # parked pages are unmapped if fewer pages are free
         # An idle slot with this extent has its eager pages. None with windows, where the extent alone does not tell.
         kinds = layout.kinds if config.eager_pages and not bands.windowed else ()
@@ -97,7 +98,7 @@ class Backer:
         if crossing:
             self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)
         elif lowered or receding:
-            slots.set_lengths(self._pool.change(), lengths, lowered)
+            slots.set_lengths(self._core.change(), lengths, lowered)
         else:
             slots.length.update(lengths)
         for slot in receding:
@@ -108,7 +109,7 @@ class Backer:
             self._look_ahead(crossing, lengths, announced)
             self.maintain()
             if crossing:
-                self._pool.stock()
+                self._core.stock()
         return act and not capturing
 
     def _back(
@@ -135,7 +136,7 @@ class Backer:
         leftover = [slot for slot, length in targets.items() if slots.leftover(slot, length)]
         short = {slot: n for slot, n in needs.items() if n > self._bands.extent(slot) or slot in leftover}
         if not short:
-            slots.set_lengths(self._pool.change(), lengths, lowered)
+            slots.set_lengths(self._core.change(), lengths, lowered)
         elif capturing:
             raise refusal(f"step has to map memory for {len(short)} slots")
         else:
@@ -196,7 +197,7 @@ class Backer:
             replaced.clear()
 
         if saved:
-            self._pool.repair(write_saved)
+            self._core.repair(write_saved)
         self.execute(planned)
         write_saved()
 
@@ -235,7 +236,7 @@ class Backer:
             return
         # If pages are insufficient, nothing is mapped ahead; the next step reports it if it still needs them.
         with contextlib.suppress(OutOfPages):
-            ticket = self._pool.submit(lambda change: self.grow(change, needs))
+            ticket = self._core.submit(lambda change: self.grow(change, needs))
             slots.pending.update(dict.fromkeys(needs, ticket))
 
     def maintain(self) -> None:
@@ -321,9 +322,9 @@ class Backer:
         slots.set_limit(slot)
 
     def execute(self, plan: Plan) -> int:
-        """`PagePool.execute`, which reclaims all parked and cached pages if the machine is out of memory."""
+        """`Calls.execute`, which reclaims all parked and cached pages if the machine is out of memory."""
         try:
-            return self._pool.execute(plan)
+            return self._core.execute(plan)
         except OutOfPages as error:
             # The budget has the pages, but the machine lacks memory or mappings for new ones. Reclaiming the pages that
             # no request uses yields both; what other pools have in stock is memory.
@@ -333,9 +334,9 @@ class Backer:
             if not spare + unstock():
                 raise
             if spare:
-                self._pool.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
-                self._pool.commit()
-            return self._pool.execute(plan)
+                self._core.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
+                self._core.commit()
+            return self._core.execute(plan)
 
     def await_idle_growth(self, tokens: int) -> None:
         """Waits for background growth of idle slots that the next request may rely on for `tokens` tokens."""
@@ -344,24 +345,22 @@ class Backer:
 
     def note_growth(self, slot: int) -> None:
         """Notes that the slot's whole extent is ready, unless background growth is still under way."""
-        if self._pool.mapper.passed(self._slots.pending.get(slot, 0)):
+        if self._core.mapper.passed(self._slots.pending.get(slot, 0)):
             self._slots.mapped(slot)
 
     def await_transaction(self, ticket: int) -> None:
         """Waits for a transaction of the background."""
-        self._pool.mapper.wait(ticket)
-        if self._pool.mapper.failed:
-            self._pool.settle()
+        self._core.wait(ticket)
 
     def _await_growth(self, needs: Mapping[int, int]) -> bool:
         """Waits for background growth that these slots rely on; returns whether it had to wait."""
-        mapper, pending, ready = self._pool.mapper, self._slots.pending, self._slots.ready
+        mapper, pending, ready = self._core.mapper, self._slots.pending, self._slots.ready
         tickets = [pending[slot] for slot, tokens in needs.items() if slot in pending and tokens > ready[slot]]
         waited = bool(tickets) and not mapper.passed(max(tickets))
         if tickets:
             mapper.wait(max(tickets))
         if mapper.failed:
-            self._pool.settle()
+            self._core.settle()
         for slot in needs:
             if slot in pending:
                 self.note_growth(slot)
@@ -370,8 +369,8 @@ class Backer:
     def in_background(self, plan: Plan) -> int:
         """Queues work that nobody waits for, or executes it at once without `overlap`; its ticket, or 0 without any."""
         if self._config.overlap:
-            return self._pool.submit(plan)
-        self._pool.commit()
+            return self._core.submit(plan)
+        self._core.commit()
         with contextlib.suppress(OutOfPages, DriverError):  # the pool reverts it, and counts it
-            return self._pool.execute(plan)
+            return self._core.execute(plan)
         return 0

@@ -8,10 +8,10 @@ cached   in cached blocks, which no running request uses
 from __future__ import annotations
 
 from vattn.layout import Layout
-from vattn.memory.bands import Bands
-from vattn.memory.pool import PagePool
-from vattn.memory.sharing import State
-from vattn.memory.slots import SlotTable
+from vattn.pool.core import Core
+from vattn.slots.bands import Bands
+from vattn.slots.blocks import State
+from vattn.slots.table import SlotTable
 
 
 class Ledger:
@@ -22,13 +22,13 @@ class Ledger:
         peak: the most pages that it has held so far.
     """
 
-    def __init__(self, budget: int, layout: Layout, slots: SlotTable, bands: Bands, pool: PagePool) -> None:
+    def __init__(self, budget: int, layout: Layout, slots: SlotTable, bands: Bands, core: Core) -> None:
         self.budget = budget
         self.peak = 0
         self._layout = layout
         self._slots = slots
         self._bands = bands
-        self._pool = pool
+        self._core = core
         self._private = [0] * layout.slots  # pages of each slot that are in no block
         self._private_pages = 0  # their sum
 
@@ -64,7 +64,7 @@ class Ledger:
     @property
     def free(self) -> int:
         """Pages that a slot can take without unmapping any."""
-        return min(self.budget - self.held, self._pool.free_pages)
+        return min(self.budget - self.held, self._core.free_pages)
 
     @property
     def needed(self) -> int:
@@ -89,7 +89,7 @@ class Ledger:
         """
         assert self._private == self._counted(), "private pages are miscounted"
         assert self._private_pages == sum(self._private), "the sum of private pages is miscounted"
-        taken = self._pool.native.counts().taken
+        taken = self._core.native.counts().taken
         assert self.held <= taken, "more pages are held than taken"
         assert self.held <= self.budget, "more pages are held than the budget has"
         if alone:

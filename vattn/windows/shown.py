@@ -1,4 +1,4 @@
-"""BlockTable: which blocks are backed, and which of them each window shows.
+"""ShownBlocks: which blocks are backed, and which of them each window shows.
 
 A block is a slot of the *homes*; a window is a slot of the *windows*, with the pages of the blocks that it shows,
 mapped read-only. A window may show more blocks than its row has: what a row has lost at its end stays mapped until
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
-from vattn.memory.fences import Fences, guard_all
-from vattn.memory.journal import Change
+from vattn.pool.fences import Fences, guard_all
+from vattn.pool.journal import Change
 
 Blocks = NDArray[np.int32]
 Index = dict[int, dict[int, None]]  # windows by a block
@@ -28,7 +28,7 @@ Index = dict[int, dict[int, None]]  # windows by a block
 _CANDIDATES = 8
 
 
-class BlockTable:
+class ShownBlocks:
     """The books of one `BlockWindows`, and the decisions about them; used under the pool's lock. The pool's tenant.
 
     Args:

@@ -226,8 +226,8 @@ def test_a_cache_and_a_pool_may_be_closed_by_several_threads() -> None:
         ) -> None:
             try:
                 it.close()
-                if it is pool and pool.native.counts().absent != 64:
-                    problems.append(pool.native.counts().absent)
+                if it is pool and pool._core.native.counts().absent != 64:
+                    problems.append(pool._core.native.counts().absent)
             except BaseException as error:
                 problems.append(error)
 

@@ -15,11 +15,11 @@ import torch
 
 from vattn import _native
 from vattn.layout import Band, TensorKind
-from vattn.memory.journal import Change
-from vattn.memory.pool import PagePool
-from vattn.memory.rows import Rows
-from vattn.memory.sharing import PageBlock, SharedBlocks
+from vattn.pool.core import Core
+from vattn.pool.journal import Change
 from vattn.prefix import Key
+from vattn.slots.blocks import PageBlock, SharedBlocks
+from vattn.slots.rows import Rows
 
 
 class BandPages:
@@ -42,7 +42,7 @@ class BandPages:
         self,
         band: Band,
         slots: int,
-        pool: PagePool,
+        core: Core,
         used_tokens: Mapping[int, int],
         tenancy: Sequence[int],
         guard_rows: int,
@@ -51,8 +51,8 @@ class BandPages:
         self._tenancy = tenancy
         self.spaces = [
             _native.AddressSpace(
-                pool.driver.native,
-                pool.native,
+                core.driver.native,
+                core.native,
                 tensors=kind.tensors,
                 slots=slots,
                 runs=kind.runs,
@@ -64,8 +64,8 @@ class BandPages:
             for kind in band.kinds
         ]
         self._lanes = [(space, space.lanes) for space in self.spaces]
-        self.shared = SharedBlocks(band, slots, pool.native, self.spaces, used_tokens)
-        self.rows = Rows(band.kinds, self.spaces, pool.driver.dlpack_device)
+        self.shared = SharedBlocks(band, slots, core.native, self.spaces, used_tokens)
+        self.rows = Rows(band.kinds, self.spaces, core.driver.dlpack_device)
 
     # Queries
 

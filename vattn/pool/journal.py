@@ -39,6 +39,11 @@ class Change:
         """
         self.undo.append(undo)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was decided."""
+        return not self.undo and self.transaction.empty
+
     def revert(self) -> None:
         """Reverts the decisions, last one first. If interrupted, it can be called again."""
         revert(self.transaction, self.undo)
@@ -52,20 +57,5 @@ def revert(transaction: _native.Transaction, undo: list[Undo]) -> None:
         undo.pop()
 
 
-class Call:
-    """A call in progress, under the pool's lock.
-
-    Attributes:
-        change: decisions that are not final; None if there are none.
-        repairs: functions to run if the call ends with an exception although some or all of its changes are final, for
-            example to free a slot whose index was never returned. Like an undo function, each may run twice; it may
-            also run after a call of another thread.
-        failed: whether the call ended with an exception and is being reverted.
-    """
-
-    __slots__ = ("change", "failed", "repairs")
-
-    def __init__(self) -> None:
-        self.change: Change | None = None
-        self.repairs: list[Undo] = []
-        self.failed = False
+# Makes decisions: changes the books and adds operations to the transaction. Its result is ignored.
+Plan = Callable[[Change], object]

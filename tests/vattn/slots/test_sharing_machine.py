@@ -60,8 +60,8 @@ class SharingMachine(Machine):
         self.table.heal()
         if fail_at is not None:
             # Which call is the n-th must not depend on how far the worker is.
-            self.cache._pool.mapper.wait(self.cache._pool.mapper.last)
-            self.cache._pool.mapper.unstock()
+            self.cache._core.mapper.wait(self.cache._core.mapper.last)
+            self.cache._core.mapper.unstock()
             self.table.fail(fail_at, data.draw(st.sampled_from([2, 999])))
         try:
             return call()

@@ -15,7 +15,7 @@ from faults import FaultyTable
 
 import vattn
 from vattn import _native, drivers
-from vattn.memory.slots import SlotTable
+from vattn.slots.table import SlotTable
 
 PAGES = 4
 PAGE = 4096
@@ -259,15 +259,15 @@ def test_pages_that_come_back_after_their_slot_was_forgotten_leave_again() -> No
     mine, table, pool = faulty(overlap=True, pages=8)
     other = mine.alloc_reqid()
     mine.step({other: 16})
-    pool.drain()
+    pool._core.drain()
     first = mine.alloc_reqid()
     mine.step({first: 16})
     for tensor in mine.layer(0):
         tensor[first, :16] = SECRET
-    pool.drain()
+    pool._core.drain()
     table.fail(1, name="cuMemUnmap")
     mine.free_reqid(first)
-    pool.mapper.wait(pool.mapper.last)
+    pool._core.mapper.wait(pool._core.mapper.last)
     table.fail(1, name="cuMemMap")
     mine.step({other: 17}, {other: 64})  # ahead of 64 tokens, it takes the pages that could not leave
     second = mine.alloc_reqid()
@@ -334,7 +334,7 @@ def test_the_first_step_removes_what_came_back_even_if_it_adds_no_token() -> Non
     second, cached = mine.admit(list(range(20)))
     assert (second, cached) == (first, 16)
     table.delay = 0
-    pool.mapper.wait(pool.mapper.last)
+    pool._core.mapper.wait(pool._core.mapper.last)
     mine.step({second: 16})
     assert secrets(mine, second, 48) == 2 * 16, "of the prefix that it was admitted with, and of no more"
     mine.check()
@@ -349,7 +349,7 @@ def test_check_sees_pages_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -
     mine, table, pool = faulty(overlap=True, max_batch_size=2)
     first = mine.alloc_reqid()
     mine.step({first: 48})
-    pool.drain()
+    pool._core.drain()
     table.fail(1, name="cuMemUnmap")
     mine.free_reqid(first)
     with pytest.raises(AssertionError, match="has ended"):

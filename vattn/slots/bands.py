@@ -1,6 +1,6 @@
 """All bands of a cache as one: the only place that loops over them.
 
-A band is the virtual tensors of all layers with the same sliding window, or with none (`vattn.memory.band`). Blocks
+A band is the virtual tensors of all layers with the same sliding window, or with none (`vattn.slots.band`). Blocks
 have the same number of tokens in all bands, so a prefix is a number of blocks, and a request uses the same number of
 them in every band.
 """
@@ -18,12 +18,12 @@ import torch
 
 from vattn import _native
 from vattn.layout import Layout
-from vattn.memory.band import BandPages
-from vattn.memory.fences import guard_all
-from vattn.memory.journal import Change
-from vattn.memory.pool import PagePool
-from vattn.memory.sharing import PageBlock, SharedBlocks, State
+from vattn.pool.core import Core
+from vattn.pool.fences import guard_all
+from vattn.pool.journal import Change
 from vattn.prefix import Key, PrefixIndex
+from vattn.slots.band import BandPages
+from vattn.slots.blocks import PageBlock, SharedBlocks, State
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,7 +74,7 @@ class Bands:
 
     Args:
         layout: the geometry of the cache.
-        pool: the pool that pages come from.
+        core: the pool that pages come from.
         guard_rows: rows past a length that kernels read without using them.
 
     Attributes:
@@ -85,14 +85,14 @@ class Bands:
             are mapped, which tells those of a request from those of the one before it.
     """
 
-    def __init__(self, layout: Layout, pool: PagePool, guard_rows: int) -> None:
+    def __init__(self, layout: Layout, core: Core, guard_rows: int) -> None:
         self.block_tokens = layout.bands[0].block_tokens
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
         self.tenancy = [0] * layout.slots
-        self._driver = pool.driver
+        self._driver = core.driver
         self._bands = [
-            BandPages(band, layout.slots, pool, self.used_tokens, self.tenancy, guard_rows) for band in layout.bands
+            BandPages(band, layout.slots, core, self.used_tokens, self.tenancy, guard_rows) for band in layout.bands
         ]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()

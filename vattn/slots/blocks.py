@@ -29,7 +29,7 @@ from enum import Enum
 from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.layout import Band
-from vattn.memory.journal import Change, Undo
+from vattn.pool.journal import Change, Undo
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 

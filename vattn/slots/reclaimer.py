@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 
 from vattn.config import KVConfig
 from vattn.errors import OutOfPages
-from vattn.memory.bands import Bands
-from vattn.memory.fences import Fences
-from vattn.memory.journal import Change
-from vattn.memory.ledger import Ledger
-from vattn.memory.pool import PagePool
-from vattn.memory.slots import SlotTable
+from vattn.pool.core import Core
+from vattn.pool.fences import Fences
+from vattn.pool.journal import Change
+from vattn.slots.bands import Bands
+from vattn.slots.ledger import Ledger
+from vattn.slots.table import SlotTable
 from vattn.units import format_bytes
 
 
@@ -31,14 +31,14 @@ class Reclaimer:
     """Takes pages back, for its cache and for the other caches on the pool; used under the pool's lock."""
 
     def __init__(
-        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, fences: Fences, pool: PagePool
+        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, fences: Fences, core: Core
     ) -> None:
         self._config = config
         self._slots = slots
         self._bands = bands
         self._ledger = ledger
         self._fences = fences
-        self._pool = pool
+        self._core = core
 
     # For the pool
 
@@ -67,7 +67,7 @@ class Reclaimer:
         if self._bands.cleared:
             return
         self._bands.refresh()
-        self._slots.refresh(self._pool.mapper.passed)
+        self._slots.refresh(self._core.mapper.passed)
         self._ledger.refresh()
 
     # For a slot that needs pages
@@ -85,7 +85,7 @@ class Reclaimer:
         missing = need - self._ledger.free
         if missing <= 0:
             return
-        hopeless = not now and missing > self._pool.spare_pages
+        hopeless = not now and missing > self._core.spare_pages
         if not hopeless:
             missing -= self.reclaim(change, missing, wait=now)
         if missing > 0 and now:
@@ -95,9 +95,9 @@ class Reclaimer:
             if missing > 0:  # blocks that running requests gave up may be mapped in idle slots too
                 missing -= self.reclaim(change, missing, wait=True)
         if missing > 0 and not hopeless and need <= self._ledger.budget - self._ledger.held:
-            missing -= self._pool.reclaim(change, missing, wait=now)
+            missing -= self._core.reclaim(change, missing, wait=now)
         if missing > 0:
-            page_size, budget = self._pool.page_size, self._ledger.budget
+            page_size, budget = self._core.page_size, self._ledger.budget
             raise OutOfPages(
                 f"{need} pages of {format_bytes(page_size)} are needed and {need - missing} are left of a budget of "
                 f"{budget}: {missing} ({format_bytes(missing * page_size)}) are missing; free or preempt a request, or "
@@ -125,7 +125,7 @@ class Reclaimer:
                 read: the worker waits for all of these kernels.
             handle: the stream of the running requests' kernels.
         """
-        before = self._pool.free_pages
+        before = self._core.free_pages
 
         def stuck(slot: int) -> bool:
             if slot in self._slots.length:
@@ -134,7 +134,7 @@ class Reclaimer:
 
         with self._bands.victims() as victims:
             for band, block in victims:
-                if self._pool.free_pages - before >= pages:
+                if self._core.free_pages - before >= pages:
                     break
                 if any(map(stuck, block.slots)):
                     continue
@@ -145,7 +145,7 @@ class Reclaimer:
                     band.cut(change, slot, block.depth)
                     self._shrunk(slot)
                 band.shared.evict(change, block)
-        return self._pool.free_pages - before
+        return self._core.free_pages - before
 
     def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
         """Plans to unmap surplus of active slots and pages that have left their windows; returns how many become free.
@@ -153,10 +153,10 @@ class Reclaimer:
         Kernels launched before a length decreased read up to the old length, and the last step's kernels read what has
         left a window since, so the worker waits for these kernels.
         """
-        before = self._pool.free_pages
+        before = self._core.free_pages
         guarded = False
         for slot, length in self._slots.length.items():
-            if self._pool.free_pages - before >= pages:
+            if self._core.free_pages - before >= pages:
                 break
             # Checked per kind of tensor: a slot may have surplus pages of one kind and lack pages of another.
             outlived = self._bands.outlived(slot, self._slots.start[slot])
@@ -167,8 +167,8 @@ class Reclaimer:
                 guarded = True
             if outlived and not self._fences.is_open(slot):
                 self.retire(change, slot)
-            self._unmap(change, slot, pages - (self._pool.free_pages - before))
-        return self._pool.free_pages - before
+            self._unmap(change, slot, pages - (self._core.free_pages - before))
+        return self._core.free_pages - before
 
     # For one slot
 
@@ -221,18 +221,18 @@ class Reclaimer:
         """
         if self._fences.is_open(slot):
             return 0
-        before = self._pool.free_pages
+        before = self._core.free_pages
         unmapped = self._bands.unmap(
             change,
             slot,
-            lambda: pages - (self._pool.free_pages - before),
+            lambda: pages - (self._core.free_pages - before),
             self._slots.backed(self._slots.length.get(slot, 0)),
             self._guard(change, slot),
             idle=slot in self._slots.idle,
         )
         if unmapped:
             self._shrunk(slot)
-        return self._pool.free_pages - before
+        return self._core.free_pages - before
 
     def _guard(self, change: Change, slot: int) -> Callable[[], None]:
         """A function to be called before anything is unmapped in the slot: the worker waits for the slot's fences, and

@@ -170,7 +170,7 @@ def test_a_failure_in_the_background_costs_nothing_but_a_wait() -> None:
     setup.cache.step({reqid: 63})
     setup.table.fail_always("cuMemMap")
     setup.cache.step({reqid: 64})  # queues the next block, which fails
-    setup.pool.mapper.wait(setup.pool.mapper.last)
+    setup.pool._core.mapper.wait(setup.pool._core.mapper.last)
     setup.table.heal()
     setup.cache.step({reqid: 65})
     setup.check()

@@ -11,7 +11,7 @@ slots use.
 Queries come from `start` on, so pages within a window's width before it must not leave.
 
 The primary state of a slot is its length, its start, what is known of its tokens, and its blocks; everything else here
-is derived from that and from what is mapped, by `refresh`. Decisions go through a `Change` (`vattn.memory.journal`),
+is derived from that and from what is mapped, by `refresh`. Decisions go through a `Change` (`vattn.pool.journal`),
 which reverts them if a call fails.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field, replace
 
 from vattn.config import KVConfig
 from vattn.errors import InvalidLength
-from vattn.memory.bands import Bands, Published, store
-from vattn.memory.idle import IdleSlots
-from vattn.memory.journal import Change
+from vattn.pool.journal import Change
 from vattn.prefix import Key
+from vattn.slots.bands import Bands, Published, store
+from vattn.slots.idle import IdleSlots
 
 
 @dataclass(frozen=True)
