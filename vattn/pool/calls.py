@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 from vattn import _native
 from vattn.errors import ForkedProcess, NoFreeSlot, OutOfPages, StreamCapturing, VattnError
 from vattn.pool import leftovers
-from vattn.pool.journal import Change, Plan, Undo
+from vattn.pool.journal import Change, Plan
 from vattn.pool.worker import Worker
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ class Call:
 
     def __init__(self) -> None:
         self.change: Change | None = None
-        self.repairs: list[Undo] = []
+        self.repairs: list[Callable[[], object]] = []
         self.failed = False
 
 
@@ -181,10 +181,10 @@ class Calls(ABC):
             self.call.change = Change()
         return self.call.change
 
-    def repair(self, undo: Undo) -> None:
+    def repair(self, repair: Callable[[], object]) -> None:
         """Registers a function to run if the call fails although some of its changes are final."""
         assert self.call is not None
-        self.call.repairs.append(undo)
+        self.call.repairs.append(repair)
 
     def commit(self) -> None:
         """Makes final what the call has decided so far, which must not include operations for the worker."""

@@ -108,7 +108,7 @@ class Core(Calls):
         """Takes back what a tenant still holds, as planned by `give_back`, and removes it."""
 
         def plan(change: Change) -> None:
-            change.on_revert(lambda: self._tenants.add(tenant))
+            change.on_revert(self._tenants.add, tenant)
             self._tenants.discard(tenant)
             self._give_up(change, give_back)
 

@@ -127,8 +127,7 @@ class PoolMember(ABC):
         give_back = self._give_back()
 
         def plan(change: Change) -> None:
-            change.on_revert(lambda: setattr(self, "_closed", False))
-            self._closed = True
+            change.set(self, "_closed", True)
             give_back(change)
 
         if self._core.is_broken():

@@ -186,8 +186,7 @@ class Backer:
         replaced: list[int] = []
 
         def planned(change: Change) -> None:
-            change.on_revert(replaced.clear)
-            replaced[:] = saved
+            change.splice(replaced, 0, saved)
             plan(change)
 
         def write_saved() -> None:

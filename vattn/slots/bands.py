@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +20,10 @@ from vattn import _native
 from vattn.layout import Layout
 from vattn.pool.core import Core
 from vattn.pool.fences import guard_all
-from vattn.pool.journal import Change
+from vattn.pool.journal import GONE, Change
 from vattn.prefix import Key, PrefixIndex
 from vattn.slots.band import BandPages
 from vattn.slots.blocks import PageBlock, SharedBlocks, State
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 Published = tuple[tuple[SharedBlocks, PageBlock], ...]
 
@@ -322,10 +319,13 @@ class Bands:
         before = self.used_tokens.get(slot, 0)
         if count * self.block_tokens == before:
             return
-        change.on_revert(lambda: store(self.used_tokens, slot, before))
-        store(self.used_tokens, slot, count * self.block_tokens)
+        change.put(self.used_tokens, slot, count * self.block_tokens or GONE)
         for band in self._bands:
             band.shared.end_moved(slot, before // self.block_tokens)
+
+    def turn(self, change: Change, slot: int) -> None:
+        """Counts that a request takes or leaves the slot."""
+        change.put(self.tenancy, slot, self.tenancy[slot] + 1)
 
     def adopt(self, change: Change, slot: int, count: int) -> None:
         """Turns private pages of the slot into blocks, so that its request uses at least the first `count` blocks."""
@@ -496,11 +496,3 @@ class Bands:
         """Drops the virtual tensors, in which nothing may be mapped any more."""
         self._bands.clear()
         self._lasting.clear()
-
-
-def store(books: dict[K, V], key: K, value: V) -> None:
-    """Stores a value in books that list only non-zero values."""
-    if value:
-        books[key] = value
-    else:
-        books.pop(key, None)

@@ -29,7 +29,7 @@ from enum import Enum
 from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.layout import Band
-from vattn.pool.journal import Change, Undo
+from vattn.pool.journal import Change
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 
@@ -186,14 +186,7 @@ class SharedBlocks:
         assert count >= len(self.used(slot)), "removed a block that is in use"
         if not removed:
             return
-        start = mine.start
-
-        def undo() -> None:
-            mine.blocks[count:] = removed
-            mine.start = start
-
-        change.on_revert(undo)
-        del mine.blocks[count:]
+        change.splice(mine.blocks, count)
         for block in removed:
             block.slots.discard(slot)
             self._recount(block)
@@ -205,8 +198,8 @@ class SharedBlocks:
         if not removed:
             return
         used = self.used(slot)[:count]
-        change.on_revert(lambda: self._bring_back(slot, removed))
-        mine.blocks, mine.start = mine.blocks[count:], mine.start + len(removed)
+        change.on_revert(self._bring_back, slot, removed)
+        mine.blocks[:count], mine.start = (), mine.start + len(removed)
         self._release(used)
         for block in removed:
             block.slots.discard(slot)
@@ -232,48 +225,34 @@ class SharedBlocks:
             The newly published blocks, without those whose keys were in the index before.
         """
         mine = self._slots[slot]
-        given: list[PageBlock] = []
         published: list[PageBlock] = []
-
-        def undo() -> None:
-            for block in published:
-                self.index.take_out(block)
-            for block in given:
-                block.key = None
-
-        change.on_revert(undo)
         for block, key in zip(self.used(slot), keys[mine.start :], strict=False):
             if block.published or block.retracted or block.depth < first:
                 continue
             if block.key is None:
-                given.append(block)
+                change.set(block, "key", key)
             if self.index.get(key) is not None:
-                block.key = key
                 continue
-            published.append(block)
+            change.on_revert(self.index.take_out, block)
             self.index.publish(block, key)
+            published.append(block)
             for pages in block.pages:
                 self._pool.hold(change.transaction, pages)
         return published
 
     def retract(self, change: Change, block: PageBlock) -> None:
         """Removes a block with wrong contents, which may be in use, from the index for good."""
-        key = block.key
-
-        def undo() -> None:
-            block.key, block.retracted = key, False
-            self.index.put_back(block)
-
-        change.on_revert(undo)
+        change.on_revert(self.index.put_back, block)
         self.index.withdraw(block)
-        block.key, block.retracted = None, True
+        change.set(block, "key", None)
+        change.set(block, "retracted", True)
         self._recount(block)
         self._let_go(change, block)
 
     def evict(self, change: Change, block: PageBlock) -> None:
         """Plans to evict a cached block that no slot has mapped, which frees its pages."""
         assert not block.slots, "evicted a block that is mapped"
-        change.on_revert(self._restoring(block))
+        change.on_revert(self._restore, block)
         self.index.remove(block)
         self._recount(block)
         self._let_go(change, block)
@@ -281,7 +260,7 @@ class SharedBlocks:
     def forget(self, change: Change) -> None:
         """Plans to give up every page that only the index holds; counts are invalid afterwards."""
         for block in list(self.index):
-            change.on_revert(self._restoring(block))
+            change.on_revert(self._restore, block)
             self.index.take_out(block)
             self._let_go(change, block)
 
@@ -358,15 +337,11 @@ class SharedBlocks:
         for pages in block.pages:
             self._pool.let_go(change.transaction, pages)
 
-    def _restoring(self, block: PageBlock) -> Undo:
-        """A function that puts a block back into the index, under an unfindable key if its own is taken by then."""
-
-        def undo() -> None:
-            if not block.published and not self.index.put_back(block):
-                block.key = os.urandom(KEY_BYTES)
-                self.index.put_back(block)
-
-        return undo
+    def _restore(self, block: PageBlock) -> None:
+        """Undoes `evict`: puts a block back into the index, under an unfindable key if its own is taken by then."""
+        if not block.published and not self.index.put_back(block):
+            block.key = os.urandom(KEY_BYTES)
+            self.index.put_back(block)
 
     def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
         """Undoes `retire`; `used_tokens` tells whether the request that used the blocks still runs."""
@@ -376,21 +351,14 @@ class SharedBlocks:
         stop = blocks[-1].depth + 1
         # Pages between, private at the time and back now, have to be blocks if blocks were added after them since.
         between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
-        mine.blocks, mine.start = [*blocks, *between, *mine.blocks], blocks[0].depth
+        mine.blocks[:0], mine.start = [*blocks, *between], blocks[0].depth
 
     def _add(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
         mine = self._slots[slot]
-        count, start = len(mine.blocks), mine.start
         assert mine.stop in (0, blocks[0].depth), "blocks with a gap between them"
-
-        def undo() -> None:
-            del mine.blocks[count:]
-            mine.start = start
-
-        change.on_revert(undo)
         if not mine.blocks:
-            mine.start = blocks[0].depth
-        mine.blocks.extend(blocks)
+            change.set(mine, "start", blocks[0].depth)
+        change.splice(mine.blocks, len(mine.blocks), blocks)
         for block in blocks:
             block.slots.add(slot)
         end = self._end(slot)

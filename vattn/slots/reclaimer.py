@@ -20,7 +20,7 @@ from vattn.config import KVConfig
 from vattn.errors import OutOfPages
 from vattn.pool.core import Core
 from vattn.pool.fences import Fences
-from vattn.pool.journal import Change
+from vattn.pool.journal import GONE, Change
 from vattn.slots.bands import Bands
 from vattn.slots.ledger import Ledger
 from vattn.slots.table import SlotTable
@@ -183,8 +183,7 @@ class Reclaimer:
         if self._bands.cut(change, slot, count, self._guard(change, slot), unseen_from=start):
             self._shrunk(slot)
         if leaving:
-            change.on_revert(lambda: self._slots.leaving.update({slot: None}))
-            del self._slots.leaving[slot]
+            change.put(self._slots.leaving, slot, GONE)
 
     def retire(self, change: Change, slot: int) -> None:
         """Plans to unmap the pages that have left the slot's windows."""
@@ -194,9 +193,8 @@ class Reclaimer:
     def vacate(self, change: Change, slots: Sequence[int]) -> None:
         """Plans to unmap what has to leave idle slots, whose fences have passed."""
         leaving, config = self._slots.leaving, self._config
-        change.on_revert(lambda: leaving.update(dict.fromkeys(slots)))
         for slot in slots:
-            del leaving[slot]
+            change.put(leaving, slot, GONE)
             if self._bands.vacate(
                 change,
                 slot,
@@ -243,7 +241,7 @@ class Reclaimer:
         def guard() -> None:
             self._fences.guard(change, slot)
             if slot in leaving:
-                change.on_revert(lambda: leaving.update({slot: None}))
+                change.put(leaving, slot, None)
 
         return guard
 

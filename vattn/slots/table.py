@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 
 from vattn.config import KVConfig
 from vattn.errors import InvalidLength
-from vattn.pool.journal import Change
+from vattn.pool.journal import GONE, Change
 from vattn.prefix import Key
-from vattn.slots.bands import Bands, Published, store
+from vattn.slots.bands import Bands, Published
 from vattn.slots.idle import IdleSlots
 
 
@@ -129,24 +129,14 @@ class SlotTable:
 
     def take(self, change: Change, slot: int, length: int, *, start: int | None = None, origin: int = 0) -> None:
         """Gives an idle slot to a request."""
-        known, leaving, tenancy = self.known[slot], slot in self.leaving, self._bands.tenancy[slot]
-
-        def undo() -> None:
-            for books in (self.length, self.start, self.origin, self.limit):
-                books.pop(slot, None)
-            self.known[slot] = known
-            self._bands.tenancy[slot] = tenancy
-            if leaving:
-                self.leaving[slot] = None
-
-        change.on_revert(undo)
         self.idle.remove(slot)
-        self._bands.tenancy[slot] = tenancy + 1
-        if not self._config.zero_on_free:
-            self.leaving.pop(slot, None)
-        self.length[slot] = length
-        self.start[slot] = length if start is None else start
-        store(self.origin, slot, origin)
+        self._bands.turn(change, slot)
+        if not self._config.zero_on_free and slot in self.leaving:
+            change.put(self.leaving, slot, GONE)
+        change.put(self.length, slot, length)
+        change.put(self.start, slot, length if start is None else start)
+        if origin:
+            change.put(self.origin, slot, origin)
         self.set_limit(slot)
 
     def note_left_over(self, change: Change, slot: int) -> None:
@@ -155,31 +145,22 @@ class SlotTable:
         """
         bands = self._bands
         if self._config.zero_on_free and slot not in self.leaving and bands.stop(slot) > bands.used(slot):
-            change.on_revert(lambda: self.leaving.pop(slot, None))
-            self.leaving[slot] = None
+            change.put(self.leaving, slot, None)
             self.set_limit(slot)
 
     def leave(self, change: Change, slot: int) -> None:
         """Makes a slot idle when its request ends."""
-        length, start, origin = self.length[slot], self.start[slot], self.origin.get(slot, 0)
-        leaving, tenancy = slot in self.leaving, self._bands.tenancy[slot]
-
-        def undo() -> None:
-            self.length[slot], self.start[slot] = length, start
-            store(self.origin, slot, origin)
-            self._bands.tenancy[slot] = tenancy
-            if not leaving:
-                self.leaving.pop(slot, None)
-
-        change.on_revert(undo)
         self._bands.use(change, slot, 0)
         self.know(change, slot, Known())
-        del self.length[slot], self.limit[slot], self.start[slot]
-        self.origin.pop(slot, None)
-        self._bands.tenancy[slot] = tenancy + 1
+        change.put(self.length, slot, GONE)
+        change.put(self.start, slot, GONE)
+        if slot in self.origin:
+            change.put(self.origin, slot, GONE)
+        del self.limit[slot]
+        self._bands.turn(change, slot)
         stays = self._config.deferred_reclamation and not self._config.zero_on_free
         if not stays or not self._bands.begins(slot):
-            self.leaving[slot] = None
+            change.put(self.leaving, slot, None)
         self.idle.add(slot, *self._bands.facts(slot))
 
     def give_up(self, change: Change, slot: int) -> None:
@@ -189,10 +170,8 @@ class SlotTable:
 
     def know(self, change: Change, slot: int, known: Known) -> None:
         """Sets what is known of the slot's tokens."""
-        before = self.known[slot]
-        if known is not before:
-            change.on_revert(lambda: self.known.__setitem__(slot, before))
-            self.known[slot] = known
+        if known is not self.known[slot]:
+            change.put(self.known, slot, known)
 
     def set_lengths(self, change: Change, lengths: Mapping[int, int], lowered: Iterable[int]) -> None:
         """Sets the lengths of slots.
@@ -201,23 +180,19 @@ class SlotTable:
             lengths: the new lengths, by slot.
             lowered: the slots whose length decreases into blocks that their requests use.
         """
-        length, start, origin = self.length, self.start, self.origin
-
-        def undo() -> None:
-            self.length, self.start, self.origin = length, start, origin
-
-        change.on_revert(undo)
+        length, start = self.length, self.start
         if self._bands.windowed:
             # Tokens computed before this step can be taken back by this step at the latest. If a start is past the
             # length, the request's first tokens have yet to be copied in.
             starts = {slot: max(before, start[slot]) for slot, before in length.items()}
-            self.start = {slot: min(first, lengths.get(slot, first)) for slot, first in starts.items()}
-            self.origin = {
+            origins = {
                 slot: min(first, lengths.get(slot) or first)  # a request may be shorter than announced
-                for slot, first in origin.items()
+                for slot, first in self.origin.items()
                 if lengths.get(slot, 1) or not length[slot]
             }
-        self.length = {**length, **lengths}
+            change.set(self, "start", {slot: min(first, lengths.get(slot, first)) for slot, first in starts.items()})
+            change.set(self, "origin", origins)
+        change.set(self, "length", {**length, **lengths})
         for slot in lowered:
             self._rewind(change, slot)
 

@@ -185,11 +185,9 @@ class ShownBlocks:
         pages = [self.homes.pages(block, 0, self._block_pages) for block in blocks]
         self.windows.attach(change.transaction, window, pages)
         end = keep + len(blocks)
-        attached = self.attached
-        change.on_revert(lambda: setattr(self, "attached", attached))
-        self._shown[window, keep:end] = blocks
-        self._counts[window] = end
-        self.attached += len(blocks)
+        change.put(self._shown, (window, slice(keep, end)), blocks)
+        change.put(self._counts, window, end)
+        change.set(self, "attached", self.attached + len(blocks))
         self._file(window)
 
     def drop(self, change: Change, blocks: Sequence[int], handle: int | None) -> None:
@@ -233,19 +231,14 @@ class ShownBlocks:
         """
         if windows == self.rows and handle == self._handle:
             return
-        before = self.rows, self._handle
-
-        def restore() -> None:
-            self.rows, self._handle = before
-
-        change.on_revert(restore)
         now = set(windows)
         left = [window for window in self.rows if window not in now]
         self._fences.ended(left, self._handle)
+        change.set(self, "rows", list(windows))
+        change.set(self, "_handle", handle)
         for window in windows:
             self._idle.pop(window, None)
         self._idle.update(dict.fromkeys(left))
-        self.rows, self._handle = list(windows), handle
 
     # Streams
 
@@ -304,18 +297,11 @@ class ShownBlocks:
         return window if alike else None
 
     def _cut(self, change: Change, window: int, keep: int) -> None:
-        """Plans to unmap what a window shows after the first `keep` blocks. Restores the window's books on failure."""
-        count, shown, detached = self.shown_in(window), self._shown[window].copy(), self.detached
-
-        def restore() -> None:
-            self._shown[window] = shown
-            self._counts[window] = count
-            self.detached = detached
-
-        change.on_revert(restore)
+        """Plans to unmap what a window shows after the first `keep` blocks."""
+        count = self.shown_in(window)
         self.windows.shrink(change.transaction, window, (count - keep) * self._block_pages)
-        self._counts[window] = keep
-        self.detached += count - keep
+        change.put(self._counts, window, keep)
+        change.set(self, "detached", self.detached + count - keep)
 
     def _file(self, window: int) -> None:
         """Files a window under the blocks that it shows now."""

@@ -155,6 +155,6 @@ def counted_at_once() -> None:
     def show(self: shown.ShownBlocks, change: Any, window: int, keep: int, blocks: Any) -> None:
         true(self, change, window, keep, blocks)
         attached = self.attached
-        change.undo.insert(0, lambda: setattr(self, "attached", attached))
+        change.undo.insert(0, (setattr, self, "attached", attached))
 
     shown.ShownBlocks.show = show  # type: ignore[method-assign]
