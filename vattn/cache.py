@@ -30,17 +30,14 @@ from vattn.integers import as_int, shown
 from vattn.layout import TensorView
 from vattn.pool.calls import atomic, reading
 from vattn.pool.core import Tenant
-from vattn.pool.fences import Fences
 from vattn.pool.journal import Change, Plan
 from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission, as_ids, root_key
 from vattn.slots.backer import Backer
-from vattn.slots.bands import Bands
-from vattn.slots.ledger import Ledger
+from vattn.slots.parts import Parts
 from vattn.slots.prefixes import Prefixes
 from vattn.slots.reclaimer import Reclaimer
-from vattn.slots.table import SlotTable
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 
@@ -95,15 +92,11 @@ class KVCache(PoolMember):
         with self._joining(pool, own_pool) as core:
             self.config = config
             self.layout = layout
-            self._fences = Fences(core.driver)
-            self._bands = Bands(layout, core, config.guard_rows)
-            self._slots = SlotTable(config, layout.slots, self._bands)
-            self._ledger = Ledger(min(budget, core.total_pages), layout, self._slots, self._bands, core)
-            self._reclaimer = Reclaimer(config, self._slots, self._bands, self._ledger, self._fences, core)
-            self._backer = Backer(
-                config, layout, self._slots, self._bands, self._ledger, self._reclaimer, self._fences, core
-            )
-            self._prefixes = Prefixes(config, self._slots, self._bands, self._ledger, self._backer, self._fences)
+            parts = Parts.of(config, layout, budget, core)
+            self._slots, self._bands, self._ledger, self._fences = parts.slots, parts.bands, parts.ledger, parts.fences
+            self._reclaimer = Reclaimer(parts)
+            self._backer = Backer(parts, self._reclaimer)
+            self._prefixes = Prefixes(parts, self._backer)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0

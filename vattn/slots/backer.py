@@ -7,51 +7,32 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vattn.config import KVConfig
 from vattn.drivers import Stream
 from vattn.errors import DriverError, OutOfPages
-from vattn.layout import Layout
-from vattn.pool.core import Core
-from vattn.pool.fences import Fences, refusal
+from vattn.pool.fences import refusal
 from vattn.pool.journal import Change, Plan
 from vattn.pool.leftovers import unstock
-from vattn.slots.bands import Bands
-from vattn.slots.ledger import Ledger
+from vattn.slots.parts import Decisions, Parts
 from vattn.slots.reclaimer import Reclaimer
-from vattn.slots.table import SlotTable
 
 # How many of the idle slots with the largest extent are considered for preparation.
 _CANDIDATES = 4
 
 
-class Backer:
-    """Grows the slots of one cache; used under the pool's lock.
+class Backer(Decisions):
+    """Grows the slots of one cache.
 
     Attributes:
         waits: how often a step waited for the driver, for `wait_ns` nanoseconds in total.
     """
 
-    def __init__(
-        self,
-        config: KVConfig,
-        layout: Layout,
-        slots: SlotTable,
-        bands: Bands,
-        ledger: Ledger,
-        reclaimer: Reclaimer,
-        fences: Fences,
-        core: Core,
-    ) -> None:
-        self._config = config
-        self._slots = slots
-        self._bands = bands
-        self._ledger = ledger
+    def __init__(self, parts: Parts, reclaimer: Reclaimer) -> None:
+        super().__init__(parts)
         self._reclaimer = reclaimer
-        self._fences = fences
-        self._core = core
+        config, bands, ledger = parts.config, parts.bands, parts.ledger
         self._low_water = int(config.watermark * ledger.budget)  # parked pages are unmapped if fewer pages are free
         # An idle slot with this extent has its eager pages. None with windows, where the extent alone does not tell.
-        kinds = layout.kinds if config.eager_pages and not bands.windowed else ()
+        kinds = bands.kinds if config.eager_pages and not bands.windowed else ()
         self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)
         self.waits = 0
         self.wait_ns = 0
@@ -61,7 +42,7 @@ class Backer:
     def step(
         self,
         lengths: Mapping[int, int],
-        crossing: list[int],
+        crossing: Sequence[int],
         announced: Mapping[int, int],
         stream: Stream | None,
     ) -> bool:
@@ -88,7 +69,7 @@ class Backer:
             for slot in receding:
                 slots.check_seen(slot, lengths[slot])
                 if lengths[slot] and not before[slot] and slot not in crossing and slots.leftover(slot, lengths[slot]):
-                    crossing.append(slot)  # shorter than announced, and its window was unmapped already
+                    crossing = [*crossing, slot]  # shorter than announced, and its window was unmapped already
         used = self._bands.used_tokens
         lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
         closed = self._fences.launched()
@@ -100,7 +81,7 @@ class Backer:
         elif lowered or receding:
             slots.set_lengths(self._core.change(), lengths, lowered)
         else:
-            slots.length.update(lengths)
+            slots.advance(lengths)
         for slot in receding:
             slots.set_limit(slot)
         if act and not capturing:
@@ -170,7 +151,7 @@ class Backer:
 
         self._replace(plan, kept, handle)
         for slot in needs:
-            slots.ready[slot] = self._bands.extent(slot)
+            slots.mapped(slot)
 
     def _replace(self, plan: Plan, kept: Mapping[int, int], handle: int | None) -> None:
         """Executes a plan after which slots have only their first `kept` blocks and private pages: the live tokens of
@@ -236,7 +217,7 @@ class Backer:
         # If pages are insufficient, nothing is mapped ahead; the next step reports it if it still needs them.
         with contextlib.suppress(OutOfPages):
             ticket = self._core.submit(lambda change: self.grow(change, needs))
-            slots.pending.update(dict.fromkeys(needs, ticket))
+            slots.growing(needs, ticket)
 
     def maintain(self) -> None:
         """Keeps some pages free, and the start of an idle slot backed, for upcoming requests."""
@@ -265,12 +246,8 @@ class Backer:
         if not pages or self._ledger.free - pages < self._low_water:
             return
 
-        def plan(change: Change) -> None:
-            self._bands.grow_eagerly(change, slot, pages_per_run)
-            self._ledger.count(slot)
-
-        if ticket := self.in_background(plan):
-            self._slots.pending[slot] = ticket
+        if ticket := self.in_background(lambda change: self._bands.grow_eagerly(change, slot, pages_per_run)):
+            self._slots.growing([slot], ticket)
 
     # For any call
 
@@ -285,7 +262,6 @@ class Backer:
         self._reclaimer.make_room(change, need, now=now, handle=handle)
         for slot, tokens in targets.items():
             self._bands.grow(change, slot, tokens, starts.get(slot, 0))
-            self._ledger.count(slot)
 
     def keep_only(self, change: Change, slot: int, count: int, handle: int | None) -> None:
         """Plans that a slot about to be written to keeps only its first `count` blocks (copy-on-write).
@@ -307,7 +283,7 @@ class Backer:
         Raises:
             OutOfPages, StreamCapturing, DriverError: nothing changed.
         """
-        slots, bands = self._slots, self._bands
+        slots = self._slots
         target = slots.backed(slots.length[slot])
 
         def plan(change: Change) -> None:
@@ -317,7 +293,7 @@ class Backer:
             self._settle_rewound(change, slot)
 
         self._replace(plan, {slot: 0}, handle)
-        slots.ready[slot] = bands.extent(slot)
+        slots.mapped(slot)
         slots.set_limit(slot)
 
     def execute(self, plan: Plan) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -66,6 +67,13 @@ class Facts(NamedTuple):
     tail: Key | None
 
 
+class Observer(Protocol):
+    """Keeps other books in step with what is mapped."""
+
+    def changed(self, slot: int) -> None:
+        """The pages or blocks of a slot changed."""
+
+
 class Bands:
     """The bands of one cache; used under the pool's lock.
 
@@ -76,6 +84,7 @@ class Bands:
 
     Attributes:
         block_tokens: tokens per block.
+        kinds: the kinds of virtual tensors, over all bands.
         windowed: whether any band has a sliding window.
         used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any.
         tenancy: per slot, how often it was taken and left: odd while a request has it. Pages are marked with it as they
@@ -87,12 +96,22 @@ class Bands:
         self.windowed = any(band.window is not None for band in layout.bands)
         self.used_tokens: dict[int, int] = {}
         self.tenancy = [0] * layout.slots
+        self.kinds = layout.kinds
         self._driver = core.driver
+        self._observer: Callable[[], Observer | None] = lambda: None
         self._bands = [
             BandPages(band, layout.slots, core, self.used_tokens, self.tenancy, guard_rows) for band in layout.bands
         ]
         # The next request cannot use pages of a moved window, so bands without a window decide, if there are any.
         self._lasting = [band for band in self._bands if band.band.window is None] or self._bands.copy()
+
+    def report_to(self, observer: Observer) -> None:
+        """Reports every slot whose pages or blocks change from now on; keeps no reference, as the observer has one."""
+        self._observer = weakref.ref(observer)
+
+    def _changed(self, slot: int) -> None:
+        if (observer := self._observer()) is not None:
+            observer.changed(slot)
 
     # What is mapped
 
@@ -280,7 +299,7 @@ class Bands:
             band.shared.check_keys(slot, keys)
 
     def victims(self) -> contextlib.closing[Generator[tuple[BandPages, PageBlock]]]:
-        """Cached blocks without users and their bands, in order of eviction. The caller may evict the current one."""
+        """Cached blocks without users and their bands, in order of eviction. The caller may `evict` the current one."""
 
         def merged() -> Generator[tuple[BandPages, PageBlock]]:
             with contextlib.ExitStack() as stack:
@@ -332,6 +351,7 @@ class Bands:
         for band in self._bands:
             band.shared.adopt(change, slot, count)
         self.use(change, slot, max(count, self.used(slot)))
+        self._changed(slot)
 
     def publish(self, change: Change, slot: int, keys: Sequence[Key], origin: int) -> Published:
         """Publishes those of the used blocks for which there are keys.
@@ -353,14 +373,16 @@ class Bands:
         """Plans the growth that `growth` counts."""
         for band in self._bands:
             band.grow(change, slot, tokens, start)
+        self._changed(slot)
 
     def grow_eagerly(self, change: Change, slot: int, columns: int) -> None:
         """Plans the growth that `eager_growth` counts."""
         for band in self._bands:
             band.grow_eagerly(change, slot, columns)
+        self._changed(slot)
 
-    def put(self, change: Change, slot: int, prefix: Prefix, guard: Callable[[], object]) -> bool:
-        """Plans that the slot starts with a prefix; returns whether anything had to be planned.
+    def put(self, change: Change, slot: int, prefix: Prefix, guard: Callable[[], object]) -> None:
+        """Plans that the slot starts with a prefix.
 
         Args:
             guard: called before anything is planned.
@@ -371,13 +393,12 @@ class Bands:
             guard()
             for band, blocks in lacking:
                 band.put(change, slot, blocks, prefix.count)
-            return True
-        return False
+            self._changed(slot)
 
     def cut(
         self, change: Change, slot: int, depth: int, guard: Callable[[], object], *, unseen_from: int | None = None
-    ) -> bool:
-        """Plans to unmap everything in the slot from this depth on; returns whether there was anything.
+    ) -> None:
+        """Plans to unmap everything in the slot from this depth on.
 
         Args:
             guard: called before anything is planned.
@@ -390,16 +411,12 @@ class Bands:
             if (unseen_from is None or band.shared[slot].stop > depth or not band.sees(slot, unseen_from))
             and band.reaches(slot, depth)
         ]
-        if cut:
-            guard()
-        for band in cut:
-            band.cut(change, slot, depth)
-        return bool(cut)
+        self._cut(change, slot, [(band, depth) for band in cut], guard)
 
     def vacate(
         self, change: Change, slot: int, guard: Callable[[], object], *, keep_cached: bool, keep_parked: bool
-    ) -> bool:
-        """Plans to unmap pages of an idle slot; returns whether there were any.
+    ) -> None:
+        """Plans to unmap pages of an idle slot.
 
         Args:
             guard: called before anything is planned.
@@ -415,11 +432,16 @@ class Bands:
             return None if band.begins(slot) else band.shared[slot].stop
 
         ends = [(band, depth) for band in self._bands if (depth := end(band)) is not None and band.reaches(slot, depth)]
+        self._cut(change, slot, ends, guard)
+
+    def _cut(
+        self, change: Change, slot: int, ends: Sequence[tuple[BandPages, int]], guard: Callable[[], object]
+    ) -> None:
         if ends:
             guard()
-        for band, depth in ends:
-            band.cut(change, slot, depth)
-        return bool(ends)
+            for band, depth in ends:
+                band.cut(change, slot, depth)
+            self._changed(slot)
 
     def unmap(
         self,
@@ -430,8 +452,8 @@ class Bands:
         guard: Callable[[], object],
         *,
         idle: bool,
-    ) -> bool:
-        """Plans to unmap pages of the slot past `needed` tokens until none are missing; returns whether it unmaps any.
+    ) -> None:
+        """Plans to unmap pages of the slot past `needed` tokens until none are missing.
 
         Args:
             missing: returns the number of pages that are still missing.
@@ -444,13 +466,27 @@ class Bands:
             if pages > 0:
                 keep = band.shared.cached_prefix(slot) if idle else len(band.shared.used(slot))
                 unmapped |= band.unmap(change, slot, pages, needed, keep, guard)
-        return unmapped
+        if unmapped:
+            self._changed(slot)
 
     def retire(self, change: Change, slot: int, start: int) -> None:
         """Plans to unmap, in bands with windows, the blocks that queries from token `start` on do not see."""
         for band in self._bands:
             if band.band.window is not None:
                 band.retire(change, slot, start)
+        self._changed(slot)
+
+    def evict(self, change: Change, band: BandPages, block: PageBlock, guard: Callable[[int], object]) -> None:
+        """Plans to evict a cached block of `victims`, and to unmap it and what follows it wherever it is mapped.
+
+        Args:
+            guard: called with each of these slots before anything is planned there.
+        """
+        for slot in tuple(block.slots):
+            guard(slot)
+            band.cut(change, slot, block.depth)
+            self._changed(slot)
+        band.shared.evict(change, block)
 
     # Maintenance
 

@@ -32,12 +32,12 @@ class Ledger:
         self._private = [0] * layout.slots  # pages of each slot that are in no block
         self._private_pages = 0  # their sum
 
-    def count(self, slot: int) -> None:
-        """Recounts a slot after a plan that changes its pages or blocks."""
+    def changed(self, slot: int) -> None:
+        """Recounts a slot whose pages or blocks changed, and has the table of slots follow."""
         private = self._bands.private_pages(slot)
         self._private_pages += private - self._private[slot]
         self._private[slot] = private
-        self._slots.resized(slot)
+        self._slots.changed(slot)
         self.peak = max(self.peak, self.held)
 
     @property

@@ -6,37 +6,30 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from vattn.config import KVConfig
 from vattn.errors import NoFreeSlot
-from vattn.pool.fences import Fences, refusal
+from vattn.pool.fences import refusal
 from vattn.pool.journal import Change
 from vattn.prefix import Key, block_keys, check_extension, root_key
 from vattn.slots.backer import Backer
-from vattn.slots.bands import Bands, Prefix
-from vattn.slots.ledger import Ledger
-from vattn.slots.table import Known, SlotTable
+from vattn.slots.bands import Prefix
+from vattn.slots.parts import Decisions, Parts
+from vattn.slots.table import Known
 
 # How many idle slots per criterion are compared in detail.
 _CANDIDATES = 4
 
 
-class Prefixes:
-    """Gives slots to requests; used under the pool's lock.
+class Prefixes(Decisions):
+    """Gives slots to requests.
 
     Attributes:
         query_tokens: total tokens of all admitted prompts.
         hit_tokens: how many of those were found in the cache.
     """
 
-    def __init__(
-        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, backer: Backer, fences: Fences
-    ) -> None:
-        self._config = config
-        self._slots = slots
-        self._bands = bands
-        self._ledger = ledger
+    def __init__(self, parts: Parts, backer: Backer) -> None:
+        super().__init__(parts)
         self._backer = backer
-        self._fences = fences
         self.query_tokens = 0
         self.hit_tokens = 0
         # For `look_ahead`: the prefix that requests were last admitted with while others used it, how many since the
@@ -84,7 +77,6 @@ class Prefixes:
         length, start, known = slots.length[source], slots.start[source], slots.known[source]
         count = length // bands.block_tokens
         bands.adopt(change, source, count)
-        self._ledger.count(source)
         prefix = bands.prefix_of(source, count, start)
         slot = self._choose(prefix, length)
         if self._fences.is_open(slot):
@@ -124,8 +116,7 @@ class Prefixes:
 
         if ticket := self._backer.in_background(plan):
             self._ahead = ticket
-            for slot in taken:
-                slots.pending[slot], slots.ready[slot] = ticket, 0
+            slots.remapping(taken, ticket)
 
     def await_ahead(self) -> None:
         """Waits for what `look_ahead` maps: blocks that a request uses cannot be taken back from it."""
@@ -161,7 +152,6 @@ class Prefixes:
         # In bands with windows, tokens before the origin may never have been copied in.
         origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
         published = known.published + bands.publish(change, slot, keys, origin)
-        self._ledger.count(slot)
         tokens = token_ids[: count * bands.block_tokens]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 
@@ -172,7 +162,8 @@ class Prefixes:
             if block.published:
                 shared.retract(change, block)
                 if self._config.zero_on_free:  # what idle slots have of it is cached no more
-                    self._slots.leaving.update(dict.fromkeys(each for each in block.slots if each in self._slots.idle))
+                    for each in filter(self._slots.idle.__contains__, block.slots):
+                        self._slots.vacate(change, each)
         tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
 
@@ -223,6 +214,4 @@ class Prefixes:
 
     def _put(self, change: Change, slot: int, prefix: Prefix) -> None:
         """Plans that the slot starts with a cached prefix."""
-        if self._bands.put(change, slot, prefix, lambda: self._fences.guard(change, slot)):
-            self._ledger.count(slot)
-            self._slots.shrunk(slot)
+        self._bands.put(change, slot, prefix, lambda: self._fences.guard(change, slot))

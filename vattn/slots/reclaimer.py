@@ -16,29 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vattn.config import KVConfig
 from vattn.errors import OutOfPages
-from vattn.pool.core import Core
-from vattn.pool.fences import Fences
-from vattn.pool.journal import GONE, Change
-from vattn.slots.bands import Bands
-from vattn.slots.ledger import Ledger
-from vattn.slots.table import SlotTable
+from vattn.pool.journal import Change
+from vattn.slots.parts import Decisions
 from vattn.units import format_bytes
 
 
-class Reclaimer:
-    """Takes pages back, for its cache and for the other caches on the pool; used under the pool's lock."""
-
-    def __init__(
-        self, config: KVConfig, slots: SlotTable, bands: Bands, ledger: Ledger, fences: Fences, core: Core
-    ) -> None:
-        self._config = config
-        self._slots = slots
-        self._bands = bands
-        self._ledger = ledger
-        self._fences = fences
-        self._core = core
+class Reclaimer(Decisions):
+    """Takes pages back, for its cache and for the other caches on the pool."""
 
     # For the pool
 
@@ -132,19 +117,18 @@ class Reclaimer:
                 return not running or self._fences.is_open(slot)
             return not self._fences.passed(slot) if not wait else self._fences.is_open(slot)
 
+        def clear(slot: int) -> None:
+            if self._slots.known[slot].rewound:
+                self._fences.guard_running(change, handle)
+            self._guard(change, slot)()
+
         with self._bands.victims() as victims:
             for band, block in victims:
                 if self._core.free_pages - before >= pages:
                     break
                 if any(map(stuck, block.slots)):
                     continue
-                for slot in tuple(block.slots):
-                    if self._slots.known[slot].rewound:
-                        self._fences.guard_running(change, handle)
-                    self._guard(change, slot)()
-                    band.cut(change, slot, block.depth)
-                    self._shrunk(slot)
-                band.shared.evict(change, block)
+                self._bands.evict(change, band, block, clear)
         return self._core.free_pages - before
 
     def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
@@ -178,31 +162,25 @@ class Reclaimer:
         This unmaps the rest in bands that have more blocks, or whose mapped range cannot be grown to what the slot's
         queries see. If the slot's pages have to be zeroed, it applies to all bands.
         """
-        leaving = slot in self._slots.leaving
-        start = None if leaving else self._slots.start[slot]
-        if self._bands.cut(change, slot, count, self._guard(change, slot), unseen_from=start):
-            self._shrunk(slot)
-        if leaving:
-            change.put(self._slots.leaving, slot, GONE)
+        start = None if slot in self._slots.leaving else self._slots.start[slot]
+        self._bands.cut(change, slot, count, self._guard(change, slot), unseen_from=start)
+        self._slots.vacated(change, slot)
 
     def retire(self, change: Change, slot: int) -> None:
         """Plans to unmap the pages that have left the slot's windows."""
         self._bands.retire(change, slot, self._slots.start[slot])
-        self._shrunk(slot)
 
     def vacate(self, change: Change, slots: Sequence[int]) -> None:
         """Plans to unmap what has to leave idle slots, whose fences have passed."""
-        leaving, config = self._slots.leaving, self._config
         for slot in slots:
-            change.put(leaving, slot, GONE)
-            if self._bands.vacate(
+            self._slots.vacated(change, slot)
+            self._bands.vacate(
                 change,
                 slot,
                 self._guard(change, slot),
-                keep_cached=config.deferred_reclamation,
-                keep_parked=not config.zero_on_free,
-            ):
-                self._shrunk(slot)
+                keep_cached=self._config.deferred_reclamation,
+                keep_parked=not self._config.zero_on_free,
+            )
 
     def stuck_pages(self) -> int:
         """Parked and cached pages that only a step of this cache can take, because kernels that use them may not be
@@ -220,7 +198,7 @@ class Reclaimer:
         if self._fences.is_open(slot):
             return 0
         before = self._core.free_pages
-        unmapped = self._bands.unmap(
+        self._bands.unmap(
             change,
             slot,
             lambda: pages - (self._core.free_pages - before),
@@ -228,23 +206,16 @@ class Reclaimer:
             self._guard(change, slot),
             idle=slot in self._slots.idle,
         )
-        if unmapped:
-            self._shrunk(slot)
         return self._core.free_pages - before
 
     def _guard(self, change: Change, slot: int) -> Callable[[], None]:
         """A function to be called before anything is unmapped in the slot: the worker waits for the slot's fences, and
         what has to leave has to do so again if it comes back.
         """
-        leaving = self._slots.leaving
 
         def guard() -> None:
             self._fences.guard(change, slot)
-            if slot in leaving:
-                change.put(leaving, slot, None)
+            if slot in self._slots.leaving:
+                self._slots.vacate(change, slot)
 
         return guard
-
-    def _shrunk(self, slot: int) -> None:
-        self._ledger.count(slot)
-        self._slots.shrunk(slot)

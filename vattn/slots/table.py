@@ -67,7 +67,7 @@ class SlotTable:
         limit: for active slots, the length up to which a step has nothing to do.
         ready: tokens that the worker has finished backing.
         known: what is known of the requests' tokens.
-        pending: the ticket of the last background growth.
+        pending: per slot, the ticket of the last background growth.
         leaving: slots with pages of an ended request that have to be unmapped: in an idle slot as soon as no kernel
             reads them; in an active one, which `zero_on_free` alone has here, by the first step of its request.
         idle: the idle slots, in the order in which they are chosen and reclaimed.
@@ -131,8 +131,8 @@ class SlotTable:
         """Gives an idle slot to a request."""
         self.idle.remove(slot)
         self._bands.turn(change, slot)
-        if not self._config.zero_on_free and slot in self.leaving:
-            change.put(self.leaving, slot, GONE)
+        if not self._config.zero_on_free:
+            self.vacated(change, slot)
         change.put(self.length, slot, length)
         change.put(self.start, slot, length if start is None else start)
         if origin:
@@ -145,7 +145,7 @@ class SlotTable:
         """
         bands = self._bands
         if self._config.zero_on_free and slot not in self.leaving and bands.stop(slot) > bands.used(slot):
-            change.put(self.leaving, slot, None)
+            self.vacate(change, slot)
             self.set_limit(slot)
 
     def leave(self, change: Change, slot: int) -> None:
@@ -160,7 +160,7 @@ class SlotTable:
         self._bands.turn(change, slot)
         stays = self._config.deferred_reclamation and not self._config.zero_on_free
         if not stays or not self._bands.begins(slot):
-            change.put(self.leaving, slot, None)
+            self.vacate(change, slot)
         self.idle.add(slot, *self._bands.facts(slot))
 
     def give_up(self, change: Change, slot: int) -> None:
@@ -195,6 +195,19 @@ class SlotTable:
         change.set(self, "length", {**length, **lengths})
         for slot in lowered:
             self._rewind(change, slot)
+
+    def advance(self, lengths: Mapping[int, int]) -> None:
+        """`set_lengths` where nothing else changes with the lengths: adjacent stores that cannot be interrupted."""
+        self.length.update(lengths)
+
+    def vacate(self, change: Change, slot: int) -> None:
+        """Notes that pages of an ended request have to leave the slot."""
+        change.put(self.leaving, slot, None)
+
+    def vacated(self, change: Change, slot: int) -> None:
+        """Notes that they have left it, with this change."""
+        if slot in self.leaving:
+            change.put(self.leaving, slot, GONE)
 
     def _rewind(self, change: Change, slot: int) -> None:
         """Adjusts the slot after its length decreased into blocks that its request uses."""
@@ -234,15 +247,21 @@ class SlotTable:
         self.pending.pop(slot, None)
         self.ready[slot] = self._bands.extent(slot)
 
-    def shrunk(self, slot: int) -> None:
-        """Updates the slot after a plan that unmaps some of its pages."""
+    def growing(self, slots: Iterable[int], ticket: int) -> None:
+        """Notes background growth of slots, under this ticket."""
+        self.pending.update(dict.fromkeys(slots, ticket))
+
+    def remapping(self, slots: Iterable[int], ticket: int) -> None:
+        """Notes that all pages of slots are mapped in the background, under this ticket."""
+        for slot in slots:
+            self.pending[slot], self.ready[slot] = ticket, 0
+
+    def changed(self, slot: int) -> None:
+        """Follows a plan that changes the slot's pages or blocks."""
         self.ready[slot] = min(self.ready[slot], self._bands.extent(slot))
         if slot in self.length:
             self.set_limit(slot)
-
-    def resized(self, slot: int) -> None:
-        """Updates the slot after a plan that changes its pages."""
-        if slot not in self.length:
+        else:
             self.idle.update(slot, *self._bands.facts(slot))
 
     def refresh(self, passed: Callable[[int], bool]) -> None:
