@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vattn.drivers import Stream
-from vattn.errors import DriverError, OutOfPages
+from vattn.errors import DriverError, OutOfPages, VattnError
 from vattn.pool.fences import refusal
 from vattn.pool.journal import Change, Plan
 from vattn.pool.leftovers import unstock
@@ -17,6 +17,10 @@ from vattn.slots.reclaimer import Reclaimer
 
 # How many of the idle slots with the largest extent are considered for preparation.
 _CANDIDATES = 4
+
+
+class _CameBack(VattnError):
+    """Pages came back to a slot: unmapping them had been decided before, and failed in the background."""
 
 
 class Backer(Decisions):
@@ -113,16 +117,20 @@ class Backer(Decisions):
         slots = self._slots
         needs = {slot: slots.backed(length) for slot, length in targets.items()}
         begin = time.perf_counter_ns()
-        waited = self._await_growth(needs)
-        leftover = [slot for slot, length in targets.items() if slots.leftover(slot, length)]
-        short = {slot: n for slot, n in needs.items() if n > self._bands.extent(slot) or slot in leftover}
-        if not short:
-            slots.set_lengths(self._core.change(), lengths, lowered)
-        elif capturing:
-            raise refusal(f"step has to map memory for {len(short)} slots")
-        else:
+        waited = False
+        while True:
+            waited |= self._await_growth(needs)
+            leftover = [slot for slot, length in targets.items() if slots.leftover(slot, length)]
+            short = {slot: n for slot, n in needs.items() if n > self._bands.extent(slot) or slot in leftover}
+            if not short:
+                slots.set_lengths(self._core.change(), lengths, lowered)
+                break
+            if capturing:
+                raise refusal(f"step has to map memory for {len(short)} slots")
             waited = True
-            self._grow_now(short, leftover, lengths, lowered, handle)
+            with contextlib.suppress(_CameBack):
+                self._grow_now(short, leftover, lengths, lowered, handle)
+                break
         if waited:
             self.waits += 1
             self.wait_ns += time.perf_counter_ns() - begin
@@ -137,11 +145,17 @@ class Backer(Decisions):
         lowered: Sequence[int],
         handle: int | None,
     ) -> None:
-        """Sets the lengths and backs the slots in `needs`, some of which have left-over blocks."""
+        """Sets the lengths and backs the slots in `needs`, some of which have left-over blocks.
+
+        Raises:
+            _CameBack: so have others by now. Nothing changed.
+        """
         slots, block_tokens = self._slots, self._bands.block_tokens
         kept = {slot: slots.length[slot] // block_tokens for slot in leftover}
 
         def plan(change: Change) -> None:
+            if any(slot not in kept and slots.leftover(slot, lengths[slot]) for slot in needs):
+                raise _CameBack
             slots.set_lengths(change, lengths, lowered)
             for slot, count in kept.items():
                 self.keep_only(change, slot, count, handle)

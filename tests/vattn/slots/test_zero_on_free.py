@@ -281,6 +281,30 @@ def test_pages_that_come_back_after_their_slot_was_forgotten_leave_again() -> No
 
 
 @target.host_only
+@pytest.mark.parametrize("failing", ["cuMemUnmap", "cuMemSetAccess"])
+def test_pages_that_come_back_while_a_step_waits_leave_with_it(failing: str) -> None:
+    """The step was planned when its slot was believed to be empty."""
+    mine, table, pool = faulty(overlap=True, max_batch_size=1)
+    first = mine.alloc_reqid()
+    mine.step({first: 16})
+    for tensor in mine.layer(0):
+        tensor[first, :16] = SECRET
+    pool._core.drain()
+    table.delay = 0.02
+    table.fail(1, name=failing)
+    mine.free_reqid(first)
+    second = mine.alloc_reqid()
+    assert second == first
+    mine.step({second: 16})
+    table.delay = 0.0
+    table.heal()
+    assert secrets(mine, second, 16) == 0
+    mine.check()
+    mine.close()
+    pool.close()
+
+
+@target.host_only
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ended_first", ["parent", "child"])
 def test_blocks_that_requests_shared_leave_with_the_last_of_them(overlap: bool, ended_first: str) -> None:
