@@ -38,7 +38,7 @@ from vattn.units import format_bytes, parse_bytes
 from vattn.windows.shape import MOST_BLOCKS, BlockLayout, checked_dtype, checked_row, listed, resolve
 from vattn.windows.shown import Blocks, ShownBlocks
 
-Rows = Sequence[Sequence[int]] | Tensor
+BlockTable = Sequence[Sequence[int]] | Tensor
 
 
 class BlockWindows(PoolMember):
@@ -193,7 +193,7 @@ class BlockWindows(PoolMember):
     @atomic
     def show(
         self,
-        rows: Rows,
+        rows: BlockTable,
         counts: Sequence[int] | Tensor | None = None,
         *,
         windows: Sequence[int] | None = None,
@@ -422,7 +422,7 @@ class BlockWindows(PoolMember):
                     f"block {block} is not backed, so it holds nothing to show; call back([{block}]) first"
                 )
 
-    def _checked_rows(self, rows: Rows, counts: Sequence[int] | Tensor | None) -> tuple[Blocks, Blocks]:
+    def _checked_rows(self, rows: BlockTable, counts: Sequence[int] | Tensor | None) -> tuple[Blocks, Blocks]:
         """Validates the shape of a block table; int32 `[rows, blocks]` and `[rows]`, contiguous, on the CPU."""
         if not isinstance(rows, Tensor):
             if counts is not None:

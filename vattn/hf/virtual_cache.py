@@ -38,9 +38,9 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
         pass
 
 
-# Options of KVConfig that the first update determines.
 # Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
 _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
+# Options of KVConfig that the first update determines.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
 
 

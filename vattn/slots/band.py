@@ -19,7 +19,7 @@ from vattn.pool.core import Core
 from vattn.pool.journal import Change
 from vattn.prefix import Key
 from vattn.slots.blocks import PageBlock, SharedBlocks
-from vattn.slots.rows import Rows
+from vattn.slots.rows import TokenRows
 
 
 class BandPages:
@@ -65,7 +65,7 @@ class BandPages:
         ]
         self._lanes = [(space, space.lanes) for space in self.spaces]
         self.shared = SharedBlocks(band, slots, core.native, self.spaces, used_tokens)
-        self.rows = Rows(band.kinds, self.spaces, core.driver.dlpack_device)
+        self.rows = TokenRows(band.kinds, self.spaces, core.driver.dlpack_device)
 
     # Queries
 

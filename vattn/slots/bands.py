@@ -42,7 +42,7 @@ class Prefix:
     blocks: list[list[PageBlock]]
 
 
-class Rows(NamedTuple):
+class SavedRows(NamedTuple):
     """Rows of a slot's tokens in one band, from token `start` on: per virtual tensor, `[runs, bytes]`."""
 
     start: int
@@ -313,15 +313,15 @@ class Bands:
 
     # Rows
 
-    def save(self, slot: int, first: int, end: int, start: int) -> list[Rows]:
+    def save(self, slot: int, first: int, end: int, start: int) -> list[SavedRows]:
         """Copies, per band, the rows of those of tokens `[first, end)` that queries from token `start` on see."""
         starts = [min(end, max(first, band.band.floor(start))) for band in self._bands]
         return [
-            Rows(at, [rows.clone() for rows in band.rows.views(slot, at, end)])
+            SavedRows(at, [rows.clone() for rows in band.rows.views(slot, at, end)])
             for at, band in zip(starts, self._bands, strict=True)
         ]
 
-    def write(self, slot: int, rows: Sequence[Rows]) -> None:
+    def write(self, slot: int, rows: Sequence[SavedRows]) -> None:
         """Writes saved rows back."""
         for band, (start, views) in zip(self._bands, rows, strict=True):
             band.write(slot, start, views)

@@ -10,7 +10,7 @@ from vattn import _native
 from vattn.layout import TensorKind
 
 
-class Rows:
+class TokenRows:
     """The virtual tensors of a band, addressed by token."""
 
     def __init__(
@@ -33,7 +33,3 @@ class Rows:
         for (tensor, size), source in zip(self._tensors, rows, strict=True):
             offset = start * size
             tensor[slot, :, offset : offset + source.shape[1]].copy_(source)
-
-    def clear(self) -> None:
-        """Drops the tensors."""
-        self._tensors = []

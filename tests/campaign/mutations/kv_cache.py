@@ -110,7 +110,7 @@ def plain_lock() -> None:
 
 @mutation(None, "fork does not copy what is behind the shared blocks", "random")
 def no_copy() -> None:
-    rows.Rows.write = lambda self, slot, start, rows: None  # type: ignore[method-assign]
+    rows.TokenRows.write = lambda self, slot, start, rows: None  # type: ignore[method-assign]
 
 
 @mutation(None, "fork does not wait until the pages that it copies to are mapped", "random")

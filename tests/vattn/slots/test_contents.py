@@ -153,9 +153,9 @@ def test_check_sees_pages_in_place_of_blocks_that_have_left(behind: Any, monkeyp
 @host_only
 def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle slot has just been emptied in the background, and backed anew for the next request."""
-    from vattn.slots.rows import Rows
+    from vattn.slots.rows import TokenRows
 
-    write = Rows.write
+    write = TokenRows.write
     table = FaultyTable()
     pool = vattn.PagePool("1MiB", page_size=PAGE, table=table.addresses)
     in_place = []
@@ -164,7 +164,7 @@ def test_a_fork_is_copied_to_pages_that_are_mapped(monkeypatch: pytest.MonkeyPat
         in_place.append(pool._core.mapper.passed(pool._core.mapper.last))
         write(*arguments)
 
-    monkeypatch.setattr(Rows, "write", watched)
+    monkeypatch.setattr(TokenRows, "write", watched)
     with make(pool=pool, deferred_reclamation=False, eager_pages=1, max_batch_size=2) as cache:
         parent, earlier = cache.alloc_reqid(), cache.alloc_reqid()
         cache.step({parent: 1, earlier: 9})

@@ -1,4 +1,4 @@
-"""`decode`: vattn's kernels for CPUs over plain tensors, for anybody."""
+"""`attend`: vattn's kernels for CPUs over plain tensors, for anybody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vattn.errors import ConfigError
 from vattn.integers import as_int, as_real, shown
 
 
-def decode(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
