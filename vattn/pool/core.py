@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from vattn.errors import CacheClosed, VattnError
 from vattn.pool import leftovers
@@ -15,23 +15,27 @@ from vattn.pool.journal import Change, Plan
 from vattn.pool.worker import Worker
 
 
-class Tenant(Protocol):
-    """What holds pages of a pool, as seen by it."""
+class Tenant(ABC):
+    """What holds pages of a pool, as seen by it. By default it has none to give."""
 
     @property
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
+        return 0
 
     @property
     def coming_pages(self) -> int:
         """Pages that one step may have to create."""
+        return 0
 
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free up to `pages` pages that no request uses, or a few more; returns how many.
 
         With `wait`, this includes pages that kernels may still read: the worker waits for those kernels first.
         """
+        return 0
 
+    @abstractmethod
     def refresh(self) -> None:
         """Recomputes derived state after decisions were reverted."""
 

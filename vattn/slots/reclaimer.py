@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vattn.errors import OutOfPages
+from vattn.pool.core import Tenant
 from vattn.pool.journal import Change
 from vattn.slots.parts import Decisions
 from vattn.units import format_bytes
 
 
-class Reclaimer(Decisions):
+class Reclaimer(Decisions, Tenant):
     """Takes pages back, for its cache and for the other caches on the pool."""
 
     # For the pool

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
+from vattn.pool.core import Tenant
 from vattn.pool.fences import Fences, guard_all
 from vattn.pool.journal import Change
 
@@ -28,8 +29,10 @@ Index = dict[int, dict[int, None]]  # windows by a block
 _CANDIDATES = 8
 
 
-class ShownBlocks:
-    """The books of one `BlockWindows`, and the decisions about them; used under the pool's lock. The pool's tenant.
+class ShownBlocks(Tenant):
+    """The books of one `BlockWindows`, and the decisions about them; used under the pool's lock.
+
+    As a tenant of the pool it gives no pages: only the owner of a block table knows which blocks are of no use.
 
     Args:
         homes: one slot per block.
@@ -72,15 +75,6 @@ class ShownBlocks:
         self._first: Index = {}
         self._last: Index = {}
         self._filed: dict[int, tuple[int, int]] = {}
-
-    # A tenant of the pool: only the owner of a block table knows which blocks are of no use.
-
-    spare_pages = 0
-    coming_pages = 0
-
-    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Gives nothing."""
-        return 0
 
     def refresh(self) -> None:
         """Recomputes which windows are idle, how many blocks have memory, and the indices by first and last block."""
