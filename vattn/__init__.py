@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from vattn.groups import TensorGroup
     from vattn.hf import VirtualCache
-    from vattn.memory.pool import PagePool
+    from vattn.pool.pool import PagePool
     from vattn.prefix import Admission
     from vattn.stats import BlockStats, CacheStats, CallStats, Capacity, SlotPages
 
@@ -113,7 +113,7 @@ _HOMES = {
     ),
     "vattn.groups": ("TensorGroup",),
     "vattn.hf": ("VirtualCache",),
-    "vattn.memory.pool": ("PagePool",),
+    "vattn.pool.pool": ("PagePool",),
     "vattn.prefix": ("Admission",),
     "vattn.stats": ("BlockStats", "CacheStats", "CallStats", "Capacity", "SlotPages"),
 }

@@ -20,7 +20,7 @@ from vattn.drivers import Guard, Stream
 from vattn.errors import VattnError
 from vattn.groups import TensorGroup
 from vattn.layout import KVOrder, LayoutName
-from vattn.memory.pool import PagePool
+from vattn.pool.pool import PagePool
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -4,23 +4,19 @@ Every block has a place of its own, where it is written, and is mapped again, re
 address space in which the blocks of one row of a block table lie in the order of their tokens. An engine keeps its
 scheduler, its block pool and its block table; kernels get plain tensors.
 
-Decisions are left to `vattn.memory.block_table`.
+Decisions are left to `vattn.windows`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vattn import _native, drivers
 from vattn.errors import (
-    CacheClosed,
     ConfigError,
     InvalidBlock,
     InvalidLength,
@@ -28,79 +24,21 @@ from vattn.errors import (
     MappingLimit,
     NoFreeSlot,
     OutOfPages,
-    VattnError,
 )
 from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, check_choice, check_int
 from vattn.integers import as_int, shown
-from vattn.memory.block_table import Blocks, BlockTable
-from vattn.memory.fences import refusal
-from vattn.memory.journal import Change
-from vattn.memory.member import PoolMember
-from vattn.memory.pool import PagePool, Plan, Tenant, atomic, reading, take_back
+from vattn.pool.calls import atomic, reading
+from vattn.pool.core import Tenant
+from vattn.pool.fences import refusal
+from vattn.pool.journal import Change, Plan
+from vattn.pool.member import PoolMember
+from vattn.pool.pool import PagePool
 from vattn.stats import BlockStats, CallStats
 from vattn.units import format_bytes, parse_bytes
+from vattn.windows.shape import MOST_BLOCKS, BlockLayout, checked_dtype, checked_row, listed, resolve
+from vattn.windows.shown import Blocks, ShownBlocks
 
-Rows = Sequence[Sequence[int]] | Tensor
-BlockLayout = Literal["layered", "fused"]
-
-# Of the kernel's mappings: what the rest of the process needs.
-_OTHER_MAPPINGS = 4096
-
-# Few enough that a typing error does not compute or allocate for long.
-_MOST_BLOCKS = 2**31 - 1  # block tables have 32 bits
-_MOST_DIMENSIONS = 16  # of what a token stores
-_MOST_SHOWN = 2**28  # blocks in all windows
-_MOST_BYTES = 2**47  # of addresses, which is all that a process has
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Where blocks lie.
-
-    Attributes:
-        layout: "layered": one tensor per layer; "fused": one tensor, in which a token's layers are neighbours.
-        row: the shape of what a token stores in a layer.
-    """
-
-    layout: BlockLayout
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    row: tuple[int, ...]
-    dtype: torch.dtype
-    page_size: int
-    num_windows: int
-    window_blocks: int
-
-    @property
-    def tensors(self) -> int:
-        return 1 if self.layout == "fused" else self.num_layers
-
-    @property
-    def row_elements(self) -> int:
-        """Elements between two tokens."""
-        return math.prod(self.row) * (self.num_layers if self.layout == "fused" else 1)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in one tensor."""
-        return self.block_size * self.row_elements * self.dtype.itemsize
-
-    @property
-    def block_pages(self) -> int:
-        """Pages of a block in one tensor."""
-        return self.block_bytes // self.page_size
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Addresses of all blocks and windows."""
-        return self.tensors * self.block_bytes * (self.num_blocks + self.num_windows * self.window_blocks)
-
-    @property
-    def mappings(self) -> int:
-        """The most that the kernel may have to keep, where no two pages are neighbours."""
-        windows = self.num_windows * self.window_blocks
-        return self.tensors * self.block_pages * (self.num_blocks + min(windows, self.num_blocks))
+BlockTable = Sequence[Sequence[int]] | Tensor
 
 
 class BlockWindows(PoolMember):
@@ -151,15 +89,11 @@ class BlockWindows(PoolMember):
         guard: drivers.Guard = "zero",
         pool: PagePool | None = None,
     ) -> None:
-        take_back()
-        if not isinstance(pool, PagePool | None):
-            raise ConfigError(f"pool={shown(pool)} is no vattn.PagePool")
+        self._check_pool(pool, device)
         check_choice("guard", guard, ("zero", "strict"))
         if not (isinstance(page_size, str) and page_size == "auto"):
             page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
         if pool is not None:
-            if pool.driver.device is not drivers.find(device):
-                raise ConfigError(f"the pool is on {pool.driver.device.torch_device}, not on {device}; they must agree")
             if memory_budget is not None or page_size not in ("auto", pool.page_size) or guard != "zero":
                 raise ConfigError(
                     "a pool has its own budget, page size and guard; leave memory_budget, page_size, guard"
@@ -167,35 +101,36 @@ class BlockWindows(PoolMember):
             page_size = pool.page_size
         most_tokens = check_int("max_context_len", max_context_len, at_least=1, at_most=MOST_TOKENS)
         block_size = check_int("block_size", block_size, at_least=1, at_most=MOST_TOKENS)
-        self._shape = _resolve(
+        self._shape = resolve(
             layout,
             page_size,
             drivers.find(device),
             num_layers=check_int("num_layers", num_layers, at_least=1, at_most=MOST_LAYERS),
-            num_blocks=check_int("num_blocks", num_blocks, at_least=1, at_most=_MOST_BLOCKS),
+            num_blocks=check_int("num_blocks", num_blocks, at_least=1, at_most=MOST_BLOCKS),
             block_size=block_size,
-            row=_checked_row(row),
-            dtype=_checked_dtype(dtype),
+            row=checked_row(row),
+            dtype=checked_dtype(dtype),
             num_windows=check_int("num_windows", num_windows, at_least=1, at_most=MOST_SLOTS),
             window_blocks=-(-most_tokens // block_size),
         )
         shape = self._shape
-        self._owns_pool = pool is None
-        self._pool = pool = pool or PagePool(
-            shape.num_blocks * shape.tensors * shape.block_bytes
-            if memory_budget is None
-            else parse_bytes(memory_budget, "memory_budget"),
-            device=device,
-            page_size=shape.page_size,
-            guard=guard,
-        )
-        with pool.lock:
-            pool.enter()
-            driver = pool.driver
+
+        def own_pool() -> PagePool:
+            return PagePool(
+                shape.num_blocks * shape.tensors * shape.block_bytes
+                if memory_budget is None
+                else parse_bytes(memory_budget, "memory_budget"),
+                device=device,
+                page_size=shape.page_size,
+                guard=guard,
+            )
+
+        with self._joining(pool, own_pool) as core:
+            driver = core.driver
             homes, windows = (
                 _native.AddressSpace(
                     driver.native,
-                    pool.native,
+                    core.native,
                     tensors=shape.tensors,
                     slots=slots,
                     runs=1,
@@ -208,11 +143,10 @@ class BlockWindows(PoolMember):
                     (shape.num_windows, shape.window_blocks, False),
                 )
             )
-            self._table = BlockTable(
+            self._shown = ShownBlocks(
                 driver, homes, windows, block_pages=shape.block_pages, most_blocks=shape.window_blocks
             )
             self._peak = self._shows = 0
-            self._join()
 
     # The interface
 
@@ -231,7 +165,7 @@ class BlockWindows(PoolMember):
             StreamCapturing: memory would be mapped while the current stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        table = self._table
+        table = self._shown
         new = [block for block in dict.fromkeys(self._checked_blocks(blocks)) if not table.backed(block)]
         if not new:
             return 0
@@ -239,27 +173,27 @@ class BlockWindows(PoolMember):
             raise refusal(f"back has to map memory for {len(new)} blocks")
 
         def plan(change: Change) -> None:
-            missing = len(new) * table.pages - self._pool.free_pages
+            missing = len(new) * table.pages - self._core.free_pages
             if missing > 0:
-                missing -= self._pool.reclaim(change, missing, wait=True)
+                missing -= self._core.reclaim(change, missing, wait=True)
             if missing > 0:
                 raise OutOfPages(
-                    f"{len(new)} blocks need {len(new) * table.pages} pages of {format_bytes(self._pool.page_size)}, "
-                    f"{missing} more than the budget of {self._pool.total_pages} has left; trim what is not needed, or "
+                    f"{len(new)} blocks need {len(new) * table.pages} pages of {format_bytes(self._core.page_size)}, "
+                    f"{missing} more than the budget of {self._core.total_pages} has left; trim what is not needed, or "
                     "give more memory",
                     missing_pages=missing,
-                    missing_bytes=missing * self._pool.page_size,
+                    missing_bytes=missing * self._core.page_size,
                 )
             table.back(change, new)
 
-        self._pool.execute(plan)
+        self._core.execute(plan)
         self._peak = max(self._peak, table.backed_blocks)
         return len(new)
 
     @atomic
     def show(
         self,
-        rows: Rows,
+        rows: BlockTable,
         counts: Sequence[int] | Tensor | None = None,
         *,
         windows: Sequence[int] | None = None,
@@ -291,7 +225,7 @@ class BlockWindows(PoolMember):
             StreamCapturing: windows would change while a stream captures a CUDA graph.
             DriverError: a driver call failed. Nothing changed, in this case and all others.
         """
-        table = self._table
+        table = self._shown
         blocks, wanted = self._checked_rows(rows, counts)
         found = table.match(blocks, wanted) if windows is None else self._checked_windows(windows, len(wanted))
         common = table.common(blocks, wanted, range(len(found)), found)
@@ -304,13 +238,13 @@ class BlockWindows(PoolMember):
             self._remap(
                 [(found[row], common[row], blocks[row, common[row] : has[row]].tolist()) for row in changed], found
             )
-        table.use(self._pool.change(), found, handle)
+        table.use(self._core.change(), found, handle)
         self._shows += 1
         return found
 
     def _remap(self, changes: Sequence[tuple[int, int, list[int]]], rows: Collection[int]) -> None:
         """Shows, in each window, blocks after the first that it keeps; `rows` are all windows of the batch."""
-        table = self._table
+        table = self._shown
         for _, _, blocks in changes:
             self._check_backed(self._checked_blocks(blocks))
         cut = {window: lost for window, keep, _ in changes if (lost := table.shown_in(window) - keep)}
@@ -321,14 +255,14 @@ class BlockWindows(PoolMember):
                 table.show(change, window, keep, blocks)
 
         try:
-            self._pool.execute(plan)
+            self._core.execute(plan)
         except MappingLimit:
             # What idle windows show serves only rows to come.
             idle = [window for window in table.idle_showing() if window not in rows]
             if not idle:
                 raise
-            self._pool.execute(lambda change: table.clear(change, idle))
-            self._pool.execute(plan)
+            self._core.execute(lambda change: table.clear(change, idle))
+            self._core.execute(plan)
 
     @atomic
     def trim(self, keep: Iterable[int]) -> int:
@@ -344,25 +278,25 @@ class BlockWindows(PoolMember):
             StreamCapturing: a stream captures a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        table, kept = self._table, set(self._checked_blocks(keep))
+        table, kept = self._shown, set(self._checked_blocks(keep))
         handle = table.handle(None)
         if table.capturing(handle):
             raise refusal("trim was called")
         gone = [block for block in table.homes.occupied() if block not in kept]
         if gone:
-            self._pool.execute(lambda change: table.drop(change, gone, handle))
-        free = self._pool.native.counts().free
+            self._core.execute(lambda change: table.drop(change, gone, handle))
+        free = self._core.native.counts().free
 
         def release(change: Change) -> None:
-            self._pool.native.release_free(change.transaction, free)
+            self._core.native.release_free(change.transaction, free)
 
-        self._pool.execute(release)
-        return (free + self._pool.mapper.unstock()) * self._pool.page_size
+        self._core.execute(release)
+        return (free + self._core.mapper.unstock()) * self._core.page_size
 
     @reading
     def backed(self) -> set[int]:
         """The blocks that have memory."""
-        return set(self._table.homes.occupied())
+        return set(self._shown.homes.occupied())
 
     def home(self, layer: int) -> Tensor:
         """The blocks of a layer, `[num_blocks, block_size, *row]`, where they are written. In the fused layout other
@@ -375,7 +309,7 @@ class BlockWindows(PoolMember):
             ForkedProcess: this is a child of the process that made the windows.
         """
         self._check_usable()
-        return self._view(self._table.homes, layer, self._shape.num_blocks, self._shape.block_size)
+        return self._view(self._shown.homes, layer, self._shape.num_blocks, self._shape.block_size)
 
     def window(self, layer: int) -> Tensor:
         """The windows of a layer, `[num_windows, tokens, *row]`: as many tokens as the whole blocks have that
@@ -387,7 +321,7 @@ class BlockWindows(PoolMember):
         """
         self._check_usable()
         shape = self._shape
-        return self._view(self._table.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
+        return self._view(self._shown.windows, layer, shape.num_windows, shape.window_blocks * shape.block_size)
 
     @reading
     def shown(self, window: int) -> list[int]:
@@ -397,12 +331,12 @@ class BlockWindows(PoolMember):
             InvalidSlot: there is no such window.
         """
         (number,) = self._checked_windows([window], 1)
-        return self._table.blocks_of(number)
+        return self._shown.blocks_of(number)
 
     @reading
     def stats(self) -> BlockStats:
         """A snapshot of blocks, bytes and calls."""
-        native, table, shape = self._pool.driver.native, self._table, self._shape
+        native, table, shape = self._core.driver.native, self._shown, self._shape
         return BlockStats(
             page_size=shape.page_size,
             num_blocks=shape.num_blocks,
@@ -426,24 +360,24 @@ class BlockWindows(PoolMember):
             AssertionError: an invariant is violated; the message names it.
         """
         with self._checking():
-            self._table.check(self._pool.native)
+            self._shown.check(self._core.native)
             if self._owns_pool:
-                taken = self._table.backed_blocks * self._table.pages
-                assert taken == self._pool.native.counts().taken, "a page was lost"
+                taken = self._shown.backed_blocks * self._shown.pages
+                assert taken == self._core.native.counts().taken, "a page was lost"
 
     @property
     def _tenant(self) -> Tenant:
-        return self._table
+        return self._shown
 
     def _give_back(self) -> Plan:
-        return self._table.give_back()
+        return self._shown.give_back()
 
     def _forget(self) -> None:
-        self.__dict__.pop("_table", None)  # it may have been interrupted
+        self.__dict__.pop("_shown", None)  # it may have been interrupted
 
     def __repr__(self) -> str:
         shape = self._shape
-        state = "closed" if self._closed else f"{self._table.backed_blocks} of {shape.num_blocks} blocks backed"
+        state = "closed" if self._closed else f"{self._shown.backed_blocks} of {shape.num_blocks} blocks backed"
         return (
             f"BlockWindows({state}; {shape.layout}, {shape.block_size} tokens per block, {shape.block_pages} pages of "
             f"{format_bytes(shape.page_size)} per tensor, {shape.num_windows} windows)"
@@ -462,7 +396,7 @@ class BlockWindows(PoolMember):
         fused = shape.layout == "fused"
         # A tensor created in inference mode could not be written outside it.
         with torch.inference_mode(False):
-            raw = space.tensor(0 if fused else index, *self._pool.driver.dlpack_device).view(shape.dtype)
+            raw = space.tensor(0 if fused else index, *self._core.driver.dlpack_device).view(shape.dtype)
             rows = raw.view(count, tokens, *((shape.num_layers,) if fused else ()), *shape.row)
             return rows[:, :, index] if fused else rows
 
@@ -483,19 +417,19 @@ class BlockWindows(PoolMember):
 
     def _check_backed(self, blocks: Collection[int]) -> None:
         for block in blocks:
-            if not self._table.backed(block):
+            if not self._shown.backed(block):
                 raise InvalidBlock(
                     f"block {block} is not backed, so it holds nothing to show; call back([{block}]) first"
                 )
 
-    def _checked_rows(self, rows: Rows, counts: Sequence[int] | Tensor | None) -> tuple[Blocks, Blocks]:
+    def _checked_rows(self, rows: BlockTable, counts: Sequence[int] | Tensor | None) -> tuple[Blocks, Blocks]:
         """Validates the shape of a block table; int32 `[rows, blocks]` and `[rows]`, contiguous, on the CPU."""
         if not isinstance(rows, Tensor):
             if counts is not None:
                 raise InvalidLength("counts are for a table; rows that are sequences have lengths")
             plain = (
-                row if type(row) is list or isinstance(row, Tensor) else _listed(row, "a row", InvalidBlock)
-                for row in _listed(rows, "rows", InvalidBlock)
+                row if type(row) is list or isinstance(row, Tensor) else listed(row, "a row", InvalidBlock)
+                for row in listed(rows, "rows", InvalidBlock)
             )
             lists = [self._checked_blocks(row) for row in plain]
             counts = [len(row) for row in lists]
@@ -528,7 +462,7 @@ class BlockWindows(PoolMember):
 
     def _checked_windows(self, windows: Sequence[int], count: int) -> list[int]:
         try:
-            numbers = [as_int(window) for window in _listed(windows, "windows", InvalidSlot)]
+            numbers = [as_int(window) for window in listed(windows, "windows", InvalidSlot)]
         except TypeError as error:
             raise InvalidSlot(f"windows: {error}") from None
         if len(numbers) != count:
@@ -540,26 +474,12 @@ class BlockWindows(PoolMember):
                 raise InvalidSlot(f"window {shown(window)} is not in [0, {self._shape.num_windows})")
         return numbers
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CacheClosed("the windows are closed; make new ones, and do not touch these ones' tensors")
-
-
-def _listed(values: Iterable[Any], name: str, error: type[VattnError]) -> list[Any]:
-    """The values of a caller's sequence, in their order; raises `error` if there is none."""
-    try:
-        if isinstance(values, str | bytes | Set | Mapping):
-            raise TypeError(f"{type(values).__name__} is no sequence of numbers")
-        return list(values)
-    except Exception as cause:  # iterating over a caller's object may raise anything
-        raise error(f"{name}={shown(values)}: {cause}") from cause
-
 
 def _whole(counts: Sequence[int] | Tensor) -> Tensor:
     """Counts as int64 on the CPU; raises InvalidLength if they are not whole numbers."""
     try:
         if not isinstance(counts, Tensor):
-            numbers = _listed(counts, "counts", InvalidLength)
+            numbers = listed(counts, "counts", InvalidLength)
             if not {int}.issuperset(map(type, numbers)):
                 numbers = [as_int(number) for number in numbers]
             return torch.tensor(numbers, dtype=torch.int64)
@@ -570,69 +490,3 @@ def _whole(counts: Sequence[int] | Tensor) -> Tensor:
         raise
     except Exception as error:
         raise InvalidLength(f"counts={shown(counts)} must be whole numbers: {error}") from error
-
-
-def _checked_row(row: Sequence[int]) -> tuple[int, ...]:
-    """Validates the shape of what a token stores."""
-    sizes = _listed(islice(row, _MOST_DIMENSIONS + 1) if isinstance(row, Iterable) else row, "row", ConfigError)
-    if not 1 <= len(sizes) <= _MOST_DIMENSIONS:
-        raise ConfigError(
-            f"row={shown(row)} stores nothing; give the shape of what a token stores in a layer"
-            if not sizes
-            else f"row={shown(row)} has more than {_MOST_DIMENSIONS} dimensions"
-        )
-    return tuple(check_int("row", size, at_least=1, at_most=MOST_TOKENS) for size in sizes)
-
-
-def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Validates that bytes can be seen as elements of a type."""
-    try:
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{type(dtype).__name__} is no torch.dtype")
-        torch.empty(16, dtype=torch.uint8).view(dtype).clone()
-    except Exception as error:
-        raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype of plain numbers") from error
-    return dtype
-
-
-def _resolve(
-    layout: str, page_size: int | Literal["auto"], device: drivers.Device, *, row: tuple[int, ...], **sizes: Any
-) -> _Shape:
-    """Chooses layout and page size where they are "auto".
-
-    Raises:
-        ConfigError: a block is not whole pages, or there are too many mappings.
-    """
-    check_choice("layout", layout, ("layered", "fused", "auto"))
-    pages = device.page_sizes if page_size == "auto" else (device.check_page_size(page_size),)
-    names: tuple[BlockLayout, ...] = ("layered", "fused") if layout == "auto" else (layout,)  # type: ignore[assignment]
-    tried = [_Shape(layout=name, page_size=min(pages), row=row, **sizes) for name in names]
-    fitting = [shape for shape in tried if shape.block_bytes % shape.page_size == 0]
-    if not fitting:
-        shape = tried[-1]
-        token_bytes = shape.block_bytes // shape.block_size
-        tokens = math.lcm(token_bytes, shape.page_size) // token_bytes
-        raise ConfigError(
-            f"a block of {shape.block_size} tokens takes {format_bytes(shape.block_bytes)} in a tensor of layout "
-            f"{shape.layout!r}, which is not a whole number of pages of {format_bytes(shape.page_size)}; use a "
-            f"block_size that is a multiple of {tokens}" + (", or layout='fused'" if shape.layout == "layered" else "")
-        )
-    smallest = min(fitting, key=lambda shape: shape.reserved_bytes)
-    if smallest.reserved_bytes > _MOST_BYTES or smallest.num_windows * smallest.window_blocks > _MOST_SHOWN:
-        raise ConfigError(
-            f"{smallest.num_blocks} blocks and {smallest.num_windows} windows of {smallest.window_blocks} blocks need "
-            f"{format_bytes(smallest.reserved_bytes)} of addresses; a process has {format_bytes(_MOST_BYTES)}, and "
-            f"windows show at most {_MOST_SHOWN} blocks: use fewer blocks or windows, or a smaller max_context_len"
-        )
-    limit = device.mapping_limit()
-    for shape in fitting:
-        largest = max(size for size in pages if shape.block_bytes % size == 0)
-        chosen = _Shape(layout=shape.layout, page_size=largest, row=row, **sizes)
-        if limit is None or chosen.mappings <= limit - _OTHER_MAPPINGS:
-            return chosen
-    raise ConfigError(
-        f"{chosen.num_blocks} blocks in {chosen.tensors} tensors may take {chosen.mappings} mappings, but the kernel "
-        f"allows {limit} (vm.max_map_count) to the whole process; use larger or fewer blocks"
-        + (", layout='fused'" if chosen.layout == "layered" else "")
-        + f", or raise it: sysctl vm.max_map_count={2 * chosen.mappings}"
-    )

@@ -1,6 +1,6 @@
 """KVCache: the class that users of the library call.
 
-It validates arguments, takes the pool's lock and returns snapshots. Decisions are left to its parts (`vattn.memory`):
+It validates arguments, takes the pool's lock and returns snapshots. Decisions are left to its parts (`vattn.slots`):
 
     SlotTable   the state of each slot: length, start, known tokens
     Bands       the pages mapped under the slots, and the blocks that slots share
@@ -22,24 +22,22 @@ import torch
 from vattn import _native, drivers
 from vattn.config import KVConfig, resolve
 from vattn.errors import (
-    CacheClosed,
     ConfigError,
     InvalidLength,
     InvalidSlot,
 )
 from vattn.integers import as_int, shown
 from vattn.layout import TensorView
-from vattn.memory.backer import Backer
-from vattn.memory.bands import Bands
-from vattn.memory.fences import Fences
-from vattn.memory.journal import Change
-from vattn.memory.ledger import Ledger
-from vattn.memory.member import PoolMember
-from vattn.memory.pool import PagePool, Plan, Tenant, atomic, reading, take_back
-from vattn.memory.prefixes import Prefixes
-from vattn.memory.reclaimer import Reclaimer
-from vattn.memory.slots import SlotTable
+from vattn.pool.calls import atomic, reading
+from vattn.pool.core import Tenant
+from vattn.pool.journal import Change, Plan
+from vattn.pool.member import PoolMember
+from vattn.pool.pool import PagePool
 from vattn.prefix import Admission, as_ids, root_key
+from vattn.slots.backer import Backer
+from vattn.slots.parts import Parts
+from vattn.slots.prefixes import Prefixes
+from vattn.slots.reclaimer import Reclaimer
 from vattn.stats import CacheStats, CallStats, Capacity, SlotPages
 from vattn.units import format_bytes
 
@@ -69,54 +67,42 @@ class KVCache(PoolMember):
     """
 
     def __init__(self, config: KVConfig, *, pool: PagePool | None = None) -> None:
-        if not isinstance(config, KVConfig) or not isinstance(pool, PagePool | None):
-            raise ConfigError(
-                f"KVCache(config, pool=...) takes a vattn.KVConfig and a vattn.PagePool, not {shown(config)} and "
-                f"{shown(pool)}; vattn.init takes keywords"
-            )
-        take_back()
+        if not isinstance(config, KVConfig):
+            raise ConfigError(f"KVCache takes a vattn.KVConfig, not {shown(config)}; vattn.init takes keywords")
+        self._check_pool(pool, config.device)
         layout, budget = resolve(
             config,
             pool_page_size=pool.page_size if pool else None,
-            pool_budget=pool.total_pages * pool.page_size if pool else None,
+            pool_budget=pool.budget if pool else None,
         )
-        if pool is not None and pool.driver.device is not drivers.find(config.device):
-            raise ConfigError(
-                f"the pool is on {pool.driver.device.torch_device}, the cache on {config.device}; they must agree"
-            )
-        if pool is not None and config.zero_on_free and not pool.native.zero_on_free:
+        if pool is not None and config.zero_on_free and not pool.zero_on_free:
             raise ConfigError("zero_on_free=True needs a pool that was made with it: PagePool(..., zero_on_free=True)")
         if pool is not None and config.guard == "strict" and pool.guard != "strict":
             raise ConfigError("guard='strict' needs a pool that was made with it: PagePool(..., guard='strict')")
-        self._owns_pool = pool is None
-        pool = pool or PagePool(
-            budget * layout.page_size,
-            device=config.device,
-            page_size=layout.page_size,
-            guard=config.guard,
-            zero_on_free=config.zero_on_free,
-        )
-        with pool.lock:
-            pool.enter()
+
+        def own_pool() -> PagePool:
+            return PagePool(
+                budget * layout.page_size,
+                device=config.device,
+                page_size=layout.page_size,
+                guard=config.guard,
+                zero_on_free=config.zero_on_free,
+            )
+
+        with self._joining(pool, own_pool) as core:
             self.config = config
             self.layout = layout
-            self._pool = pool
-            self._fences = Fences(pool.driver)
-            self._bands = Bands(layout, pool, config.guard_rows)
-            self._slots = SlotTable(config, layout.slots, self._bands)
-            self._ledger = Ledger(min(budget, pool.total_pages), layout, self._slots, self._bands, pool)
-            self._reclaimer = Reclaimer(config, self._slots, self._bands, self._ledger, self._fences, pool)
-            self._backer = Backer(
-                config, layout, self._slots, self._bands, self._ledger, self._reclaimer, self._fences, pool
-            )
-            self._prefixes = Prefixes(config, self._slots, self._bands, self._ledger, self._backer, self._fences)
+            parts = Parts.of(config, layout, budget, core)
+            self._slots, self._bands, self._ledger, self._fences = parts.slots, parts.bands, parts.ledger, parts.fences
+            self._reclaimer = Reclaimer(parts)
+            self._backer = Backer(parts, self._reclaimer)
+            self._prefixes = Prefixes(parts, self._backer)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
             self._freed: set[int] = set()  # slots to be freed by the next call
-            self._join()
         if _log.isEnabledFor(logging.INFO):
-            _log.info("cache on %s: %s", pool.driver.device.torch_device, self.capacity())
+            _log.info("cache on %s: %s", self._pool.device, self.capacity())
 
     # The interface
 
@@ -186,7 +172,7 @@ class KVCache(PoolMember):
                 self._prefixes.count(-len(ids), -admission.cached_tokens)
                 counted = False
 
-        self._pool.repair(uncount)
+        self._core.repair(uncount)
         self._prefixes.count(len(ids), admission.cached_tokens)
         counted = True
         return admission
@@ -210,7 +196,7 @@ class KVCache(PoolMember):
                 changed.
         """
         slot, ids = self._checked_slot(reqid), as_ids(token_ids)
-        self._prefixes.publish(self._pool.change(), slot, ids)
+        self._prefixes.publish(self._core.change(), slot, ids)
 
     @atomic
     def retract(self, reqid: int) -> None:
@@ -223,7 +209,7 @@ class KVCache(PoolMember):
             InvalidSlot: the slot is not allocated.
         """
         slot = self._checked_slot(reqid)
-        self._pool.execute(lambda change: self._prefixes.retract(change, slot))
+        self._core.execute(lambda change: self._prefixes.retract(change, slot))
         if not self._fences.capturing(self._fences.handle(None)):
             self._backer.maintain()
 
@@ -296,11 +282,11 @@ class KVCache(PoolMember):
         """
         handle = self._fences.uncaptured(None, "evict_prefixes was called")
         self._fences.launched()
-        before = self._pool.free_pages
-        self._pool.execute(
+        before = self._core.free_pages
+        self._core.execute(
             lambda c: self._reclaimer.evict(c, self._ledger.budget + 1, wait=True, running=True, handle=handle)
         )
-        return self._pool.free_pages - before
+        return self._core.free_pages - before
 
     @atomic
     def step(
@@ -381,8 +367,8 @@ class KVCache(PoolMember):
             StreamCapturing: the stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
-        with self._pool.lock:
-            if self._pool.is_inside():
+        with self._core.lock:
+            if self._core.is_inside():
                 self._free_later(self._checked_slot(reqid), stream)
             else:
                 self._free_now(reqid, stream)
@@ -403,10 +389,10 @@ class KVCache(PoolMember):
             self._freed.discard(slot)
 
         self._freed.add(slot)
-        self._pool.postpone(free)
+        self._core.postpone(free)
 
     def _end(self, slot: int, handle: int | None) -> None:
-        change = self._pool.change()
+        change = self._core.change()
         self._fences.freed(slot, handle)
         self._slots.leave(change, slot)
         self._backer.maintain()
@@ -438,7 +424,7 @@ class KVCache(PoolMember):
         spaces = self._bands.spaces
 
         def view(where: TensorView) -> torch.Tensor:
-            base = spaces[where.kind].tensor(where.tensor, *self._pool.driver.dlpack_device, owner=owner)
+            base = spaces[where.kind].tensor(where.tensor, *self._core.driver.dlpack_device, owner=owner)
             shape = (self.layout.slots, self.config.max_context_len, where.heads, where.head_dim)
             return base.view(where.dtype).as_strided(shape, where.strides, where.offset)
 
@@ -488,8 +474,8 @@ class KVCache(PoolMember):
         surplus of running requests. Negative if running requests have yet to get pages of their own in place of shared
         ones.
         """
-        takeable = self._pool.spare_pages + self._reclaimer.stuck_pages()
-        held = self._pool.free_pages + takeable + self._ledger.owned
+        takeable = self._core.spare_pages + self._reclaimer.stuck_pages()
+        held = self._core.free_pages + takeable + self._ledger.owned
         return min(self._ledger.budget, held) - self._ledger.needed
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
@@ -513,7 +499,7 @@ class KVCache(PoolMember):
             type(num_tokens) is type(reqid) is int
             and (chunk_tokens is None or (type(chunk_tokens) is int and chunk_tokens >= 0))
             and not self._closed
-            and self._pool.settled
+            and self._core.settled
             and self._within_pages(reqid, num_tokens)
         ):
             return 0
@@ -539,7 +525,7 @@ class KVCache(PoolMember):
     @reading
     def stats(self) -> CacheStats:
         """A snapshot of page counts, bytes, calls and times."""
-        counts, stocked = self._pool.native.counts(), self._pool.mapper.stocked
+        counts, stocked = self._core.native.counts(), self._core.mapper.stocked
         slots, ledger, bands = self._slots, self._ledger, self._bands
         requests = [(slot, length, slots.start.get(slot, 0)) for slot, length in slots.length.items()]
         owned, live_bytes = ledger.owned, bands.live_bytes(requests)
@@ -568,11 +554,11 @@ class KVCache(PoolMember):
             step_seconds=self._step_ns * 1e-9,
             waits=self._backer.waits,
             wait_seconds=self._backer.wait_ns * 1e-9,
-            failures=self._pool.failures,
-            shared_read_only=self._pool.driver.native.read_only,
+            failures=self._core.worker.failures,
+            shared_read_only=self._core.driver.native.read_only,
             calls={
                 name: CallStats(count, seconds)
-                for name, (count, seconds) in self._pool.driver.native.call_stats().items()
+                for name, (count, seconds) in self._core.driver.native.call_stats().items()
             },
         )
 
@@ -608,15 +594,15 @@ class KVCache(PoolMember):
         """
         self._fences.uncaptured(None, "trim was called")
         self._fences.launched()
-        self._pool.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True))
-        self._pool.commit()
-        counts = self._pool.native.counts()
+        self._core.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True))
+        self._core.commit()
+        counts = self._core.native.counts()
 
         def plan(change: Change) -> None:
-            self._pool.native.release_free(change.transaction, counts.free)
+            self._core.native.release_free(change.transaction, counts.free)
 
-        self._pool.execute(plan)
-        return (counts.free + self._pool.mapper.unstock()) * self.layout.page_size
+        self._core.execute(plan)
+        return (counts.free + self._core.mapper.unstock()) * self.layout.page_size
 
     def check(self) -> None:
         """Asserts that every page is exactly where the books say. Waits for the worker.
@@ -625,7 +611,7 @@ class KVCache(PoolMember):
             AssertionError: an invariant is violated; the message names it.
         """
         with self._checking():
-            self._bands.check(self._pool.native)
+            self._bands.check(self._core.native)
             self._slots.check()
             self._ledger.check(alone=self._owns_pool)
 
@@ -657,7 +643,7 @@ class KVCache(PoolMember):
         def decide(change: Change) -> None:
             slot = plan(change)
             taken[:] = [slot]
-            self._pool.repair(lambda: self._slots.give_up(self._pool.change(), slot))
+            self._core.repair(lambda: self._slots.give_up(self._core.change(), slot))
 
         executed = self._backer.execute(decide)
         (slot,) = taken
@@ -735,7 +721,3 @@ class KVCache(PoolMember):
         if 0 <= slot < self.layout.slots:
             return InvalidSlot(f"slot {slot} is not allocated; alloc_reqid gives out slots, free_reqid takes them back")
         return InvalidSlot(f"slot {shown(slot)} is not in [0, {self.layout.slots})")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CacheClosed("the cache is closed; make a new one, and do not touch this one's tensors")

@@ -142,7 +142,7 @@ def attend(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`vattn.attention.decode` without its checks: a wrong argument reads memory that is not there."""
+    """`vattn.attention.attend` without its checks: a wrong argument reads memory that is not there."""
     num_tokens, num_heads, head_dim = query.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value.shape[-1])

@@ -385,7 +385,7 @@ class World:
 
     def stop_if_broken(self) -> None:
         """Ends the scenario where a pool's mappings are unknown, and it says so."""
-        if self.pooled and self.names["pool"].mapper.broken:
+        if self.pooled and self.names["pool"]._core.mapper.broken:
             raise Stopped
 
     def close_where_it_failed(self, name: str, where: int) -> None:
@@ -401,12 +401,12 @@ class World:
             return
         if (table := self.names.get("table")) is not None and table.failed:
             return  # what could not be given back goes with the next call
-        if owned and pool._refusal is None:
+        if owned and pool._core.usable:
             raise Found("a traceback keeps a pool", f"{name}: {pool.total_pages - pool.free_pages} pages")
         if under.pooled:
             users = [len(self.names[each]._storage.open_caches()) for each in self.open() if self.caches[each].pooled]
-            if len(pool._tenants) > sum(users) + ("beside" in self.names):
-                raise Found("a traceback keeps caches", f"{len(pool._tenants)}, and {users} are in use")
+            if pool.caches > sum(users) + ("beside" in self.names):
+                raise Found("a traceback keeps caches", f"{pool.caches}, and {users} are in use")
 
     def settle(self, name: str, candidates: list[Plain], *, failed: bool = False) -> None:
         """Finds out which of these a cache holds after a call that did not return."""
@@ -947,7 +947,7 @@ def _word(code: str) -> str:
 
 def scenario(rng: random.Random) -> Played:
     """A world, and what is done in it."""
-    from vattn.hf import shared_pool
+    from vattn.pool import shared as shared_pool
 
     shared_pool.KEPT_BYTES = 0
     gc.collect()

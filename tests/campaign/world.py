@@ -514,7 +514,7 @@ class World:
     def check(self) -> None:
         """Compares everything; waits for the worker."""
         with self.quiet():
-            self.pool.take_back()  # what was dropped while a driver call failed
+            self.pool._core.take_back()  # what was dropped while a driver call failed
             held = 0
             for each in self.caches:
                 if each.open:

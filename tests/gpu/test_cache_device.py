@@ -10,7 +10,7 @@ from exports import export
 
 import vattn
 from vattn.drivers import cuda
-from vattn.memory import pool
+from vattn.pool import leftovers
 
 TOKENS = 4096  # per 2 MiB page: one layer, one head of 128 float32 in K and V each
 BASE: dict[str, Any] = {
@@ -156,13 +156,13 @@ def test_a_capture_survives_a_cache_that_is_dropped_in_its_midst(mode: str) -> N
                 refused = True
             assert refused
             del dropped
-            assert pool._holding
+            assert leftovers.holding
             x.add_(1)
         graph.replay()
         torch.cuda.synchronize()
         assert x.tolist() == 8 * [2.0]
         cache.step({cache.alloc_reqid(): TOKENS})  # takes back what the other left
-        assert pool._holding == {}
+        assert leftovers.holding == {}
         cache.check()
 
 

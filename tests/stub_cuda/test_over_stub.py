@@ -29,12 +29,14 @@ PARTS = {
     "calls": [
         f"{LIBRARY}/test_block_windows.py",
         f"{LIBRARY}/test_cache.py",
-        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "faults", "pool", "sharing", "zero_on_free")),
+        *(f"{LIBRARY}/pool/test_{name}.py" for name in ("faults", "pool")),
+        *(f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing", "zero_on_free")),
     ],
-    "calls without read-only mappings": [f"{LIBRARY}/memory/test_{name}.py" for name in ("contents", "sharing")],
+    "calls without read-only mappings": [f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing")],
     "machines": [
         f"{INNER}/test_random_kernels.py",
-        *(f"{LIBRARY}/memory/test_{name}.py" for name in ("block_windows_machine", "sharing_machine", "state_machine")),
+        f"{LIBRARY}/windows/test_block_windows_machine.py",
+        *(f"{LIBRARY}/slots/test_{name}.py" for name in ("sharing_machine", "state_machine")),
     ],
 }
 

@@ -436,7 +436,7 @@ def test_check_changes_nothing(windows: BlockWindows) -> None:
     """What is wrong is wrong the second time too."""
     write(windows, range(4))
     windows.show([[0, 1], [2, 3]])
-    books = windows._table
+    books = windows._shown
     books._first[3] = {0: None}
     for _ in range(2):
         with pytest.raises(AssertionError, match="filed under another block"):

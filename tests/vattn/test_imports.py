@@ -27,7 +27,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_the_graph_is_that_of_all_modules(graph):
-    assert {"vattn", "vattn._native", "vattn.cache", "vattn.memory.pool", "vattn.engine.llm"} - graph.keys() == {
+    assert {"vattn", "vattn._native", "vattn.cache", "vattn.pool.pool", "vattn.engine.llm"} - graph.keys() == {
         "vattn._native"
     }
     assert "vattn.cache" in graph["vattn.api"]
@@ -42,6 +42,19 @@ def test_no_module_imports_itself_by_way_of_others(graph):
 
 def test_no_room_imports_itself_by_way_of_others(graph):
     assert draw_imports.find_cycle(draw_imports.rooms(graph)) is None
+
+
+def test_the_memory_of_caches_has_three_floors(graph):
+    """The faces validate, slots and windows decide, the pool executes: none knows those above it, nor its neighbour."""
+    rooms, reach = draw_imports.rooms(graph), draw_imports.reachable
+    faces = {"vattn.cache", "vattn.block_windows"}
+    assert {"vattn.slots", "vattn.pool"} <= rooms["vattn.cache"]
+    assert {"vattn.windows", "vattn.pool"} <= rooms["vattn.block_windows"]
+    assert not faces & (reach(rooms, "vattn.slots") | reach(rooms, "vattn.windows"))
+    assert "vattn.windows" not in reach(rooms, "vattn.slots") | reach(rooms, "vattn.cache")
+    assert "vattn.slots" not in reach(rooms, "vattn.windows") | reach(rooms, "vattn.block_windows")
+    assert not (faces | {"vattn.slots", "vattn.windows"}) & reach(rooms, "vattn.pool")
+    assert "vattn.pool" not in reach(rooms, "vattn.drivers")
 
 
 def test_a_cycle_is_found():

@@ -1,7 +1,7 @@
 """Adapters for attention kernels, and the attention function that transformers calls.
 
 `get(name)` returns an adapter; `register()` registers the packed attention function with transformers as `"vattn"`;
-`decode` calls vattn's own kernels for CPUs over plain tensors.
+`attend` calls vattn's own kernels for CPUs over plain tensors.
 
 A new kernel is one file with a class that implements `Attention`. An instance is accepted wherever a name is; an entry
 in `_ADAPTERS` gives it a name. docs/how-to/kernels.md has an example.
@@ -16,11 +16,11 @@ import torch
 
 from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads, whole_layer
 from vattn.attention.batch import Group, PackedBatch, Span
-from vattn.attention.decoding import decode
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
 from vattn.attention.native import Native
+from vattn.attention.plain import attend
 from vattn.attention.storage import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_matmul import TorchMatmul
@@ -41,6 +41,7 @@ __all__ = [
     "TorchMatmul",
     "TorchSDPA",
     "adapters",
+    "attend",
     "decode",
     "describe",
     "get",
@@ -48,6 +49,8 @@ __all__ = [
     "register",
     "whole_layer",
 ]
+
+decode = attend  # another name: most calls are decode steps
 
 # In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {

@@ -1,7 +1,7 @@
 """Keys whose decode steps are computed by vattn's own kernels, where torch's SDPA would be slower.
 
 The cache returns keys of a tensor subclass, for which a call of SDPA with one query per sequence goes to the kernels of
-`vattn.attention.decode`; the model's attention is not changed. Where those cannot compute it, the queries of a KV head
+`vattn.attention.attend`; the model's attention is not changed. Where those cannot compute it, the queries of a KV head
 are folded into rows, `[batch, num_kv_heads, group, head_dim]`, which is several times as fast as SDPA's `enable_gqa` in
 bfloat16. With a mask over padding transformers itself repeats the keys and values.
 

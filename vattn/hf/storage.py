@@ -20,8 +20,8 @@ from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength,
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.decoding import Coded
-from vattn.hf.shared_pool import SharedPool, shared_pool
-from vattn.memory.pool import PagePool
+from vattn.pool.pool import PagePool
+from vattn.pool.shared import is_shared, shared_pool
 from vattn.quantised import Scales, quantise, quantised_groups
 from vattn.stats import CacheStats
 
@@ -671,8 +671,7 @@ class Storage:
         owned, parked, cached = (
             sum(getattr(part, f"{name}_pages") for part in parts) for name in ("owned", "parked", "cached")
         )
-        shared = isinstance(self._pool, SharedPool)
-        budget = sum(part.budget_pages for part in parts) if shared else self._pool.total_pages
+        budget = sum(part.budget_pages for part in parts) if is_shared(self._pool) else self._pool.total_pages
         free = min(self._pool.free_pages, budget - owned - parked - cached)
         return replace(
             parts[0],

@@ -25,7 +25,7 @@ from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnErro
 from vattn.hf.decoding import DecodedKeys
 from vattn.hf.storage import Saved, Storage, View
 from vattn.integers import as_int, shown
-from vattn.memory.pool import PagePool
+from vattn.pool.pool import PagePool
 from vattn.quantised import KVCacheDtype
 from vattn.stats import CacheStats
 from vattn.units import parse_bytes
@@ -38,9 +38,9 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
         pass
 
 
-# Options of KVConfig that the first update determines.
 # Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
 _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
+# Options of KVConfig that the first update determines.
 _OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
 
 

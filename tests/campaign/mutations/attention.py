@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.campaign.mutations import mutation
 from vattn import cpu
-from vattn.attention import base, decoding, torch_sdpa
+from vattn.attention import base, plain, torch_sdpa
 
 
 def _rewrite(module: ModuleType, name: str, *changes: tuple[str, str]) -> None:
@@ -23,74 +23,74 @@ def _rewrite(module: ModuleType, name: str, *changes: tuple[str, str]) -> None:
 
 @mutation("decode", "starts that wrap follow each other", "attention")
 def wrapping_starts() -> None:
-    _rewrite(decoding, "_check_requests", ("(starts[1:] <= starts[:-1]).any()", "(starts.diff() < 1).any()"))
+    _rewrite(plain, "_check_requests", ("(starts[1:] <= starts[:-1]).any()", "(starts.diff() < 1).any()"))
 
 
 @mutation("decode", "views that torch negates are read as they are", "attention")
 def negated_views() -> None:
-    _rewrite(decoding, "_check_memory", ("tensor.is_neg() or tensor.is_conj()", "False"))
+    _rewrite(plain, "_check_memory", ("tensor.is_neg() or tensor.is_conj()", "False"))
 
 
 @mutation("decode", "tensors need no memory", "attention")
 def no_memory() -> None:
-    _rewrite(decoding, "_check_memory", ("if not there:", "if False:"))
+    _rewrite(plain, "_check_memory", ("if not there:", "if False:"))
 
 
 @mutation("decode", "sizes beyond 32 bits are taken", "attention")
 def more_than_32_bits() -> None:
-    _rewrite(decoding, "_check_memory", ("max(tensor.shape, default=0) > _MOST", "False"))
+    _rewrite(plain, "_check_memory", ("max(tensor.shape, default=0) > _MOST", "False"))
 
 
 @mutation("decode", "any layout passes for strided memory", "attention")
 def any_layout() -> None:
-    _rewrite(decoding, "_check_memory", ("tensor.is_nested or tensor.layout != torch.strided", "False"))
+    _rewrite(plain, "_check_memory", ("tensor.is_nested or tensor.layout != torch.strided", "False"))
 
 
 @mutation("decode", "out may share memory with what is read", "attention")
 def shared_out() -> None:
-    _rewrite(decoding, "_check_out", ("begin < last and first < end", "False"))
+    _rewrite(plain, "_check_out", ("begin < last and first < end", "False"))
 
 
 @mutation("decode", "numbers are compared in their own type", "attention")
 def narrow_numbers() -> None:
-    _rewrite(decoding, "_checked_scale", ("abs(factor)", "abs(scale)"))
+    _rewrite(plain, "_checked_scale", ("abs(factor)", "abs(scale)"))
     _rewrite(base, "check_softcap", ("limits.tiny <= bound <= limits.max", "limits.tiny <= softcap <= limits.max"))
-    decoding.check_softcap = base.check_softcap
+    plain.check_softcap = base.check_softcap
 
 
 @mutation("decode", "a window may be any number", "attention")
 def any_window() -> None:
-    decoding._checked_window = lambda window: window  # type: ignore[assignment,return-value]
+    plain._checked_window = lambda window: window  # type: ignore[assignment,return-value]
 
 
 @mutation("decode", "a scale may be any number", "attention")
 def any_scale() -> None:
-    decoding._checked_scale = lambda scale: scale  # type: ignore[assignment,return-value]
+    plain._checked_scale = lambda scale: scale  # type: ignore[assignment,return-value]
 
 
 @mutation("decode", "a softcap may be any number", "attention")
 def any_softcap() -> None:
-    decoding.check_softcap = lambda softcap: softcap  # type: ignore[assignment,return-value]
+    plain.check_softcap = lambda softcap: softcap  # type: ignore[assignment,return-value]
 
 
 @mutation("decode", "scales may be anything that has two items", "attention")
 def any_pair() -> None:
-    decoding._pair = lambda scales: None if scales is None else tuple(scales)  # type: ignore[assignment,return-value]
+    plain._pair = lambda scales: None if scales is None else tuple(scales)  # type: ignore[assignment,return-value]
 
 
 @mutation(None, "lengths may be anything", "attention")
 def any_lengths() -> None:
-    _rewrite(decoding, "_check_requests", ("(lengths < new).any()) or int(lengths.max()) > room", "False)"))
+    _rewrite(plain, "_check_requests", ("(lengths < new).any()) or int(lengths.max()) > room", "False)"))
 
 
 @mutation(None, "block tables may name any block", "attention")
 def any_block() -> None:
-    _rewrite(decoding, "_check_requests", ("int(blocks.max()) >= len(key)", "False"))
+    _rewrite(plain, "_check_requests", ("int(blocks.max()) >= len(key)", "False"))
 
 
 @mutation(None, "blocks behind a length have to be there", "attention")
 def unused_blocks() -> None:
-    _rewrite(decoding, "_check_requests", ("blocks = block_table[slots][used]", "blocks = block_table[slots]"))
+    _rewrite(plain, "_check_requests", ("blocks = block_table[slots][used]", "blocks = block_table[slots]"))
 
 
 @mutation(None, "sinks are read as float32", "attention")

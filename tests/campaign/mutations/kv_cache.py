@@ -9,7 +9,8 @@ from typing import Any
 
 from tests.campaign.mutations import mutation
 from vattn import cache, layout, prefix
-from vattn.memory import backer, band, bands, journal, pool, prefixes, rows, sharing, slots
+from vattn.pool import calls, journal, member, worker
+from vattn.slots import backer, band, bands, blocks, prefixes, rows, table
 
 
 @mutation(1, "parked pages pass for blocks that have left a window", "random")
@@ -22,16 +23,16 @@ def parked_pages_in_place() -> None:
 
 @mutation(2, "commit publishes windows from before the first computed token", "random")
 def origin_ignored() -> None:
-    true = sharing.SharedBlocks.publish
-    sharing.SharedBlocks.publish = (  # type: ignore[method-assign]
+    true = blocks.SharedBlocks.publish
+    blocks.SharedBlocks.publish = (  # type: ignore[method-assign]
         lambda self, change, slot, keys, first=0: true(self, change, slot, keys)
     )
 
 
 @mutation(2, "alloc_reqid(start=) does not note where computing begins", "random")
 def no_origin() -> None:
-    true = slots.SlotTable.take
-    slots.SlotTable.take = (  # type: ignore[method-assign]
+    true = table.SlotTable.take
+    table.SlotTable.take = (  # type: ignore[method-assign]
         lambda self, change, slot, length, start=None, origin=0: true(self, change, slot, length, start=start)
     )
 
@@ -57,38 +58,38 @@ def checked_too_late() -> None:
 
 @mutation(8, "how to take back what is executed is kept", "random")
 def undo_is_kept() -> None:
-    pool.PagePool._forget_done = lambda self: None  # type: ignore[method-assign]
+    worker.Worker.forget_done = lambda self: None  # type: ignore[method-assign]
 
 
 @mutation(9, "a call that an exception from outside ends is not taken back", "interrupts")
 def no_recovery() -> None:
-    pool.PagePool.recover = lambda self, error: setattr(self, "call", None)  # type: ignore[method-assign]
+    calls.Calls._recover = lambda self, error: setattr(self, "call", None)  # type: ignore[method-assign]
 
 
 @mutation(9, "changes are forgotten instead of reverted", "interrupts")
 def no_revert() -> None:
-    pool.Change.revert = lambda self: self.undo.clear()  # type: ignore[method-assign]
+    journal.Change.revert = lambda self: self.undo.clear()  # type: ignore[method-assign]
 
 
 @mutation(9, "a slot whose number nobody got is not given back", "interrupts")
 def lost_slots() -> None:
-    slots.SlotTable.give_up = lambda self, change, slot: None  # type: ignore[method-assign]
+    table.SlotTable.give_up = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
 @mutation(10, "a cache joins its pool without the lock", "processes")
 def join_without_lock() -> None:
-    source = textwrap.dedent(inspect.getsource(cache.KVCache.__init__))
-    assert "with pool.lock:" in source
-    source = source.replace("with pool.lock:", "if True:")
-    exec("from __future__ import annotations\n" + source, vars(cache))
-    cache.KVCache.__init__ = vars(cache).pop("__init__")  # type: ignore[method-assign]
+    source = textwrap.dedent(inspect.getsource(member.PoolMember._joining))
+    assert "with core.lock:" in source
+    source = source.replace("with core.lock:", "if True:")
+    exec("from __future__ import annotations\n" + source, vars(member))
+    member.PoolMember._joining = vars(member).pop("_joining")  # type: ignore[method-assign]
 
 
 @mutation(10, "free_reqid inside another call frees at once", "processes")
 def free_at_once() -> None:
     def free_reqid(self: cache.KVCache, reqid: int, stream: Any = None) -> None:
-        with self._pool.lock:
-            if self._pool.is_inside():
+        with self._core.lock:
+            if self._core.is_inside():
                 self._end(self._checked_slot(reqid), self._fences.handle(stream))
             else:
                 self._free_now(reqid, stream)
@@ -98,18 +99,18 @@ def free_at_once() -> None:
 
 @mutation(10, "the pool's lock is not re-entrant", "processes")
 def plain_lock() -> None:
-    true = pool.PagePool.__init__
+    true = calls.Calls.__init__
 
-    def init(self: pool.PagePool, *args: Any, **options: Any) -> None:
+    def init(self: calls.Calls, *args: Any, **options: Any) -> None:
         true(self, *args, **options)
         self.lock = threading.Lock()  # type: ignore[assignment]
 
-    pool.PagePool.__init__ = init  # type: ignore[method-assign]
+    calls.Calls.__init__ = init  # type: ignore[method-assign]
 
 
 @mutation(None, "fork does not copy what is behind the shared blocks", "random")
 def no_copy() -> None:
-    rows.Rows.write = lambda self, slot, start, rows: None  # type: ignore[method-assign]
+    rows.TokenRows.write = lambda self, slot, start, rows: None  # type: ignore[method-assign]
 
 
 @mutation(None, "fork does not wait until the pages that it copies to are mapped", "random")
@@ -126,7 +127,7 @@ def no_salt() -> None:
 
 @mutation(None, "a length that goes down into blocks leaves them in place", "random")
 def no_rewind() -> None:
-    slots.SlotTable._rewind = lambda self, change, slot: None  # type: ignore[method-assign]
+    table.SlotTable._rewind = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
 @mutation(None, "a window is a token shorter", "random")

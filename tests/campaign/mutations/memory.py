@@ -8,18 +8,20 @@ import torch
 
 from tests.campaign.mutations import mutation
 from vattn import block_windows
-from vattn.memory import band, block_table, member, pool, prefixes, reclaimer, slots
+from vattn.pool import calls, member, pool
+from vattn.slots import band, prefixes, reclaimer, table
+from vattn.windows import shown
 
 
 def _forget_leaving() -> None:
-    true = slots.SlotTable.refresh
+    true = table.SlotTable.refresh
 
-    def refresh(self: slots.SlotTable, passed: Any) -> None:
+    def refresh(self: table.SlotTable, passed: Any) -> None:
         for slot in [slot for slot in self.leaving if slot in self.length]:
             del self.leaving[slot]
         true(self, passed)
 
-    slots.SlotTable.refresh = refresh  # type: ignore[method-assign]
+    table.SlotTable.refresh = refresh  # type: ignore[method-assign]
 
 
 @mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
@@ -66,7 +68,7 @@ def retracted_blocks_stay() -> None:
     "zero_on_free", "cached blocks that a request does not use stay for a first step that needs no page", "random"
 )
 def unused_blocks_stay() -> None:
-    slots.SlotTable.note_left_over = lambda self, change, slot: None  # type: ignore[method-assign]
+    table.SlotTable.note_left_over = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
 @mutation("forked child", "tensors are handed out in a forked child", "random", "windows")
@@ -76,7 +78,7 @@ def tensors_in_children() -> None:
 
 @mutation("mappings", "an undo that failed is not tried again", "faults", "windows")
 def broken_for_good() -> None:
-    pool.PagePool.is_broken = lambda self: self.mapper.broken  # type: ignore[method-assign]
+    calls.Calls.is_broken = lambda self: self.worker.mapper.broken  # type: ignore[method-assign]
 
 
 @mutation("BlockWindows", "counts are cut to whole numbers of 32 bits", "windows")
@@ -100,42 +102,42 @@ def any_guard() -> None:
 
 @mutation("BlockWindows", "check() rebuilds the indices that it compares with", "windows")
 def check_rebuilds() -> None:
-    def check(self: block_table.BlockTable, native: Any) -> None:
+    def check(self: shown.ShownBlocks, native: Any) -> None:
         true(self, native)
         self.refresh()
 
-    def refresh(self: block_table.BlockTable) -> None:
+    def refresh(self: shown.ShownBlocks) -> None:
         self._idle = self._without_row()
         self.backed_blocks = len(self.homes.occupied())
         self._first, self._last, self._filed = {}, {}, {}
         for window in range(self.windows.slots):
             self._file(window)
 
-    true = block_table.BlockTable.check
-    block_table.BlockTable.check = check  # type: ignore[method-assign]
-    block_table.BlockTable.refresh = refresh  # type: ignore[method-assign]
+    true = shown.ShownBlocks.check
+    shown.ShownBlocks.check = check  # type: ignore[method-assign]
+    shown.ShownBlocks.refresh = refresh  # type: ignore[method-assign]
 
 
 @mutation("BlockWindows", "a close that was interrupted cannot be repeated", "windows")
 def close_once() -> None:
-    block_windows.BlockWindows._forget = lambda self: delattr(self, "_table")  # type: ignore[method-assign]
+    block_windows.BlockWindows._forget = lambda self: delattr(self, "_shown")  # type: ignore[method-assign]
 
 
 @mutation(None, "a window keeps showing a block whose memory is given back", "windows")
 def trimmed_blocks_stay() -> None:
-    def drop(self: block_table.BlockTable, change: Any, blocks: Any, handle: Any) -> None:
+    def drop(self: shown.ShownBlocks, change: Any, blocks: Any, handle: Any) -> None:
         for block in blocks:
             self.homes.shrink(change.transaction, block, self._block_pages)
             self.backed_blocks -= 1
 
-    block_table.BlockTable.drop = drop  # type: ignore[method-assign]
+    shown.ShownBlocks.drop = drop  # type: ignore[method-assign]
 
 
 @mutation(None, "rows are compared with windows by their last block alone", "windows")
 def compared_by_the_end() -> None:
-    true = block_table.BlockTable.common
+    true = shown.ShownBlocks.common
 
-    def common(self: block_table.BlockTable, table: Any, counts: Any, rows: Any, windows: Any) -> list[int]:
+    def common(self: shown.ShownBlocks, table: Any, counts: Any, rows: Any, windows: Any) -> list[int]:
         found = true(self, table, counts, rows, windows)
         for i, (row, window) in enumerate(zip(rows, windows, strict=True)):
             count = int(counts[row])
@@ -143,16 +145,16 @@ def compared_by_the_end() -> None:
                 found[i] = count
         return found
 
-    block_table.BlockTable.common = common  # type: ignore[method-assign]
+    shown.ShownBlocks.common = common  # type: ignore[method-assign]
 
 
 @mutation(None, "what was attached is counted even if it failed", "windows")
 def counted_at_once() -> None:
-    true = block_table.BlockTable.show
+    true = shown.ShownBlocks.show
 
-    def show(self: block_table.BlockTable, change: Any, window: int, keep: int, blocks: Any) -> None:
+    def show(self: shown.ShownBlocks, change: Any, window: int, keep: int, blocks: Any) -> None:
         true(self, change, window, keep, blocks)
         attached = self.attached
-        change.undo.insert(0, lambda: setattr(self, "attached", attached))
+        change.undo.insert(0, (setattr, self, "attached", attached))
 
-    block_table.BlockTable.show = show  # type: ignore[method-assign]
+    shown.ShownBlocks.show = show  # type: ignore[method-assign]

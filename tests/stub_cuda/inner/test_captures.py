@@ -122,12 +122,12 @@ def test_a_capture_that_begins_before_the_worker_waits(stub: Stub) -> None:
     waits = stub.calls("cuCtxSynchronize")
     stub.capture(captured, True)
     with pytest.raises(vattn.StreamCapturing) as caught:
-        pool.execute(lambda change: change.transaction.wait_for(None))
+        pool._core.execute(lambda change: change.transaction.wait_for(None))
     assert isinstance(caught.value.__cause__, vattn.DriverError)
     assert caught.value.__cause__.name == "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
     assert stub.calls("cuCtxSynchronize") == waits
     stub.capture(captured, False)
-    pool.execute(lambda change: change.transaction.wait_for(None))
+    pool._core.execute(lambda change: change.transaction.wait_for(None))
     pool.close()
 
 

@@ -123,7 +123,7 @@ def test_a_pool_takes_cudas_pages_by_itself(stub: Stub) -> None:
     assert pool.page_size == 2**21
     with vattn.KVCache(vattn.KVConfig(**BASE), pool=pool) as cache:
         assert cache.total_pages == 24
-    with pytest.raises(vattn.ConfigError, match="the pool is on cuda:0, the cache on cuda:1"):
+    with pytest.raises(vattn.ConfigError, match="the pool is on cuda:0, not on cuda:1"):
         vattn.KVCache(vattn.KVConfig(**BASE | {"device": "cuda:1"}), pool=pool)
     pool.close()
 
@@ -342,9 +342,9 @@ def test_a_worker_that_cannot_take_the_context(stub: Stub, call: str) -> None:
         stub.fail(call, nth, 201)
     pools.append(vattn.PagePool("48MiB", device="cuda"))
     transaction_fails = False
-    with pools[0].lock:
+    with pools[0]._core.lock:
         try:
-            pools[0].execute(lambda change: change.transaction.wait_for(None))
+            pools[0]._core.execute(lambda change: change.transaction.wait_for(None))
         except vattn.DriverError as error:
             transaction_fails = error.call == call
     stub.heal()

@@ -18,7 +18,7 @@ from waiting import Background, wait_until
 
 import vattn
 from vattn.drivers import cuda
-from vattn.memory.bands import Bands
+from vattn.slots.bands import Bands
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from machines import examples
 from stub import Stub
 from target import EXAMPLES
 
-from tests.vattn.memory.test_state_machine import CacheMachine
+from tests.vattn.slots.test_state_machine import CacheMachine
 
 
 class KernelMachine(CacheMachine):

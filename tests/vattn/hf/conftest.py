@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vattn.hf import shared_pool
+from vattn.pool import shared as shared_pool
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 import vattn
 from vattn import cpu
 from vattn.hf.batch_rows import BatchRows
-from vattn.memory.fences import sync_refusal
+from vattn.pool.fences import sync_refusal
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([20]))
@@ -74,7 +74,7 @@ def test_closing_in_mid_capture_gives_the_memory_back_after_it(
         raise sync_refusal()
 
     with monkeypatch.context() as patch:
-        patch.setattr("vattn.memory.bands.guard_all", refuse)
+        patch.setattr("vattn.slots.bands.guard_all", refuse)
         cache.close()
         with pytest.raises(vattn.CacheClosed):
             cache.get_seq_length()

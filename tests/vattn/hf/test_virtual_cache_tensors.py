@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, MistralConfig
 
 import vattn
-from vattn.hf import shared_pool
+from vattn.pool import shared as shared_pool
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 IDS = torch.tensor(make_prompts([40, 40]))
@@ -468,10 +468,10 @@ def test_a_budget_that_is_given_bounds_all_layers_of_a_cache() -> None:
 def test_a_pool_that_is_broken_is_not_shared_any_more(model: transformers.PreTrainedModel) -> None:
     with vattn.VirtualCache(model, page_size=4096) as cache:
         generated(model, cache)
-        cache._storage._pool._refusal = lambda: vattn.DriverError("broken", call="", code=1, name="")
+        cache._storage._pool._core._refusal = lambda: vattn.DriverError("broken", call="", code=1, name="")
         with vattn.VirtualCache(model, page_size=4096) as other:
             assert generated(model, other) == generated(model, DynamicCache(config=model.config))
-        cache._storage._pool._refusal = None
+        cache._storage._pool._core._refusal = None
 
 
 # Where else

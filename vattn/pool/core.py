@@ -1,0 +1,214 @@
+"""Core: a pool as its members see it: who belongs to it, and how they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from abc import ABC, abstractmethod
+
+from vattn.errors import CacheClosed, VattnError
+from vattn.pool import leftovers
+from vattn.pool.calls import Calls
+from vattn.pool.fences import any_capturing, sync_refusal
+from vattn.pool.journal import Change, Plan
+from vattn.pool.worker import Worker
+
+
+class Tenant(ABC):
+    """What holds pages of a pool, as seen by it. By default it has none to give."""
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that `reclaim` can give."""
+        return 0
+
+    @property
+    def coming_pages(self) -> int:
+        """Pages that one step may have to create."""
+        return 0
+
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+        """Plans to free up to `pages` pages that no request uses, or a few more; returns how many.
+
+        With `wait`, this includes pages that kernels may still read: the worker waits for those kernels first.
+        """
+        return 0
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Recomputes derived state after decisions were reverted."""
+
+
+class Core(Calls):
+    """The pool of `PagePool`, for its members; most methods require its lock to be held.
+
+    Attributes:
+        driver, native, mapper: those of its worker.
+        kept_pages: free pages that stay in memory when a tenant leaves; None: all.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.driver, self.native, self.mapper = worker.driver, worker.native, worker.mapper
+        self.kept_pages: int | None = None
+        self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
+        self._left: list[Plan] = []  # what dropped caches left behind
+        self._unowned = False  # the cache whose own pool this is was dropped
+        leftovers.look_after(self)
+
+    @property
+    def page_size(self) -> int:
+        """Bytes per page."""
+        return self.native.page_size
+
+    @property
+    def total_pages(self) -> int:
+        """The budget, in pages."""
+        return self.native.counts().budget
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        counts = self.native.counts()
+        return counts.absent + counts.free
+
+    @property
+    def usable(self) -> bool:
+        """Whether another tenant may join."""
+        return self._refusal is None and not self.mapper.broken
+
+    # Tenants
+
+    @property
+    def tenants(self) -> int:
+        """How many caches hold pages."""
+        return len(self._tenants)
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that tenants hold but no request uses, and that `reclaim` can give."""
+        return sum(tenant.spare_pages for tenant in self._tenants)
+
+    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+        """Plans to free pages of any tenant that no request uses; returns how many. `wait` as in `Tenant.reclaim`."""
+        reclaimed = 0
+        for tenant in self._tenants:
+            if reclaimed < pages:
+                reclaimed += tenant.reclaim(change, pages - reclaimed, wait=wait)
+        return reclaimed
+
+    def stock(self) -> None:
+        """Has the worker create ahead of need what the tenants' next steps may have to, as far as no free page has the
+        memory already.
+        """
+        self.worker.stock(max(0, sum([tenant.coming_pages for tenant in self._tenants]) - self.native.counts().free))
+
+    def join(self, tenant: Tenant) -> None:
+        """Adds a tenant."""
+        self._tenants.add(tenant)
+
+    def leave(self, tenant: Tenant, give_back: Plan) -> None:
+        """Takes back what a tenant still holds, as planned by `give_back`, and removes it."""
+
+        def plan(change: Change) -> None:
+            change.on_revert(self._tenants.add, tenant)
+            self._tenants.discard(tenant)
+            self._give_up(change, give_back)
+
+        self.execute(plan)
+        self.worker.forget_last()
+
+    def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
+        """`leave` when mappings are unknown: clears the books; address spaces unmap what they have when destroyed. The
+        pool refuses further calls.
+        """
+        self.abandon()
+        self._tenants.discard(tenant)
+        give_back(Change())
+
+    def _give_up(self, change: Change, give_back: Plan) -> None:
+        give_back(change)
+        if self.kept_pages is not None:
+            self.native.release_free(change.transaction, max(0, self.native.counts().free - self.kept_pages))
+
+    def _refresh(self) -> None:
+        for tenant in self._tenants:
+            tenant.refresh()
+
+    # The end
+
+    def close(self) -> None:
+        """Stops the worker and gives all memory back, unless a tenant is left.
+
+        Raises:
+            VattnError, ForkedProcess, StreamCapturing: as `PagePool.close`.
+        """
+        with self.lock:
+            if self.inherited:
+                self.check_usable()
+            if tenants := self.tenants:
+                raise VattnError(f"{tenants} caches still use the pool; close them first")
+            self.take_back()
+            if self._left:
+                raise sync_refusal()
+            self.shut()
+
+    def shut(self) -> None:
+        """`close`, even if a tenant is left; with the lock held, or when nobody else references the pool."""
+        self.worker.stop()
+        self._refusal = self._refusal or functools.partial(CacheClosed, "the pool is closed; make a new one")
+
+    # What dropped caches left behind; without the lock
+
+    def leave_behind(self, give_back: Plan, *, unowned: bool) -> None:
+        """`leave` for a cache that was garbage-collected: at once, or with the next call on any pool if a call is in
+        progress on this one, a stream captures a CUDA graph, or the driver fails. Finalisers call it, so it raises
+        nothing.
+
+        Args:
+            give_back: it must not refer to the pool, which keeps it.
+            unowned: whether nobody uses the pool any more, so that it is to be shut.
+        """
+        self._left.append(give_back)
+        self._unowned |= unowned
+        leftovers.holding[self] = None
+        with contextlib.suppress(VattnError):
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Takes back what dropped caches left behind, unless a call is in progress or a stream captures.
+
+        Raises:
+            DriverError: a driver call failed; what is left stays.
+        """
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._refusal is None and not self.is_inside():
+                if (self._unowned or not self._tenants) and self.is_broken():
+                    self.abandon()
+                else:
+                    self.atomically(self.worker.forget_last)
+        finally:
+            if self._refusal is not None:  # address spaces unmap what they have when destroyed
+                self._left.clear()
+            leftovers.holding.pop(self, None)
+            if self._left:
+                leftovers.holding[self] = None
+            elif self._unowned and not self.is_inside():
+                self.shut()
+            self.lock.release()
+
+    def unstock(self) -> int:
+        """Gives back what was created ahead of need; returns how many pages that was."""
+        return self.mapper.unstock() if self._refusal is None else 0
+
+    def _take_leftovers(self) -> None:
+        while self._left:
+            self.execute(lambda change: self._give_up(change, self._left[0]))
+            self.commit()
+            del self._left[0]
+
+    def _has_leftovers(self) -> bool:
+        return bool(self._left) and not any_capturing(self.driver)

@@ -1,0 +1,118 @@
+"""PagePool: the physical pages of one device, shared by one or more caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from vattn import drivers
+from vattn.errors import ConfigError
+from vattn.groups import check_choice, check_int
+from vattn.pool import leftovers
+from vattn.pool.core import Core
+from vattn.pool.worker import Worker
+from vattn.units import format_bytes, parse_bytes
+
+_MOST_PAGES = 2**32  # the native module's page indices have 32 bits
+
+
+class PagePool:
+    """Physical pages under a budget, which several caches may share.
+
+    Every change is a transaction: decided in the books on the calling thread, and executed in order by one worker.
+
+    Args:
+        budget: the most physical memory that may exist, in bytes or as text ("4GiB").
+        device: the device of the memory.
+        page_size: bytes per page; "auto" is 64 KiB on the host, and the size of CUDA's own pages (2 MiB) on CUDA.
+        guard: what a stray read past the mapped pages sees on the host: "zero" or "strict" (a fault).
+        zero_on_free: whether the worker zeroes a page that nobody holds any more before it can be mapped again.
+        handle_type: how CUDA can export the pages to other processes (docs/cuda.md says how, and what to heed):
+            "posix_fd", file descriptors, within one machine; "fabric", across the machines of an NVLink fabric.
+        peers: further CUDA devices whose kernels can read and write the pages, by ordinal.
+        table: addresses of driver calls by CUDA's names, replacing the driver's own.
+
+    Attributes:
+        device: the device of the memory.
+        guard: as in the arguments.
+
+    Raises:
+        ConfigError: an argument is not possible, the budget is below one page, no driver has that page size or
+            device, or the device has no such handles or peers.
+        DriverError: CUDA cannot use the device, or has no memory for a page.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        device: str | torch.device = "cpu",
+        page_size: int | Literal["auto"] = "auto",
+        guard: drivers.Guard = "zero",
+        zero_on_free: bool = False,
+        handle_type: drivers.HandleType = "none",
+        peers: Sequence[int] = (),
+        table: dict[str, int] | None = None,
+    ) -> None:
+        leftovers.take_back()
+        check_choice("guard", guard, ("zero", "strict"))
+        check_choice("handle_type", handle_type, ("none", "posix_fd", "fabric"))
+        check_choice("zero_on_free", zero_on_free, (True, False))
+        source = drivers.find(device)
+        if isinstance(page_size, str) and page_size == "auto":
+            page_size = source.default_page_size
+        page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
+        driver = source.open(page_size, guard=guard, handle_type=handle_type, peers=peers, table=table)
+        size = parse_bytes(budget, "budget")
+        if size < page_size:
+            raise ConfigError(f"budget={budget!r} is below one page of {format_bytes(page_size)}")
+        if size // page_size >= _MOST_PAGES:
+            raise ConfigError(
+                f"budget={budget!r} is {size // page_size} pages of {format_bytes(page_size)}; a pool has fewer than "
+                f"{_MOST_PAGES}: give less, or larger pages"
+            )
+        self.device = source.torch_device
+        self.guard = guard
+        self._core = Core(Worker(driver, page_size, size // page_size, zero_on_free=zero_on_free))
+
+    @property
+    def page_size(self) -> int:
+        """Bytes per page."""
+        return self._core.page_size
+
+    @property
+    def zero_on_free(self) -> bool:
+        """Whether pages are zeroed before they can be mapped again."""
+        return self._core.native.zero_on_free
+
+    @property
+    def budget(self) -> int:
+        """The most physical memory that may exist, in bytes: whole pages."""
+        return self._core.total_pages * self._core.page_size
+
+    @property
+    def total_pages(self) -> int:
+        """The budget, in pages."""
+        return self._core.total_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._core.free_pages
+
+    @property
+    def caches(self) -> int:
+        """How many caches and `BlockWindows` use the pool."""
+        return self._core.tenants
+
+    def close(self) -> None:
+        """Stops the worker and gives all memory back. Caches on the pool must be closed first.
+
+        Raises:
+            VattnError: a cache still uses the pool.
+            ForkedProcess: this is a child of the process that made the pool.
+            StreamCapturing: a dropped cache left pages behind, and a stream is capturing a CUDA graph.
+        """
+        self._core.close()

@@ -1,0 +1,141 @@
+"""Worker: hands transactions to the thread that executes them, takes back those that failed, and names the errors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+from vattn import _native
+from vattn.drivers import MemoryDriver
+from vattn.drivers.failure import failure
+from vattn.errors import DriverError, MappingLimit, OutOfPages, VattnError
+from vattn.pool.fences import sync_refusal
+from vattn.pool.journal import Change, Undo, revert
+from vattn.units import format_bytes
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_CAPTURE_UNSUPPORTED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+
+
+class Worker:
+    """The worker of one pool; used under the pool's lock. It executes transactions in order and decides nothing.
+
+    Attributes:
+        driver: the driver calls, and the device.
+        native: the books of the pages.
+        mapper: the thread, and its log.
+        failures: transactions that failed in a driver call.
+    """
+
+    def __init__(self, driver: MemoryDriver, page_size: int, pages: int, *, zero_on_free: bool) -> None:
+        self.driver = driver
+        self.native = _native.PagePool(page_size, pages, zero_on_free)
+        self.mapper = _native.Mapper(driver.native, self.native)
+        self.failures = 0
+        # For transactions that may still fail, by ticket: how to revert them in the Python books.
+        self._undo: dict[int, list[Undo]] = {}
+        self._wanted = 0
+        self._finalizer = weakref.finalize(self, _stop, self.mapper, self.native)
+        self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
+
+    def submit(self, change: Change) -> None:
+        """Hands over what a change has decided, which is final with that unless the transaction fails."""
+        self._undo[self.mapper.last + 1] = change.undo
+        self.mapper.submit(change.transaction)
+
+    def revert(self, failures: Sequence[_native.Transaction]) -> None:
+        """Reverts transactions that failed or were cancelled. If interrupted, it can be called again."""
+        for transaction in reversed(failures):
+            revert(transaction, self._undo.get(transaction.ticket, []))
+
+    def resume(self, failures: Sequence[_native.Transaction]) -> None:
+        """Goes on after all failures were reverted."""
+        self.failures += sum(t.status == _native.Status.FAILED for t in failures)
+        self.mapper.resume()
+        self._undo.clear()
+
+    def forget_done(self) -> None:
+        """Drops the undo functions of executed transactions, which may keep objects alive."""
+        if self._undo and self.mapper.passed(self.mapper.last) and not self.mapper.failed:
+            self._undo.clear()
+
+    def forget_last(self) -> None:
+        """Submits an empty transaction, so that the thread drops the last one, which holds the address space of a cache
+        that has left.
+        """
+        self.mapper.submit(_native.Transaction())
+
+    def stock(self, wanted: int) -> None:
+        """Has the thread create so many pages ahead of need."""
+        if wanted or self._wanted:
+            self.mapper.stock(wanted)
+            self._wanted = wanted
+
+    def stop(self) -> None:
+        """Ends the thread and gives the memory of free pages back. Idempotent."""
+        self._finalizer()
+
+    def detach(self) -> None:
+        """Leaves the thread to another process, of which this one is a fork."""
+        self._finalizer.detach()
+
+    # Errors
+
+    def unknown(self, failed: _native.Transaction) -> Callable[[], DriverError]:
+        """Makes the error for calls while mappings are unknown, because undoing `failed` failed as well."""
+        limit = self.driver.device.mapping_limit()
+        lacking = "" if limit is None else f" (mappings, say, of which vm.max_map_count allows the process {limit})"
+        again = f"every call tries to undo it again, and can once what is lacking is there{lacking}; or "
+        return functools.partial(
+            DriverError,
+            "a driver call failed, and so did undoing what went before it: the mappings are unknown; "
+            f"{'' if self.mapper.ruined else again}close the cache and make a new one",
+            call=failed.failed_call,
+            code=failed.failed_code,
+            name=self.driver.native.result_name(failed.failed_code),
+        )
+
+    def error(self, transaction: _native.Transaction) -> VattnError:
+        """The error for a transaction of which a driver call failed."""
+        call, code = transaction.failed_call, transaction.failed_code
+        name = self.driver.native.result_name(code)
+        cause = failure(call, code, name)
+        if (call, code) == ("cuCtxSynchronize", _CAPTURE_UNSUPPORTED):
+            refusal = sync_refusal()
+            refusal.__cause__ = cause
+            return refusal
+        if code != _OUT_OF_MEMORY:
+            return cause
+        error: OutOfPages
+        page_size, limit = self.native.page_size, self.driver.device.mapping_limit()
+        if call == "cuMemCreate" or limit is None:
+            free = self.driver.device.describe_memory()
+            error = OutOfPages(
+                f"the machine has no memory for another page on {self.driver.device.torch_device}, although the budget "
+                f"of {self.native.counts().budget} pages does; {free}; lower memory_budget, or free memory elsewhere",
+                missing_pages=1,
+                missing_bytes=page_size,
+            )
+        else:
+            error = MappingLimit(
+                f"the kernel's table of mappings is full: vm.max_map_count is {limit}, and pages of "
+                f"{format_bytes(page_size)} that are not neighbours need one each; use a larger page_size or a "
+                "finer layout ('sliced', 'fused'), or raise it: sysctl vm.max_map_count=262144",
+                missing_pages=1,
+                missing_bytes=page_size,
+            )
+        error.__cause__ = cause
+        return error
+
+
+def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
+    """Gives the memory of free pages back and stops the worker."""
+    if mapper.failed:
+        for failure in reversed(mapper.failures()):
+            failure.revert()
+        mapper.resume()
+    transaction = _native.Transaction()
+    if native.release_free(transaction, native.counts().free):
+        mapper.submit(transaction)
+    mapper.stop()

@@ -1,0 +1,399 @@
+"""The books of token blocks that slots share, per band: which slots have a block mapped, which requests use it, and
+whether it is cached.
+
+The mapped range of a slot begins with blocks, in order; the pages after them are private. Only the pages of blocks can
+be mapped in several slots, or be kept without being mapped. Blocks before a window have left the slot:
+
+    [ left | blocks used by the request | blocks left over | private pages )
+    0      start * T                    end * T            (start + len(blocks)) * T
+
+Left-over blocks remain from an earlier request in the slot, or from before the length decreased. They must leave the
+slot before its request writes there; until then they are available to a request with the same prefix.
+
+Every block is in one state, by which its pages are counted:
+    used     running requests use it: its reference count is positive;
+    cached   no request uses it, but it is in the index, so it can be found and evicted;
+    parked   neither, but a slot has it mapped: its memory can be reclaimed.
+
+The primary state here is which blocks a slot has, how many of them its request uses, and which blocks are in the index.
+Users, slots, states and counts are derived from that, by `refresh`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vattn import _native
+from vattn.errors import TokenMismatch
+from vattn.layout import Band
+from vattn.pool.journal import Change
+from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
+
+
+class State(Enum):
+    USED = "used"
+    CACHED = "cached"
+    PARKED = "parked"
+    GONE = "gone"
+
+
+@dataclass(eq=False, kw_only=True)
+class PageBlock(Block):
+    """A block in memory.
+
+    Attributes:
+        pages: its pages, per kind of tensor.
+        slots: the slots that have it mapped.
+        state: the state by which its pages are counted.
+        retracted: whether its contents are wrong, so that it must not be published again.
+    """
+
+    pages: tuple[_native.Pages, ...]
+    retracted: bool = False
+    slots: set[int] = field(default_factory=set)
+    state: State = State.GONE
+
+
+@dataclass
+class SlotBlocks:
+    """The blocks of one slot.
+
+    Attributes:
+        blocks: the blocks it has mapped, before all private pages.
+        start: the depth of the first block.
+    """
+
+    blocks: list[PageBlock] = field(default_factory=list)
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The depth at which the last block ends; 0 without any."""
+        return self.start + len(self.blocks) if self.blocks else 0
+
+    def before(self, depth: int) -> list[PageBlock]:
+        """The blocks before this depth."""
+        return self.blocks[: max(0, depth - self.start)]
+
+
+class SharedBlocks:
+    """The blocks of one band; used under its pool's lock.
+
+    Args:
+        band: the geometry; blocks fill whole pages, so no two blocks share a page.
+        slots: number of slots.
+        used_tokens: per slot, the token at which the blocks that its request uses end; only for slots that use any. All
+            bands of a cache share this mapping, and none of them changes it.
+
+    Attributes:
+        columns: columns per block, by kind.
+        block_pages: pages per block.
+        index: the published blocks.
+    """
+
+    def __init__(
+        self,
+        band: Band,
+        slots: int,
+        pool: _native.PagePool,
+        spaces: Sequence[_native.AddressSpace],
+        used_tokens: Mapping[int, int],
+    ) -> None:
+        self.columns = tuple(kind.columns(band.block_tokens) for kind in band.kinds)
+        self.block_pages = band.pages(band.block_tokens)
+        self.index: PrefixIndex[PageBlock] = PrefixIndex()
+        self._slots = [SlotBlocks() for _ in range(slots)]
+        self._pool = pool
+        self._spaces = spaces
+        self._block_tokens = band.block_tokens
+        self._used_tokens = used_tokens
+        self._blocks = dict.fromkeys(State, 0)
+        self._listed = 0  # blocks that are not gone
+        self._uses = 0  # sum of the blocks' users
+        self._several = 0  # blocks with several users
+
+    def __getitem__(self, slot: int) -> SlotBlocks:
+        return self._slots[slot]
+
+    def used(self, slot: int) -> list[PageBlock]:
+        """The blocks that the slot's request uses, without those that have left its window."""
+        return self._slots[slot].before(self._end(slot))
+
+    def pages(self, state: State) -> int:
+        """Pages of the blocks in this state, each counted once."""
+        return self.block_pages * self._blocks[state]
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of all blocks, each counted once."""
+        return self.block_pages * self._listed
+
+    @property
+    def saved_pages(self) -> int:
+        """Additional pages that running requests would hold if they shared nothing."""
+        return self.block_pages * (self._uses - self._blocks[State.USED])
+
+    def shared_pages(self) -> int:
+        """Pages that several running requests use, each counted once."""
+        return self.block_pages * self._several
+
+    def common(self, slot: int, blocks: Sequence[PageBlock]) -> int:
+        """How many of these blocks, from the first on, are in place in the slot; equal keys mean equal values."""
+        mine = self._slots[slot]
+        if not blocks or mine.start > blocks[0].depth:
+            return 0
+        count = 0
+        for own, wanted in zip(mine.blocks[blocks[0].depth - mine.start :], blocks, strict=False):
+            if own is not wanted and (own.key is None or own.key != wanted.key):
+                break
+            count += 1
+        return count
+
+    def cached_prefix(self, slot: int) -> int:
+        """How many blocks of the slot, from its first on, are in the index or in use."""
+        blocks = self._slots[slot].blocks
+        return next((i for i, block in enumerate(blocks) if not block.published and not block.users), len(blocks))
+
+    def published_prefix(self, slot: int) -> int:
+        """How many blocks of the slot, from its first on, are in the index."""
+        blocks = self._slots[slot].blocks
+        return next((i for i, block in enumerate(blocks) if not block.published), len(blocks))
+
+    # Changes
+
+    def end_moved(self, slot: int, before: int) -> None:
+        """Updates users after the depth up to which the slot's request uses blocks changed from `before`. If that is
+        reverted, `refresh` recomputes them.
+        """
+        mine = self._slots[slot]
+        old, new = len(mine.before(before)), len(self.used(slot))
+        self._acquire(mine.blocks[old:new])
+        self._release(mine.blocks[new:old])
+
+    def attach(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
+        """Plans to map one or more blocks read-only after those of the slot, which must have no private pages."""
+        for kind, space in enumerate(self._spaces):
+            space.attach(change.transaction, slot, [block.pages[kind] for block in blocks])
+        self._add(change, slot, blocks)
+
+    def detach(self, change: Change, slot: int, count: int) -> None:
+        """Notes that all blocks but the first `count`, none of them used by the slot's request, leave the slot."""
+        mine = self._slots[slot]
+        removed = mine.blocks[count:]
+        assert count >= len(self.used(slot)), "removed a block that is in use"
+        if not removed:
+            return
+        change.splice(mine.blocks, count)
+        for block in removed:
+            block.slots.discard(slot)
+            self._recount(block)
+
+    def retire(self, change: Change, slot: int, count: int) -> None:
+        """Notes that the first `count` blocks, which the slot's request no longer uses, leave the slot."""
+        mine = self._slots[slot]
+        removed = mine.blocks[:count]
+        if not removed:
+            return
+        used = self.used(slot)[:count]
+        change.on_revert(self._bring_back, slot, removed)
+        mine.blocks[:count], mine.start = (), mine.start + len(removed)
+        self._release(used)
+        for block in removed:
+            block.slots.discard(slot)
+            self._recount(block)
+
+    def adopt(self, change: Change, slot: int, end: int) -> None:
+        """Turns private pages of the slot into blocks, up to depth `end`."""
+        mine = self._slots[slot]
+        start = mine.stop or self._spaces[0].first(slot) // self.columns[0]
+        if start < end:
+            self._add(change, slot, [self._private_block(slot, depth) for depth in range(start, end)])
+
+    def check_keys(self, slot: int, keys: Sequence[Key]) -> None:
+        """Raises TokenMismatch if a block of the slot, shared with other slots, already has a different key."""
+        for block, key in zip(self._slots[slot].blocks, keys[self._slots[slot].start :], strict=False):
+            if block.key not in (None, key):
+                raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
+
+    def publish(self, change: Change, slot: int, keys: Sequence[Key], first: int = 0) -> list[PageBlock]:
+        """Publishes those of the used blocks, from depth `first` on, for which there are keys; `keys` start at depth 0.
+
+        Returns:
+            The newly published blocks, without those whose keys were in the index before.
+        """
+        mine = self._slots[slot]
+        published: list[PageBlock] = []
+        for block, key in zip(self.used(slot), keys[mine.start :], strict=False):
+            if block.published or block.retracted or block.depth < first:
+                continue
+            if block.key is None:
+                change.set(block, "key", key)
+            if self.index.get(key) is not None:
+                continue
+            change.on_revert(self.index.take_out, block)
+            self.index.publish(block, key)
+            published.append(block)
+            for pages in block.pages:
+                self._pool.hold(change.transaction, pages)
+        return published
+
+    def retract(self, change: Change, block: PageBlock) -> None:
+        """Removes a block with wrong contents, which may be in use, from the index for good."""
+        change.on_revert(self.index.put_back, block)
+        self.index.withdraw(block)
+        change.set(block, "key", None)
+        change.set(block, "retracted", True)
+        self._recount(block)
+        self._let_go(change, block)
+
+    def evict(self, change: Change, block: PageBlock) -> None:
+        """Plans to evict a cached block that no slot has mapped, which frees its pages."""
+        assert not block.slots, "evicted a block that is mapped"
+        change.on_revert(self._restore, block)
+        self.index.remove(block)
+        self._recount(block)
+        self._let_go(change, block)
+
+    def forget(self, change: Change) -> None:
+        """Plans to give up every page that only the index holds; counts are invalid afterwards."""
+        for block in list(self.index):
+            change.on_revert(self._restore, block)
+            self.index.take_out(block)
+            self._let_go(change, block)
+
+    def refresh(self) -> None:
+        """Recomputes users, slots, states and counts."""
+        blocks = {block for slot in self._slots for block in slot.blocks} | set(self.index)
+        for block in blocks:
+            block.users, block.slots = 0, set()
+        for number, slot in enumerate(self._slots):
+            for block in slot.blocks:
+                block.slots.add(number)
+            for block in self.used(number):
+                block.users += 1
+        self._blocks = dict.fromkeys(State, 0)
+        self._listed = len(blocks)
+        self._uses = self._several = 0
+        for block in blocks:
+            self._uses += block.users
+            block.state = self._state(block)
+            self._blocks[block.state] += 1
+            self._several += block.users > 1
+        self.index.refresh()
+
+    def held(self) -> Iterator[_native.Pages]:
+        """The pages that the index holds."""
+        return (pages for block in self.index for pages in block.pages)
+
+    def check(self) -> None:
+        """Asserts that users, slots, states and the index agree."""
+        self.index.check()
+        listed = {block for slot in self._slots for block in slot.blocks}
+        users = dict.fromkeys(listed, 0)
+        for number, slot in enumerate(self._slots):
+            for depth, block in enumerate(slot.blocks, slot.start):
+                assert number in block.slots, "a block does not know a slot that has it"
+                assert block.depth == depth, "a block is out of its place"
+            for block in self.used(number):
+                users[block] += 1
+            for space, columns in zip(self._spaces, self.columns, strict=True):
+                if space.columns(number) > space.first(number):
+                    assert space.first(number) % columns == 0, "a slot begins within a block"
+                    first = slot.stop or space.first(number) // columns
+                    assert first >= self._end(number), (
+                        "pages are mapped in place of blocks that the slot's request uses"
+                    )
+                if slot.blocks:
+                    assert space.first(number) == slot.start * columns, "a slot does not begin with its first block"
+                    assert space.columns(number) >= slot.stop * columns, "a block is not mapped"
+        everything = listed | set(self.index)
+        counted = dict.fromkeys(State, 0)
+        for block in everything:
+            assert block.users == users.get(block, 0), "a block's users are miscounted"
+            assert all(block in self._slots[slot].blocks for slot in block.slots), "a slot lacks a block"
+            assert block.state == self._state(block), "a block is in another state"
+            counted[block.state] += 1
+        assert self._several == sum(count > 1 for count in users.values()), "shared blocks are miscounted"
+        assert self._uses == sum(users.values()), "uses of blocks are miscounted"
+        del counted[State.GONE]
+        assert self._listed == sum(counted.values()), "blocks are miscounted"
+        assert counted == {state: self._blocks[state] for state in counted}, "blocks are miscounted"
+
+    def _end(self, slot: int) -> int:
+        """The depth up to which the slot's request uses blocks."""
+        return self._used_tokens.get(slot, 0) // self._block_tokens
+
+    def _private_block(self, slot: int, depth: int) -> PageBlock:
+        pages = tuple(
+            space.pages(slot, depth * columns, (depth + 1) * columns)
+            for space, columns in zip(self._spaces, self.columns, strict=True)
+        )
+        return PageBlock(depth=depth, pages=pages)
+
+    def _let_go(self, change: Change, block: PageBlock) -> None:
+        for pages in block.pages:
+            self._pool.let_go(change.transaction, pages)
+
+    def _restore(self, block: PageBlock) -> None:
+        """Undoes `evict`: puts a block back into the index, under an unfindable key if its own is taken by then."""
+        if not block.published and not self.index.put_back(block):
+            block.key = os.urandom(KEY_BYTES)
+            self.index.put_back(block)
+
+    def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
+        """Undoes `retire`; `used_tokens` tells whether the request that used the blocks still runs."""
+        mine = self._slots[slot]
+        if mine.blocks[:1] == blocks[:1]:
+            return
+        stop = blocks[-1].depth + 1
+        # Pages between, private at the time and back now, have to be blocks if blocks were added after them since.
+        between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
+        mine.blocks[:0], mine.start = [*blocks, *between], blocks[0].depth
+
+    def _add(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
+        mine = self._slots[slot]
+        assert mine.stop in (0, blocks[0].depth), "blocks with a gap between them"
+        if not mine.blocks:
+            change.set(mine, "start", blocks[0].depth)
+        change.splice(mine.blocks, len(mine.blocks), blocks)
+        for block in blocks:
+            block.slots.add(slot)
+        end = self._end(slot)
+        self._acquire(block for block in blocks if block.depth < end)
+        for block in blocks:
+            self._recount(block)
+
+    def _acquire(self, blocks: Iterable[PageBlock]) -> None:
+        for block in (found := list(blocks)):
+            self.index.acquire((block,))
+            self._uses += 1
+            self._several += block.users == 2
+        for block in found:
+            self._recount(block)
+
+    def _release(self, blocks: Sequence[PageBlock]) -> None:
+        if blocks:
+            self.index.release(blocks)
+        self._uses -= len(blocks)
+        for block in blocks:
+            self._several -= block.users == 1
+            self._recount(block)
+
+    def _recount(self, block: PageBlock) -> None:
+        state = self._state(block)
+        if state is not block.state:
+            self._blocks[block.state] -= 1
+            self._blocks[state] += 1
+            self._listed += (block.state is State.GONE) - (state is State.GONE)
+            block.state = state
+
+    @staticmethod
+    def _state(block: PageBlock) -> State:
+        if block.users:
+            return State.USED
+        if block.published:
+            return State.CACHED
+        return State.PARKED if block.slots else State.GONE

@@ -1,0 +1,217 @@
+"""Prefixes: which slot a request gets and what it finds there; what requests publish and how often it is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from vattn.errors import NoFreeSlot
+from vattn.pool.fences import refusal
+from vattn.pool.journal import Change
+from vattn.prefix import Key, block_keys, check_extension, root_key
+from vattn.slots.backer import Backer
+from vattn.slots.bands import Prefix
+from vattn.slots.parts import Decisions, Parts
+from vattn.slots.table import Known
+
+# How many idle slots per criterion are compared in detail.
+_CANDIDATES = 4
+
+
+class Prefixes(Decisions):
+    """Gives slots to requests.
+
+    Attributes:
+        query_tokens: total tokens of all admitted prompts.
+        hit_tokens: how many of those were found in the cache.
+    """
+
+    def __init__(self, parts: Parts, backer: Backer) -> None:
+        super().__init__(parts)
+        self._backer = backer
+        self.query_tokens = 0
+        self.hit_tokens = 0
+        # For `look_ahead`: the prefix that requests were last admitted with while others used it, how many since the
+        # last step, and the ticket under which it was last mapped. Guesses, so no failure takes them back.
+        self._demanded: list[Key] = []
+        self._demand = 0
+        self._ahead = 0
+
+    # Plans: each takes and returns a slot
+
+    def empty(self, change: Change, num_tokens: int | None, start: int) -> int:
+        """Takes a slot for a request that needs `num_tokens` tokens, the first `start` of which are copied in."""
+        slot = self._choose(self._bands.prefix(()), num_tokens)
+        self._slots.take(change, slot, 0, start=start, origin=start if self._bands.windowed else 0)
+        self._slots.note_left_over(change, slot)
+        return slot
+
+    def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
+        """Takes a slot with the longest cached prefix of a prompt that leaves at least one token to compute."""
+        bands = self._bands
+        keys = self.find(token_ids, salt)
+        prefix = bands.prefix(keys)
+        slot = self._choose(prefix, len(token_ids))
+        if self._fences.is_open(slot):
+            del keys[bands.in_place(slot, prefix) :]
+            prefix = bands.prefix(keys)
+        if keys and any(block.users for block in bands.lasting_blocks(prefix)[-1:]):
+            self._demand = self._demand + 1 if keys == self._demanded else 1
+            self._demanded = keys
+        cached = prefix.count * bands.block_tokens
+        self._slots.take(change, slot, cached)
+        self._put(change, slot, prefix)
+        bands.use(change, slot, prefix.count)
+        self._slots.note_left_over(change, slot)
+        self._slots.know(change, slot, Known(token_ids[:cached], keys, admitted=prefix.count, salt=salt))
+        return slot
+
+    def fork(self, change: Change, source: int, handle: int | None) -> tuple[int, list[int]]:
+        """Takes a slot with the blocks of the request in slot `source`, and with pages for the rest of its tokens.
+
+        Returns:
+            The slot, and per band the first token that has to be copied.
+        """
+        slots, bands = self._slots, self._bands
+        length, start, known = slots.length[source], slots.start[source], slots.known[source]
+        count = length // bands.block_tokens
+        bands.adopt(change, source, count)
+        prefix = bands.prefix_of(source, count, start)
+        slot = self._choose(prefix, length)
+        if self._fences.is_open(slot):
+            raise refusal("fork was called")
+        slots.take(change, slot, length, start=start, origin=slots.origin.get(source, 0))
+        self._put(change, slot, prefix)
+        self._backer.keep_only(change, slot, count, handle)
+        bands.use(change, slot, count)
+        slots.know(change, slot, replace(known, admitted=len(known.keys), published=(), rewound=False))
+        self._backer.grow(change, {slot: slots.backed(length)}, now=True, handle=handle)
+        return slot, bands.first_copied(prefix, start)
+
+    # Ahead of requests
+
+    def look_ahead(self) -> None:
+        """Maps a prefix that running requests share in idle slots, as many as requests took it since the last step:
+        more of them are likely to come with it. Slots with blocks, which others may find there, are left as they are.
+        """
+        count, self._demand = self._demand, 0
+        if not count or not self._config.overlap:
+            return
+        slots, bands = self._slots, self._bands
+        prefix = bands.prefix(bands.find(self._demanded))
+        blocks = bands.lasting_blocks(prefix)
+        if not blocks:
+            return
+        count -= len(slots.idle.ending_with(blocks[-1].key, count))
+        taken = [
+            slot
+            for slot in slots.idle.fitting(0, count)
+            if not slots.idle[slot].blocks and slot not in slots.leaving and self._fences.passed(slot)
+        ]
+
+        def plan(change: Change) -> None:
+            for slot in taken:
+                self._put(change, slot, prefix)
+
+        if ticket := self._backer.in_background(plan):
+            self._ahead = ticket
+            slots.remapping(taken, ticket)
+
+    def await_ahead(self) -> None:
+        """Waits for what `look_ahead` maps: blocks that a request uses cannot be taken back from it."""
+        if self._ahead:
+            self._backer.await_transaction(self._ahead)
+            self._ahead = 0
+
+    # What is published
+
+    def find(self, token_ids: Sequence[int], salt: bytes) -> list[Key]:
+        """The keys of a prompt's longest cached prefix in whole blocks that leaves at least one token to compute.
+
+        In a band with a window, only the last blocks of the prefix, which queries after it see, have to be cached.
+        """
+        before_last = token_ids[: len(token_ids) - 1]
+        return self._bands.find(block_keys(root_key(salt), before_last, self._bands.block_tokens))
+
+    def publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
+        """Publishes the whole blocks of `token_ids`, the tokens of the slot's request up to some point.
+
+        Raises:
+            TokenMismatch: the request cannot hold these tokens.
+        """
+        bands, known = self._bands, self._slots.known[slot]
+        check_extension(known.tokens, token_ids, self._slots.length[slot])
+        count = len(token_ids) // bands.block_tokens
+        if count == len(known.keys):
+            return
+        parent = known.keys[-1] if known.keys else root_key(known.salt)
+        keys = known.keys + list(block_keys(parent, token_ids[len(known.tokens) :], bands.block_tokens))
+        bands.check_keys(slot, keys)
+        bands.adopt(change, slot, count)
+        # In bands with windows, tokens before the origin may never have been copied in.
+        origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
+        published = known.published + bands.publish(change, slot, keys, origin)
+        tokens = token_ids[: count * bands.block_tokens]
+        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
+
+    def retract(self, change: Change, slot: int) -> None:
+        """Removes from the index the blocks that the slot's request was the first to commit, for good."""
+        known = self._slots.known[slot]
+        for shared, block in known.published:
+            if block.published:
+                shared.retract(change, block)
+                if self._config.zero_on_free:  # what idle slots have of it is cached no more
+                    for each in filter(self._slots.idle.__contains__, block.slots):
+                        self._slots.vacate(change, each)
+        tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
+        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
+
+    def count(self, query_tokens: int, hit_tokens: int) -> None:
+        """Counts an admitted request."""
+        self.query_tokens += query_tokens
+        self.hit_tokens += hit_tokens
+
+    # Choosing a slot
+
+    def _choose(self, prefix: Prefix, num_tokens: int | None) -> int:
+        """The idle slot that offers most of a prefix, with the fewest blocks to map and the fewest to lose."""
+        if not self._slots.idle:
+            raise NoFreeSlot(
+                f"all {self._slots.count} slots are taken; free one with free_reqid, or raise max_batch_size"
+            )
+        want = num_tokens if num_tokens is not None else self._config.max_context_len
+
+        def rank(slot: int) -> tuple[int, int, int, bool, bool, int]:
+            usable = self._bands.in_place(slot, prefix) if self._fences.is_open(slot) else prefix.count
+            missing, lost = self._bands.compare(slot, prefix, usable)
+            waits = bool(lost or missing) and not self._fences.passed(slot)
+            extent = self._bands.lasting_extent(slot)
+            # Blocks that another request could find in place here are worth as much as blocks to be mapped.
+            return (-usable, missing + lost, lost, waits, extent < want, extent if extent >= want else -extent)
+
+        candidates = dict.fromkeys(self._candidates(prefix, want))
+        return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
+
+    def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:
+        """A few idle slots, nearly always including the best one for a prefix and a number of tokens."""
+        idle, blocks = self._slots.idle, self._bands.lasting_blocks(prefix)
+        for block in reversed(blocks):
+            if slots := idle.ending_with(block.key, _CANDIDATES):
+                yield from slots
+                if block is blocks[-1] and not all(map(self._fences.is_open, slots)):
+                    return
+                break
+        if blocks:
+            holders = itertools.islice(blocks[-1].slots, 4 * _CANDIDATES)
+            yield from itertools.islice(filter(idle.__contains__, holders), _CANDIDATES)
+        for slot in idle.fitting(tokens, _CANDIDATES):
+            yield slot
+            if self._fences.passed(slot):
+                break
+        # An open slot can only be used with its mappings unchanged.
+        yield from itertools.islice(filter(idle.__contains__, self._fences.open_slots), _CANDIDATES)
+
+    def _put(self, change: Change, slot: int, prefix: Prefix) -> None:
+        """Plans that the slot starts with a cached prefix."""
+        self._bands.put(change, slot, prefix, lambda: self._fences.guard(change, slot))
