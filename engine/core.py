@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 # Which part of the books a call changes, or which part of a step is under way.
 _QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
 _WAKE_TAGS = ("weights", "kv_cache", "scheduling")
+# Set, an engine checks itself whenever it has become idle.
+_CHECK_VARIABLE = "VATTN_CHECK"
 
 
 class EngineCore:
@@ -83,6 +86,7 @@ class EngineCore:
         self._names = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
         self._closed = False
+        self._checks = os.environ.get(_CHECK_VARIABLE, "") not in ("", "0")
         self._phase = ""  # which part of a step is under way
         self._torn = ""  # which change of the books is under way, or was interrupted
         self._changed: list[Request] = []  # requests with news for the next outputs
@@ -253,6 +257,7 @@ class EngineCore:
             for request in group.unfinished():
                 self.scheduler.finish(request, FinishReason.ABORT)
         self._count(group)
+        self._check_if_idle()
         return group.output()
 
     @exclusive
@@ -297,6 +302,7 @@ class EngineCore:
         finally:
             self._phase = ""
         self._collect()
+        self._check_if_idle()
         outputs, self._outputs = self._outputs, []  # with no call after it
         return outputs
 
@@ -345,10 +351,18 @@ class EngineCore:
         self.figures.preemptions += len(self.scheduler.running)
         self.scheduler.preempt_all()
 
+    def _check_if_idle(self) -> None:
+        """In a debug run: `check`, once no request is left. A violation is an AssertionError of the call."""
+        if self._checks and not self._groups:
+            self.check()
+
     def check(self) -> None:
-        """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
+        """Assert that the books of cache and queues are right and agree. For tests and idle moments."""
         self.kv.check()
         self.scheduler.check()
+        if not self.scheduler.running:
+            lost = self.kv.stats().used_bytes
+            assert not lost, f"no request runs, but {lost} bytes of the cache are in use"
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 

@@ -288,6 +288,44 @@ def test_the_death_of_the_engine_is_told_to_everybody(caplog: pytest.LogCaptureF
     assert "the engine died" in caplog.text
 
 
+def test_an_engine_that_lost_memory_dies_of_it_once_it_is_idle(
+    kv: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose(llm: LLM) -> None:
+        slot = llm.kv.allocate(40)
+        llm.kv.prepare({slot: 40})
+        if kv == "dynamic":  # which takes no memory before something is written
+            monkeypatch.setattr(llm.kv, "_granted", llm.kv.total())
+
+    async def test() -> None:
+        llm = make_llm(kv)
+        engine = AsyncEngine(llm)
+        assert len(await collect(engine, [2, 3], GREEDY)) == 8
+        lose(llm)
+        with pytest.raises(EngineStopped, match="died of AssertionError") as raised:
+            await collect(engine, [2, 3], GREEDY)
+        assert isinstance(raised.value.__cause__, AssertionError)
+        await engine.shutdown()
+
+    run(test())
+    assert "the engine died" in caplog.text
+
+
+def test_an_engine_checks_itself_only_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, checks in (("1", 2), ("0", 0), ("", 0), (None, 0)):
+        if value is None:
+            monkeypatch.delenv("VATTN_CHECK")
+        else:
+            monkeypatch.setenv("VATTN_CHECK", value)
+        with make_llm() as llm:
+            calls: list[None] = []
+            monkeypatch.setattr(llm.core, "check", lambda calls=calls: calls.append(None))
+            llm.generate([[2, 3], [4]], GREEDY, use_tqdm=False)
+            llm.add_request("a", [2], GREEDY)
+            llm.abort("a")
+            assert len(calls) == checks
+
+
 @pytest.mark.parametrize(("timeout", "reason"), [(None, "length"), (0, "abort"), (0.05, "abort")])
 def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
