@@ -27,18 +27,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.absent import absent
-from vattn.engine.checks import checked_whole, number
-from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM, refuse_lora
-from vattn.engine.metrics import Metric
-from vattn.engine.requests.intake import as_params
-from vattn.engine.requests.outputs import RequestGroup, RequestOutput, merged
-from vattn.engine.requests.prompts import Prompt
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
+
+from .absent import absent
+from .checks import checked_whole, number
+from .exclusive import EngineClosed
+from .llm import LLM, refuse_lora
+from .metrics import Metric
+from .requests.intake import as_params
+from .requests.outputs import RequestGroup, RequestOutput, merged
+from .requests.prompts import Prompt
+from .requests.request import InvalidRequest
+from .requests.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 

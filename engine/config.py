@@ -15,21 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from vattn.config import budget_bytes
-from vattn.engine.checks import checked_choice, checked_whole, number, whole
-from vattn.engine.kv.make import BACKENDS, find_backend
-from vattn.engine.scheduling.drafts import SpeculativeConfig
-from vattn.engine.scheduling.scheduler import SCHEDULING, Policy, check_limits
-from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
 from vattn.units import parse_bytes
 
+from .checks import checked_choice, checked_whole, number, whole
+from .kv.make import BACKENDS, find_backend
+from .scheduling.drafts import SpeculativeConfig
+from .scheduling.scheduler import SCHEDULING, Policy, check_limits
+from .scheduling.swap import PreemptionMode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vattn.attention import Attention
-    from vattn.engine.scheduling.record import StepRecord
+
+    from .scheduling.record import StepRecord
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _BUDGET = "4GiB"

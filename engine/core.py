@@ -13,35 +13,36 @@ from dataclasses import replace
 
 import torch
 
-from vattn.engine.beam_search import take_beams
-from vattn.engine.checks import checked_choice, whole
-from vattn.engine.config import EngineConfig
-from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.kv.make import make_backend
-from vattn.engine.kv.spec import KVSpec
-from vattn.engine.loading import LoadedModel
-from vattn.engine.metrics import Figures, Metric, collect
-from vattn.engine.model.rows import Forward, Row
-from vattn.engine.model.runner import ModelRunner
-from vattn.engine.model.sampler import Sampler
-from vattn.engine.model.threads import Threads
-from vattn.engine.requests.grammar import exclude
-from vattn.engine.requests.intake import Intake
-from vattn.engine.requests.logprobs import Logprob, token_logprobs
-from vattn.engine.requests.outputs import RequestGroup, RequestOutput
-from vattn.engine.requests.prompts import Prompt, PromptReader
-from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.requests.text import TokenText
-from vattn.engine.scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
-from vattn.engine.scheduling.record import StepRecord
-from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
-from vattn.engine.scheduling.static import StaticScheduler
-from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, OutOfPages, VattnError
 from vattn.integers import shown
 from vattn.units import parse_bytes
+
+from .beam_search import take_beams
+from .checks import checked_choice, whole
+from .config import EngineConfig
+from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
+from .kv.base import KVBackend
+from .kv.make import make_backend
+from .kv.spec import KVSpec
+from .loading import LoadedModel
+from .metrics import Figures, Metric, counted, held
+from .model.rows import Forward, Row
+from .model.runner import ModelRunner
+from .model.sampler import Sampler
+from .model.threads import Threads
+from .requests.grammar import exclude
+from .requests.intake import Intake
+from .requests.logprobs import Logprob, token_logprobs
+from .requests.outputs import RequestGroup, RequestOutput
+from .requests.prompts import Prompt, PromptReader
+from .requests.request import FinishReason, InvalidRequest, Request, State
+from .requests.sampling import RequestOutputKind, SamplingParams
+from .requests.text import TokenText
+from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
+from .scheduling.record import StepRecord
+from .scheduling.scheduler import Entry, Plan, Scheduler
+from .scheduling.static import StaticScheduler
+from .scheduling.swap import SwapSpace
 
 logger = logging.getLogger(__name__)
 
@@ -437,7 +438,11 @@ class EngineCore:
     def metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         self._check_open()
-        return collect(self)
+        return [*held(self.scheduler, self.kv, asleep=self.asleep), *self.counted()]
+
+    def counted(self) -> list[Metric]:
+        """What it has counted so far; for any thread, at any time."""
+        return counted(self.figures, self.scheduler, self.speculation)
 
     def check_awake(self, name: str) -> None:
         """Raise EngineAsleep while the engine sleeps."""

@@ -20,28 +20,29 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vattn.attention import Attention
-from vattn.engine.absent import absent
-from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams
-from vattn.engine.config import EngineConfig
-from vattn.engine.core import EngineCore
-from vattn.engine.exclusive import exclusive
-from vattn.engine.metrics import Metric
-from vattn.engine.model.threads import Phase
-from vattn.engine.progress import Progress, UseTqdm
-from vattn.engine.requests.chat import Conversation, as_conversations
-from vattn.engine.requests.intake import as_params
-from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.prompts import Prompt, as_prompts
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.scheduling.record import StepRecord
-from vattn.engine.scheduling.scheduler import Policy
-from vattn.engine.scheduling.static import StaticScheduler
-from vattn.engine.scheduling.swap import PreemptionMode
-from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
+
+from .absent import absent
+from .beam_search import BeamSearchOutput, BeamSearchParams, make_beams
+from .config import EngineConfig
+from .core import EngineCore
+from .exclusive import exclusive
+from .metrics import Metric
+from .model.threads import Phase
+from .progress import Progress, UseTqdm
+from .requests.chat import Conversation, as_conversations
+from .requests.intake import as_params
+from .requests.outputs import RequestOutput
+from .requests.prompts import Prompt, as_prompts
+from .requests.request import InvalidRequest
+from .requests.sampling import RequestOutputKind, SamplingParams
+from .scheduling.record import StepRecord
+from .scheduling.scheduler import Policy
+from .scheduling.static import StaticScheduler
+from .scheduling.swap import PreemptionMode
+from .shipped_model import shipped_model
 
 
 class LLM:

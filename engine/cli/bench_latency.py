@@ -7,14 +7,15 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.cli.engine_flags import add_engine_flags, chosen_model, engine_options
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.load import add_offline_flags, write_json
 from vattn.errors import ConfigError
 
+from ..checks import checked_whole
+from .engine_flags import add_engine_flags, chosen_model, engine_options
+from .flags import Help
+from .load import add_offline_flags, write_json
+
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 # With it, all batches but the first would find their prompts in the cache.
 _CHANGED = {"enable_prefix_caching": False}
@@ -44,8 +45,8 @@ def _run(args: argparse.Namespace) -> int:
     import numpy as np
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from vattn.engine.llm import LLM
-    from vattn.engine.requests.sampling import SamplingParams
+    from ..llm import LLM
+    from ..requests.sampling import SamplingParams
 
     params = SamplingParams(
         n=args.n, ignore_eos=True, max_tokens=args.output_len, detokenize=not args.disable_detokenize

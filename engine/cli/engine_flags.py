@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from vattn.engine.cli.flags import add_fields, flag_name, flagged, given
-from vattn.engine.config import EngineConfig, Flag
-from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.layout import LayoutName
 from vattn.units import parse_bytes
+
+from ..config import EngineConfig, Flag
+from ..shipped_model import shipped_model
+from .flags import add_fields, flag_name, flagged, given
 
 
 def add_model(parser: argparse.ArgumentParser, help: str = "path or hub id") -> None:

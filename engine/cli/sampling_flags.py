@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vattn.engine.config import Flag
+from ..config import Flag
 
 _SAMPLING = {
     "max_tokens": Flag(help="maximum number of output tokens", parse=int),

@@ -13,10 +13,11 @@ from typing import ClassVar, Protocol, Self, TypeVar
 from torch import Tensor
 
 from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
 from vattn.prefix import Admission
 from vattn.quantised import KVCacheDtype
+
+from .spec import KVSpec
 
 StoredAs = type[Contiguous] | type[Blocks] | None
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from vattn.attention import PackedBatch
 from vattn.config import budget_bytes
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import PlainStore
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
 from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
 from vattn.units import format_bytes
+
+from ..checks import checked_whole
+from .base import PlainStore
+from .slots import SlotBook
+from .spec import KVSpec
 
 _OPTIONS = ("num_blocks", "windows")
 

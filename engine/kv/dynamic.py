@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from vattn.attention import PackedBatch
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import OutOfPages
+
+from ..checks import checked_whole
+from .base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
+from .slots import SlotBook
+from .spec import KVSpec
 
 
 @dataclass

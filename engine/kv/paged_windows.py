@@ -14,11 +14,12 @@ from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
 from vattn.block_windows import BlockWindows
-from vattn.engine.kv.base import KVStats, StoredAs, register
-from vattn.engine.kv.blocks import BlockKV, PoolBlock
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
+
+from .base import KVStats, StoredAs, register
+from .blocks import BlockKV, PoolBlock
+from .contiguous import ContiguousKV
+from .spec import KVSpec
 
 
 @register

@@ -14,13 +14,14 @@ import torch
 
 from vattn import drivers
 from vattn.config import default_kv_order
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import KVStats, NoPrefixCache, register
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
+
+from ..checks import checked_whole
+from .base import KVStats, NoPrefixCache, register
+from .contiguous import ContiguousKV
+from .slots import SlotBook
+from .spec import KVSpec
 
 
 @register

@@ -7,10 +7,11 @@ from typing import ClassVar, Self
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig
-from vattn.engine.kv.base import KVStats, register
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.spec import KVSpec
 from vattn.prefix import Admission
+
+from .base import KVStats, register
+from .contiguous import ContiguousKV
+from .spec import KVSpec
 
 
 @register

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from jinja2 import TemplateError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.checks import check_encodable, checked_choice
-from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
+
+from ..checks import check_encodable, checked_choice
+from .request import InvalidRequest
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]

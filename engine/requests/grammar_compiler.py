@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.requests.grammar import Grammar, GrammarError
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import VattnError
 from vattn.integers import shown
+
+from .grammar import Grammar, GrammarError
+from .request import InvalidRequest
+from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

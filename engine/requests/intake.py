@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from vattn.engine.checks import LARGEST, whole
-from vattn.engine.requests.grammar_compiler import GrammarCompiler
-from vattn.engine.requests.outputs import RequestGroup
-from vattn.engine.requests.prompts import Prompt, PromptReader
-from vattn.engine.requests.request import InvalidRequest, Request
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.requests.structured import StructuredOutputs
-from vattn.engine.requests.text import TokenText
 from vattn.integers import shown
+
+from ..checks import LARGEST, whole
+from .grammar_compiler import GrammarCompiler
+from .outputs import RequestGroup
+from .prompts import Prompt, PromptReader
+from .request import InvalidRequest, Request
+from .sampling import RequestOutputKind, SamplingParams
+from .structured import StructuredOutputs
+from .text import TokenText
 
 
 class Intake:

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.checks import check_encodable, whole
-from vattn.engine.requests.chat import Conversation, render
-from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
+
+from ..checks import check_encodable, whole
+from .chat import Conversation, render
+from .request import InvalidRequest
 
 # Token ids may be an array of numpy's or a tensor, of one dimension.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

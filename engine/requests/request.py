@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vattn.engine.requests.detokenizer import Detokenizer
-from vattn.engine.requests.grammar import Grammar
-from vattn.engine.requests.logprobs import Logprob
-from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import VattnError
+
+from .detokenizer import Detokenizer
+from .grammar import Grammar
+from .logprobs import Logprob
+from .sampling import SamplingParams
 
 
 class InvalidRequest(VattnError, ValueError):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
-from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from ..checks import LARGEST, check_encodable, checked_whole, number, whole
+from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor

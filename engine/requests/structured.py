@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vattn.engine.checks import check_encodable
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from ..checks import check_encodable
 
 _TAG_KEYS = {"type", "triggers", "structures"}
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.requests.request import Request
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from ..checks import checked_whole
+from ..requests.request import Request
 
 # Each length up to it costs a dictionary with an entry per token.
 MOST_LOOKED_UP = 64

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from vattn.engine.checks import checked_choice, checked_whole
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
-from vattn.engine.scheduling.drafts import NgramProposer
-from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
+
+from ..checks import checked_choice, checked_whole
+from ..kv.base import KVBackend
+from ..requests.request import FinishReason, InvalidRequest, Request, State
+from .drafts import NgramProposer
+from .swap import SwapSpace
 
 # An admission leaves room for this many more tokens of every running request; with less it would soon be preempted.
 HEADROOM_TOKENS = 64

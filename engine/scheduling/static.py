@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
+from ..kv.base import KVBackend
+from ..requests.request import Request, State
+from .scheduler import Entry, Plan, Scheduler
 
 
 class StaticScheduler(Scheduler):

@@ -10,19 +10,20 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import vattn
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.llm import LLM
-from vattn.engine.server import admin, chat, completions, dashboard, tokens
-from vattn.engine.server.arrivals import Arrivals
-from vattn.engine.server.bodies import body_schemas
-from vattn.engine.server.errors import add_handlers
-from vattn.engine.server.gate import Gate
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.metrics import Metrics
-from vattn.engine.server.protocol import ErrorResponse
-from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings
-from vattn.engine.server.state import StateReader
+
+from ..async_engine import AsyncEngine
+from ..llm import LLM
+from . import admin, chat, completions, dashboard, tokens
+from .arrivals import Arrivals
+from .bodies import body_schemas
+from .errors import add_handlers
+from .gate import Gate
+from .limits import Limits
+from .metrics import Metrics
+from .protocol import ErrorResponse
+from .service import Service
+from .settings import ServerSettings
+from .state import StateReader
 
 _ERRORS = {
     400: "a value that is not possible or not supported, or a context that is too long",

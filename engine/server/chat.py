@@ -7,18 +7,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
-from vattn.engine.requests.sampling import SamplingParams
-from vattn.engine.server.answers import answered, ending, head, stream, usage_of, weight
-from vattn.engine.server.bodies import described
-from vattn.engine.server.errors import bad
-from vattn.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from vattn.engine.server.params import sampling_params
-from vattn.engine.server.prompts import Prompt
-from vattn.engine.server.protocol import ChatRequest, ChatResponse
-from vattn.engine.server.service import Service
-from vattn.engine.server.streams import EventStream
-from vattn.engine.server.workers import Check
+from ..requests.outputs import CompletionOutput, RequestOutput
+from ..requests.sampling import SamplingParams
+from .answers import answered, ending, head, stream, usage_of, weight
+from .bodies import described
+from .errors import bad
+from .logprobs import chat_logprobs, prompt_logprobs
+from .params import sampling_params
+from .prompts import Prompt
+from .protocol import ChatRequest, ChatResponse
+from .service import Service
+from .streams import EventStream
+from .workers import Check
 
 
 def router(service: Service) -> APIRouter:

@@ -15,12 +15,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from vattn.engine.async_engine import EngineStopped, QueueFull
-from vattn.engine.requests.grammar import CannotGoOn
-from vattn.engine.requests.grammar_compiler import GrammarsUnavailable
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError, VattnError
+
+from ..async_engine import EngineStopped, QueueFull
+from ..requests.grammar import CannotGoOn
+from ..requests.grammar_compiler import GrammarsUnavailable
+from ..requests.request import InvalidRequest
+from ..requests.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

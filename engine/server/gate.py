@@ -12,8 +12,8 @@ import uuid
 from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vattn.engine.server.errors import ApiError, error_response
-from vattn.engine.server.settings import ServerSettings
+from .errors import ApiError, error_response
+from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.metrics import Counter, Histogram, Vector, counted
-from vattn.engine.metrics import Metric as Figure
+from ..async_engine import AsyncEngine
+from ..metrics import Counter, Histogram, Vector
+from ..metrics import Metric as Figure
 
 _HELP = {
     "vllm:prompt_tokens": "Tokens of prompts that were computed.",
@@ -77,7 +77,7 @@ class Metrics(Collector):
 
     def _of_engine(self) -> Iterator[Metric]:
         """One family for the metrics of each name."""
-        for name, same in groupby(counted(self._engine.llm.core), key=lambda metric: metric.name):
+        for name, same in groupby(self._engine.llm.core.counted(), key=lambda metric: metric.name):
             metrics = list(same)
             yield self._family(name, _HELP[name], metrics)
             if name in _OLDER:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.server.errors import bad
-from vattn.engine.server.protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
+from ..requests.sampling import RequestOutputKind, SamplingParams
+from .errors import bad
+from .protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
 
 # Fields with the name and meaning that they have in SamplingParams.
 _SAME = (

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vattn.engine.checks import check_encodable
-from vattn.engine.llm import LLM
-from vattn.engine.requests.chat import render
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.server.errors import bad
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.protocol import CompletionRequest, Message, Sampling, Templated
-from vattn.engine.server.workers import Check
+from ..checks import check_encodable
+from ..llm import LLM
+from ..requests.chat import render
+from ..requests.request import InvalidRequest
+from .errors import bad
+from .limits import Limits
+from .protocol import CompletionRequest, Message, Sampling, Templated
+from .workers import Check
 
 # Characters that are tokenized at a time to find out whether a text is too long. A character takes the tokenizer up to
 # 800 bytes, as four tokens.

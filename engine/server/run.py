@@ -16,14 +16,15 @@ from typing import Any
 
 import uvicorn
 
-from vattn.engine.config import EngineConfig
-from vattn.engine.llm import LLM
-from vattn.engine.server import logs
-from vattn.engine.server.app import make_app, make_service
-from vattn.engine.server.connections import limited_to
-from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings, check_key
 from vattn.errors import ConfigError
+
+from ..config import EngineConfig
+from ..llm import LLM
+from . import logs
+from .app import make_app, make_service
+from .connections import limited_to
+from .service import Service
+from .settings import ServerSettings, check_key
 
 logger = logging.getLogger(__name__)
 

@@ -9,19 +9,19 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import Request as HttpRequest
 
-from vattn.engine.async_engine import AsyncEngine, QueueFull, Stream
-from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.server.bodies import Bodies
-from vattn.engine.server.errors import ApiError, api_error, bad
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.metrics import Metrics
-from vattn.engine.server.prompts import Prompt, Prompts
-from vattn.engine.server.protocol import MOST_COMPLETIONS, Sampling
-from vattn.engine.server.settings import ServerSettings
-from vattn.engine.server.state import StateReader
-from vattn.engine.server.streams import end, until_gone
+from ..async_engine import AsyncEngine, QueueFull, Stream
+from ..requests.outputs import RequestOutput
+from ..requests.request import InvalidRequest
+from ..requests.sampling import RequestOutputKind, SamplingParams
+from .bodies import Bodies
+from .errors import ApiError, api_error, bad
+from .limits import Limits
+from .metrics import Metrics
+from .prompts import Prompt, Prompts
+from .protocol import MOST_COMPLETIONS, Sampling
+from .settings import ServerSettings
+from .state import StateReader
+from .streams import end, until_gone
 
 logger = logging.getLogger(__name__)
 

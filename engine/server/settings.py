@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vattn.engine.checks import checked_choice, checked_whole, number
-from vattn.engine.config import Flag
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import parse_bytes
+
+from ..checks import checked_choice, checked_whole, number
+from ..config import Flag
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s\[\]\"',]+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?|null")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")

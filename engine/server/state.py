@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.core import EngineCore
-from vattn.engine.kv.blocks import BlockKV
-from vattn.engine.kv.paged_windows import PagedWindowsKV
-from vattn.engine.kv.virtual import VirtualKV
-from vattn.engine.requests.request import Request
-from vattn.engine.server.metrics import Metrics
 from vattn.errors import VattnError
+
+from ..async_engine import AsyncEngine
+from ..core import EngineCore
+from ..kv.blocks import BlockKV
+from ..kv.paged_windows import PagedWindowsKV
+from ..kv.virtual import VirtualKV
+from ..requests.request import Request
+from .metrics import Metrics
 
 _MOST_REQUESTS = 256  # those that run come first
 _MOST_BLOCKS = 16_384  # numbers of blocks in one state

@@ -26,7 +26,6 @@ from vattn.engine import (
     SamplingParams,
     async_engine,
 )
-from vattn.engine.metrics import counted
 from vattn.errors import ConfigError, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -517,7 +516,7 @@ def test_every_request_is_counted_once() -> None:
             await collect(engine, [2, 3, 4], GREEDY, request_id="fallen")
         ends = {
             metric.labels["finished_reason"]: metric.value
-            for metric in counted(llm.core)
+            for metric in llm.core.counted()
             if isinstance(metric, Counter) and metric.name == "vllm:request_success"
         }
         assert ends == {"abort": 1, "length": 1, "stop": 0, "error": 1}

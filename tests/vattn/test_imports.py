@@ -44,6 +44,18 @@ def test_no_room_imports_itself_by_way_of_others(graph):
     assert draw_imports.find_cycle(draw_imports.rooms(graph)) is None
 
 
+def test_the_modules_of_the_engine_name_each_others_types_one_way():
+    graph = draw_imports.import_graph(types=True)
+    inside = {name for name in graph if name.startswith("vattn.engine.")}
+    assert draw_imports.find_cycle({name: graph[name] & inside for name in inside}) is None
+
+
+def test_relative_imports_are_seen(graph):
+    assert {"vattn.engine.kv.base", "vattn.engine.kv.spec"} <= graph["vattn.engine.kv.paged"]
+    assert "vattn.engine.scheduling.scheduler" in graph["vattn.engine.core"]
+    assert "vattn.engine.metrics" in graph["vattn.engine.server.metrics"], "of the folder above"
+
+
 def test_a_cycle_is_found():
     cycle = draw_imports.find_cycle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}})
     assert cycle == ["b", "d", "b"]
