@@ -431,7 +431,9 @@ class AsyncEngine:
         if self._stopping:
             raise EngineStopped("the engine is shutting down and takes no requests")
         if taken := [name for name in names if name in self._streams]:
-            raise InvalidRequest(f"a request {taken[0]!r} is unfinished; choose another name, or abort it first")
+            raise InvalidRequest(
+                f"a request {taken[0]!r} is unfinished; choose another name, or abort it first", param="request_id"
+            )
         if self.max_num_queued_reqs is None:
             return
         running = self._core.scheduler.max_num_seqs

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import torch
 
-from vattn.errors import ConfigError, OutOfPages, VattnError
+from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
 from vattn.units import parse_bytes
 
 from .beam_search import take_beams
-from .checks import checked_choice, whole
+from .checks import checked_choice, whole, wrong
 from .config import EngineConfig
 from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
 from .kv.base import KVBackend
@@ -229,9 +229,9 @@ class EngineCore:
         self._check_usable("add_request")
         if group.request_id in self._groups:
             raise InvalidRequest(
-                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first"
+                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first",
+                param="request_id",
             )
-        self.scheduler.check_fits(group.requests[0])
         with self._mending(_QUEUES):
             for request in group.requests:
                 self.scheduler.add(request)
@@ -313,9 +313,10 @@ class EngineCore:
         self._check_usable("sleep")
         asked = whole(level)
         if asked != 1:
-            raise ConfigError(
-                f"level is {shown(level)}; the only one is 1, which gives the memory of the KV cache back: for the "
-                "memory of the weights, too, close this LLM and make it again later"
+            raise wrong(
+                "level",
+                f"is {shown(level)}; the only one is 1, which gives the memory of the KV cache back: for the "
+                "memory of the weights, too, close this LLM and make it again later",
             )
         freed = self.kv.trim()  # first, since a backend may refuse
         with self._mending(_QUEUES):
@@ -331,9 +332,9 @@ class EngineCore:
         self._check_usable("wake_up")
         if tags is not None:
             if isinstance(tags, str) or not isinstance(tags, Collection):
-                raise ConfigError(f"tags is {shown(tags)}; give a list of {', '.join(_WAKE_TAGS)}, or None for all")
+                raise wrong("tags", f"is {shown(tags)}; give a list of {', '.join(_WAKE_TAGS)}, or None for all")
             for tag in tags:
-                checked_choice("a tag to wake up", tag, _WAKE_TAGS)
+                checked_choice("tags", tag, _WAKE_TAGS)
         if tags is None or "kv_cache" in tags:
             self.asleep = False
         return not self.asleep

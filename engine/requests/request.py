@@ -27,7 +27,19 @@ from .sampling import SamplingParams
 
 
 class InvalidRequest(VattnError, ValueError):
-    """A request that can never run; it was not accepted, and nothing changed."""
+    """A request that can never run; it was not accepted, and nothing changed.
+
+    Attributes:
+        param: the name of the argument or field, where it is one that is wrong.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """A prompt that leaves no room for an output within `max_model_len`."""
 
 
 class IllegalTransition(VattnError, RuntimeError):

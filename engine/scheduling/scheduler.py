@@ -183,12 +183,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequest: it could never fit; see `check_fits`.
-        """
-        self.check_fits(request)
+        """Queue a request that `check_fits` accepts."""
         request.arrival_number = next(self._numbers)
         self._enqueue(request)
 

@@ -11,13 +11,15 @@ from fastapi import Request as HttpRequest
 
 from ..async_engine import AsyncEngine, QueueFull, Stream
 from ..requests.outputs import RequestOutput
+from ..requests.prompts import TokenizedPrompt
 from ..requests.request import InvalidRequest
 from ..requests.sampling import RequestOutputKind, SamplingParams
 from .bodies import Bodies
 from .errors import ApiError, api_error, bad
 from .limits import Limits
 from .metrics import Metrics
-from .prompts import Prompt, Prompts
+from .params import as_asked
+from .prompts import Prompts
 from .protocol import MOST_COMPLETIONS, Sampling
 from .settings import ServerSettings
 from .state import StateReader
@@ -85,11 +87,11 @@ class Service:
         if prompts * params.n > limit:
             raise bad(f"{prompts} prompts with n={params.n} never fit: at most {limit} choices at a time", "n")
 
-    def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def check_logprobs(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> None:
         """Raise an ApiError, 400, for more log probabilities than an answer can report."""
         count = 0
         for prompt in prompts:
-            length = len(prompt["prompt_token_ids"])
+            length = len(prompt.token_ids)
             if params.prompt_logprobs is not None:
                 count += length * (1 + params.prompt_logprobs)
             # A stream keeps none that it has written.
@@ -106,7 +108,7 @@ class Service:
             )
 
     async def start(
-        self, request: HttpRequest, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling
+        self, request: HttpRequest, prompts: Sequence[TokenizedPrompt], params: SamplingParams, body: Sampling
     ) -> Run:
         """Queue these prompts: all of them or none, under names that begin with the id of the HTTP request.
 
@@ -120,20 +122,15 @@ class Service:
         request_id = request.scope["request_id"]
         if self.settings.log_prompts:
             for prompt in prompts:
-                logger.info("prompt", extra={"fields": {"prompt": prompt.get("prompt") or prompt["prompt_token_ids"]}})
-        salt = {"cache_salt": body.cache_salt} if body.cache_salt else {}
+                logger.info("prompt", extra={"fields": {"prompt": prompt.text or prompt.token_ids}})
         try:
-            salted = [{**prompt, **salt} for prompt in prompts]
-            adding = self.engine.add_all(salted, params, prefix=request_id, priority=body.priority or 0)
+            adding = self.engine.add_all(prompts, params, prefix=request_id, priority=body.priority or 0)
             return Run(self.engine, await until_gone(request, adding), request_id)
         except QueueFull:
             self.metrics.refused += 1
             raise
         except InvalidRequest as error:
-            name, _, rest = str(error).partition(" ")
-            if name == "structured_outputs" and not body.structured_outputs:  # the engine's word for it
-                raise bad(f"response_format {rest}", "response_format") from error
-            raise
+            raise as_asked(error, body) from error
 
 
 class Run:

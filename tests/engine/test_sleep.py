@@ -91,8 +91,8 @@ def test_waking_up_in_parts() -> None:
             assert llm.is_sleeping()
         tags: Any
         for tags, message in (
-            (["kv-cache"], "a tag to wake up='kv-cache' is not one of weights, kv_cache, scheduling"),
-            (["kv_cache", 5], "a tag to wake up=5 is not one of"),
+            (["kv-cache"], "tags='kv-cache' is not one of weights, kv_cache, scheduling"),
+            (["kv_cache", 5], "tags=5 is not one of"),
             ("kv_cache", "tags is 'kv_cache'; give a list of weights"),
             (5, "tags is 5; give a list"),
         ):

@@ -124,7 +124,7 @@ def any_draft() -> None:
 def one_stream() -> None:
     from vattn.engine.requests.intake import Intake
 
-    _replaced(Intake, "make_group", "seed=seed + index", "seed=seed")
+    _replaced(Intake, "make_groups", "seed=seed + index", "seed=seed")
 
 
 @mutation(None, "a fork does not copy the block that is not whole", "engine")

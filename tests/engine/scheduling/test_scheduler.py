@@ -231,9 +231,10 @@ def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
 def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:
     scheduler = make_scheduler(blocks=10)
     with pytest.raises(InvalidRequest, match=r"41 tokens, which takes 11 .* there are 10"):
-        scheduler.add(make("big", 37))
-    assert not scheduler.has_unfinished()
-    scheduler.add(make("fits", 36))
+        scheduler.check_fits(make("big", 37))
+    fits = make("fits", 36)
+    scheduler.check_fits(fits)
+    scheduler.add(fits)
     while scheduler.has_unfinished():
         run(scheduler, scheduler.schedule())
 
@@ -282,9 +283,10 @@ def test_random_loads_always_end(seed: int) -> None:
         request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
         request.priority = rng.randint(-2, 2)
         try:
-            scheduler.add(request)
+            scheduler.check_fits(request)
         except InvalidRequest:
             continue
+        scheduler.add(request)
         requests.append(request)
     aborted = set()
     for _ in range(5000):

@@ -123,9 +123,10 @@ def test_random_loads_always_end(seed: int) -> None:
     for i in range(rng.randint(1, 12)):
         request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
         try:
-            scheduler.add(request)
+            scheduler.check_fits(request)
         except InvalidRequest:
             continue
+        scheduler.add(request)
         requests.append(request)
     for _ in range(5000):
         if not scheduler.has_unfinished():

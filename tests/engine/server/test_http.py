@@ -16,6 +16,9 @@ from servers import MODEL, metric
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from vattn.engine.requests.prompts import PromptReader
+from vattn.engine.scheduling.scheduler import Scheduler
+
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
 
@@ -45,6 +48,34 @@ def test_keys() -> None:
             for key in ("one", "two"):
                 answer = await http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert answer.status_code == 200
+
+    run(test())
+
+
+def test_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for kind, name in ((PromptReader, "check_token_ids"), (Scheduler, "check_fits")):
+        true = getattr(kind, name)
+
+        def counted(*args: Any, true: Callable[..., Any] = true, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return true(*args, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    async def test() -> None:
+        async with client() as (http, _):
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            for path, body in (
+                ("completions", PROMPT),
+                ("completions", {"prompt": [5, 6]}),
+                ("chat/completions", chat),
+            ):
+                answer = await http.post(f"/v1/{path}", json={**body, "max_tokens": 2, "cache_salt": "s"})
+                assert answer.status_code == 200
+                # Of the prompt, and three lists of `SamplingParams`.
+                assert sorted(calls) == ["check_fits"] + ["check_token_ids"] * 4
+                calls.clear()
 
     run(test())
 
