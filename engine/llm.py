@@ -33,7 +33,7 @@ from .metrics import Metric
 from .model.threads import Phase
 from .progress import Progress, UseTqdm
 from .requests.chat import Conversation, as_conversations
-from .requests.intake import as_params
+from .requests.intake import as_params, refuse_lora
 from .requests.outputs import RequestOutput
 from .requests.prompts import Prompt, as_prompts
 from .requests.request import InvalidRequest
@@ -103,6 +103,8 @@ class LLM:
 
     Attributes:
         core: the loop underneath.
+        model, tokenizer: what is served; the tokenizer may be None.
+        prompts: reads prompts, and makes them of conversations.
         token_bytes: bytes of one token in the cache, in all layers.
         speculation: statistics of drafts so far.
 
@@ -152,8 +154,6 @@ class LLM:
             options["model"] = shipped_model()
         self.core = core = EngineCore(EngineConfig(**options))
         self.model, self.tokenizer, self.prompts = core.loaded.model, core.loaded.tokenizer, core.intake.prompts
-        self.kv, self.scheduler, self.runner = core.kv, core.scheduler, core.runner
-        self.max_model_len, self.vocab_size = core.loaded.max_model_len, core.loaded.vocab_size
         self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
 
@@ -342,7 +342,7 @@ class LLM:
         refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
-        if isinstance(self.scheduler, StaticScheduler):
+        if isinstance(self.core.scheduler, StaticScheduler):
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
         for prompt in as_prompts(prompts):
@@ -351,8 +351,8 @@ class LLM:
                     self.core.new_id(),
                     self.prompts.read(prompt),
                     params,
-                    kv=self.kv,
-                    max_num_seqs=self.scheduler.max_num_seqs,
+                    kv=self.core.kv,
+                    max_num_seqs=self.core.scheduler.max_num_seqs,
                     max_model_len=self.core.intake.max_model_len,
                     eos_token_ids=self.core.intake.eos_token_ids,
                 )
@@ -360,7 +360,7 @@ class LLM:
         queue = list(reversed(groups))
         try:
             while queue or self.core.has_unfinished():
-                while queue and (self.core.num_groups + 1) * params.beam_width <= self.scheduler.max_num_seqs:
+                while queue and (self.core.num_groups + 1) * params.beam_width <= self.core.scheduler.max_num_seqs:
                     self.core.add_group(queue.pop())
                 self.core.step()
         except BaseException as error:
@@ -462,9 +462,7 @@ class LLM:
         Raises:
             ConfigError: there is none.
         """
-        if self.tokenizer is None:
-            raise ConfigError("this LLM has no tokenizer; pass tokenizer=...")
-        return self.tokenizer
+        return self.core.loaded.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests without any; see `generation_config`."""
@@ -545,12 +543,3 @@ class LLM:
         `on_step`, it takes effect when the call that makes the steps ends, which it then does at once.
         """
         self.core.close()
-
-
-def refuse_lora(lora_request: object) -> None:
-    """Raise an InvalidRequest for an adapter."""
-    if lora_request is not None:
-        raise InvalidRequest(
-            "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
-            "load the result"
-        )

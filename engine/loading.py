@@ -89,6 +89,12 @@ class LoadedModel:
             if not self._is_ours:
                 self._undo.append(restore)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; a ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("this LLM has no tokenizer; pass tokenizer=...")
+        return self.tokenizer
+
     def close(self) -> None:
         """Leave a model that was given as an object as it was. Idempotent."""
         _undo_all(self._undo)

@@ -53,13 +53,13 @@ def _run(args: argparse.Namespace) -> int:
     )
     model = chosen_model(args.model)
     with LLM(model, **options) as llm:
-        if args.input_len + args.output_len > llm.max_model_len:
+        if args.input_len + args.output_len > llm.core.loaded.max_model_len:
             raise ConfigError(
                 f"--input-len {args.input_len} and --output-len {args.output_len} are over the model's "
-                f"{llm.max_model_len} tokens; give less"
+                f"{llm.core.loaded.max_model_len} tokens; give less"
             )
         rng = np.random.default_rng(0)
-        prompts: list[Any] = rng.integers(0, llm.vocab_size, (args.batch_size, args.input_len)).tolist()
+        prompts: list[Any] = rng.integers(0, llm.core.loaded.vocab_size, (args.batch_size, args.input_len)).tolist()
 
         bar = False if args.disable_tqdm else functools.partial(tqdm, leave=False)
 

@@ -41,9 +41,9 @@ def _run(args: argparse.Namespace) -> int:
         assert llm.tokenizer is not None
         samples = make_samples(args, llm.tokenizer, args.num_prompts, seed=options.get("seed", 0))
         longest = max(sample.prompt_len + sample.output_len for sample in samples)
-        if longest > llm.max_model_len:
+        if longest > (limit := llm.core.loaded.max_model_len):
             raise ConfigError(
-                f"a request has {longest} tokens of prompt and answer, over the model's {llm.max_model_len}; "
+                f"a request has {longest} tokens of prompt and answer, over the model's {limit}; "
                 "give a smaller --input-len or --output-len"
             )
 

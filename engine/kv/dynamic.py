@@ -16,7 +16,7 @@ from vattn.attention import PackedBatch
 from vattn.errors import OutOfPages
 
 from ..checks import checked_whole
-from .base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
+from .base import KVDescription, KVStats, NoPrefixCache, PlainStore, SlotView, StoredAs, register
 from .slots import SlotBook
 from .spec import KVSpec
 
@@ -156,6 +156,9 @@ class DynamicKV(NoPrefixCache, PlainStore):
             used_bytes=self._physical,
             live_bytes=self._physical,
         )
+
+    def describe(self) -> KVDescription:
+        return KVDescription([SlotView(number, slot.layers[0][0].shape[1]) for number, slot in self._slots.items()])
 
     def check(self) -> None:
         self._slots.check()

@@ -110,7 +110,7 @@ class PagedWindowsKV(BlockKV):
 
     def stats(self) -> KVStats:
         stats = self.windows.stats()
-        maps = stats.calls.get("cuMemMap")
+        maps, unmaps = stats.calls.get("cuMemMap"), stats.calls.get("cuMemUnmap")
         used, live = self._held_bytes()
         return KVStats(
             reserved_bytes=stats.reserved_bytes,
@@ -119,6 +119,7 @@ class PagedWindowsKV(BlockKV):
             used_bytes=used,
             live_bytes=live,
             map_calls=maps.count if maps else 0,
+            unmap_calls=unmaps.count if unmaps else 0,
         )
 
     def check(self) -> None:

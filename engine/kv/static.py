@@ -18,7 +18,7 @@ from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
 from ..checks import checked_whole
-from .base import KVStats, NoPrefixCache, register
+from .base import KVDescription, KVStats, NoPrefixCache, SlotView, register
 from .contiguous import ContiguousKV
 from .slots import SlotBook
 from .spec import KVSpec
@@ -125,6 +125,9 @@ class StaticKV(ContiguousKV, NoPrefixCache):
             used_bytes=len(self._prepared) * slot,
             live_bytes=sum(self._lengths.values()) * self.token_bytes,
         )
+
+    def describe(self) -> KVDescription:
+        return KVDescription([SlotView(slot, self._lengths.max_model_len) for slot in self._lengths])
 
     def check(self) -> None:
         self._lengths.check()

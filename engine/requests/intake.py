@@ -140,3 +140,13 @@ def as_params(params: object) -> SamplingParams:
             param="sampling_params",
         )
     return params
+
+
+def refuse_lora(lora_request: object) -> None:
+    """Raise an InvalidRequest for an adapter."""
+    if lora_request is not None:
+        raise InvalidRequest(
+            "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
+            "load the result",
+            param="lora_request",
+        )

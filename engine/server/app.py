@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import vattn
 
 from ..async_engine import AsyncEngine
-from ..llm import LLM
+from ..core import EngineCore
 from . import admin, chat, completions, dashboard, tokens
 from .arrivals import Arrivals
 from .bodies import body_schemas
@@ -35,17 +35,18 @@ _ERRORS = {
 }
 
 
-def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
-    """An engine over `llm`, and what the endpoints need of it; to be shut down with the engine.
+def make_service(core: EngineCore, settings: ServerSettings, root: str) -> Service:
+    """An engine over `core`, and what the endpoints need of it; to be shut down with the engine.
 
     Args:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    longest = max(map(len, llm.tokenizer.get_vocab())) if llm.tokenizer is not None else 0
+    loaded = core.loaded
+    longest = max(map(len, loaded.tokenizer.get_vocab())) if loaded.tokenizer is not None else 0
     body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
-    limits = Limits.of(llm.max_model_len, longest, body_bytes)
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
+    limits = Limits.of(loaded.max_model_len, longest, body_bytes)
+    engine = AsyncEngine(core, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
     metrics = Metrics(engine, name)
     return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root, limits=limits)
 

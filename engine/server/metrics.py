@@ -70,14 +70,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engine()
         yield self._counter("vattn:requests_refused", "Requests that found the queue full.", self.refused)
-        unfinished, running = self._engine.num_unfinished, len(self._engine.llm.scheduler.running)
+        unfinished, running = self._engine.num_unfinished, len(self._engine.core.scheduler.running)
         yield self._gauge("vllm:num_requests_running", "Requests that run.", min(running, unfinished))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", max(0, unfinished - running))
         yield from self._of_memory()
 
     def _of_engine(self) -> Iterator[Metric]:
         """One family for the metrics of each name."""
-        for name, same in groupby(self._engine.llm.core.counted(), key=lambda metric: metric.name):
+        for name, same in groupby(self._engine.core.counted(), key=lambda metric: metric.name):
             metrics = list(same)
             yield self._family(name, _HELP[name], metrics)
             if name in _OLDER:

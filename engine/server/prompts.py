@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checks import check_encodable
-from ..llm import LLM
+from ..core import EngineCore
 from ..requests.chat import render
 from ..requests.prompts import TokenizedPrompt
 from ..requests.request import InvalidRequest
@@ -35,12 +35,12 @@ class Prompts:
         chat_template: instead of the tokenizer's; None for that.
     """
 
-    def __init__(self, llm: LLM, limits: Limits, chat_template: str | None) -> None:
+    def __init__(self, core: EngineCore, limits: Limits, chat_template: str | None) -> None:
         self._limits = limits
-        self._max_model_len = llm.max_model_len
-        self._tokenizer = llm.tokenizer
-        self._reader = llm.core.intake.prompts
-        self._text = llm.core.intake.text
+        self._max_model_len = core.loaded.max_model_len
+        self._tokenizer = core.loaded.tokenizer
+        self._reader = core.intake.prompts
+        self._text = core.intake.text
         self._chat_template = chat_template
 
     def read(

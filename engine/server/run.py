@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -19,7 +19,7 @@ import uvicorn
 from vattn.errors import ConfigError
 
 from ..config import EngineConfig
-from ..llm import LLM
+from ..core import EngineCore
 from . import logs
 from .app import make_app, make_service
 from .connections import limited_to
@@ -47,8 +47,7 @@ def run(config: EngineConfig, settings: ServerSettings) -> int:
     with _bind(settings) as listener:
         root = config.model if isinstance(config.model, str) else type(config.model).__name__
         logger.info("loading", extra={"fields": {"model": root}})
-        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
-        service = make_service(llm, settings, root)
+        service = make_service(EngineCore(config), settings, root)
         server = _make_server(service, listener)
         # A collection stops all threads, for as long as it takes to look at every object that it knows.
         gc.collect()

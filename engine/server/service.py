@@ -58,12 +58,12 @@ class Service:
         self.root = root
         self.names = tuple(settings.served_model_name) or (root,)
         self.created = int(time.time())
-        self.sampling_defaults = engine.llm.core.loaded.sampling_defaults
-        self.text = engine.llm.core.intake.text
-        self.max_model_len = engine.llm.max_model_len
+        self.sampling_defaults = engine.core.loaded.sampling_defaults
+        self.text = engine.core.intake.text
+        self.max_model_len = engine.core.loaded.max_model_len
         self.limits = limits
         self.bodies = Bodies(self.limits)
-        self.prompts = Prompts(engine.llm, self.limits, settings.chat_template)
+        self.prompts = Prompts(engine.core, self.limits, settings.chat_template)
 
     def close(self) -> None:
         """End what prepares requests; the engine goes on."""
@@ -83,7 +83,7 @@ class Service:
         """Raise an ApiError, 400, for more completions than can ever be queued."""
         if prompts * params.n > MOST_COMPLETIONS:
             raise bad(f"{prompts} prompts with n={params.n} are over the limit of {MOST_COMPLETIONS} choices", "n")
-        limit = self.engine.llm.scheduler.max_num_seqs + self.settings.max_num_queued_reqs
+        limit = self.engine.core.scheduler.max_num_seqs + self.settings.max_num_queued_reqs
         if prompts * params.n > limit:
             raise bad(f"{prompts} prompts with n={params.n} never fit: at most {limit} choices at a time", "n")
 
@@ -117,7 +117,7 @@ class Service:
             ApiError: 400, priorities are not known here.
             ClientGone: the client left before they were queued.
         """
-        if body.priority and self.engine.llm.scheduler.policy != "priority":
+        if body.priority and self.engine.core.scheduler.policy != "priority":
             raise bad("priority is not supported here: the server runs requests in order of arrival", "priority")
         request_id = request.scope["request_id"]
         if self.settings.log_prompts:

@@ -46,7 +46,7 @@ async def serving(llm: LLM, **keywords: Any) -> AsyncIterator[AsyncEngine]:
         await until(lambda: engine.num_unfinished == 0)
         await until(lambda: not llm.has_unfinished())
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     finally:
         await engine.shutdown(timeout=0)
     assert not engine._thread.is_alive()
@@ -291,10 +291,10 @@ def test_an_engine_that_lost_memory_dies_of_it_once_it_is_idle(
     kv: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lose(llm: LLM) -> None:
-        slot = llm.kv.allocate(40)
-        llm.kv.prepare({slot: 40})
+        slot = llm.core.kv.allocate(40)
+        llm.core.kv.prepare({slot: 40})
         if kv == "dynamic":  # which takes no memory before something is written
-            monkeypatch.setattr(llm.kv, "_granted", llm.kv.total())
+            monkeypatch.setattr(llm.core.kv, "_granted", llm.core.kv.total())
 
     async def test() -> None:
         llm = make_llm(kv)
@@ -454,7 +454,7 @@ def test_an_idle_engine_waits_for_announced_requests(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(async_engine, "_GATHER_SECONDS", 60)
         llm = make_llm()
         running: list[int] = []
-        llm.on_step = lambda _: running.append(len(llm.scheduler.running))
+        llm.on_step = lambda _: running.append(len(llm.core.scheduler.running))
         async with serving(llm) as engine:
             other = asyncio.create_task(collect(engine, [2, 3, 4], GREEDY))
             with engine.announce():

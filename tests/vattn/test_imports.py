@@ -78,6 +78,14 @@ def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
     assert "vattn.hf" not in reach(rooms, "vattn.packed") | reach(rooms, "vattn.engine.llm")
 
 
+def test_the_server_knows_the_core_and_no_backend(graph):
+    served = {name for name in graph if name.startswith("vattn.engine.server")} | {"vattn.engine.async_engine"}
+    known = set().union(*(graph[name] for name in served))
+    assert "vattn.engine.core" in known
+    assert "vattn.engine.llm" not in known
+    assert {name for name in known if name.startswith("vattn.engine.kv.")} == {"vattn.engine.kv.base"}
+
+
 def test_only_public_names_are_imported_by_name():
     """The graph does not show such imports."""
     by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}

@@ -166,7 +166,7 @@ def test_tokens_are_those_of_generate_alone(kv: str) -> None:
                 if output.finished:
                     ended[output.request_id] = len(records)
             llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert list(got.values()) == [
         expected("llama", prompt, param.max_tokens) for prompt, param in zip(prompts, params, strict=True)
     ]
@@ -186,7 +186,7 @@ def test_prompts_in_chunks_where_layers_have_windows(family: str) -> None:
     with LLM(make_model(family), kv="virtual", scheduling="static", kv_options=options, **limits) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert [output.outputs[0].token_ids for output in outputs] == want
 
 
@@ -199,14 +199,14 @@ def test_preemption_where_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -
     """A refusal that the accounting could not foresee: the youngest leaves the batch, and runs in the next."""
     prompts = make_prompts([20, 21, 22])
     with LLM(make_model("llama"), kv="paged", scheduling="static", max_num_seqs=3) as llm:
-        prepare = llm.kv.prepare
+        prepare = llm.core.kv.prepare
 
         def refuse(lengths: dict[int, int], next_lengths: dict[int, int] | None = None) -> None:
             if len(lengths) > 2:
                 raise OutOfPages("not three", missing_pages=1, missing_bytes=1)
             prepare(lengths, next_lengths)
 
-        monkeypatch.setattr(llm.kv, "prepare", refuse)
+        monkeypatch.setattr(llm.core.kv, "prepare", refuse)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
         llm.check()
     assert [output.metrics.num_preemptions for output in outputs] == [0, 0, 1]

@@ -323,7 +323,7 @@ def test_a_dead_engine_says_so_and_no_more() -> None:
             def on_step(_: object) -> None:
                 raise MemoryError("at 0xdeadbeef in /home/somebody")
 
-            service.engine.llm.on_step = on_step
+            service.engine.core.on_step = on_step
             for stream in (False, True):
                 answer = await http.post("/v1/completions", json={**PROMPT, "stream": stream})
                 assert "deadbeef" not in answer.text
@@ -354,7 +354,7 @@ def test_sleep_and_the_prefix_cache() -> None:
             assert (await http.post("/sleep?level=2")).status_code == 400
             assert (await http.post("/sleep")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
-            assert service.engine.llm.kv.stats().physical_bytes == 0
+            assert service.engine.core.kv.stats().physical_bytes == 0
             waiting = asyncio.create_task(cached())
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done
@@ -433,7 +433,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
                 if next(calls) % 20 == 10:
                     raise RuntimeError("a broken kernel at 0xdeadbeef")
 
-            hook = service.engine.llm.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
+            hook = service.engine.core.loaded.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
             body = {**PROMPT, "ignore_eos": True, "max_tokens": 15}
             whole = await http.post("/v1/completions", json=body, headers={"X-Request-Id": "unlucky"})
             assert whole.status_code == 500
@@ -449,7 +449,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
             hook.remove()
             answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 64})
             assert answer.json()["choices"][0]["text"] == ANSWER
-            kv = service.engine.llm.kv
+            kv = service.engine.core.kv
             assert await service.engine.call(kv.available) == kv.total()
 
     with caplog.at_level(logging.INFO, "vattn.engine.server"):
