@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .absent import NotOffered
     from .async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
     from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .config import EngineConfig
     from .exclusive import EngineAsleep, EngineBusy, EngineClosed
     from .llm import LLM
     from .metrics import Counter, Gauge, Histogram, Metric, Vector
@@ -33,6 +34,7 @@ __all__ = [
     "EngineAsleep",
     "EngineBusy",
     "EngineClosed",
+    "EngineConfig",
     "EngineStopped",
     "FinishReason",
     "Gauge",
@@ -57,6 +59,7 @@ _HOMES = {
     ".absent": ("NotOffered",),
     ".async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
     ".beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    ".config": ("EngineConfig",),
     ".exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
     ".llm": ("LLM",),
     ".metrics": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
