@@ -184,7 +184,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
         core.lend(self._thread, type(self).__name__, self._wake)
         if core.has_unfinished():
-            core.take_back(self._thread)
+            core.end_loan(self._thread)
             raise ConfigError(
                 "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
             )
@@ -479,7 +479,7 @@ class AsyncEngine:
             for _, future in calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineStopped("the engine was shut down before it came to this call"))
-            self.core.take_back(self._thread)
+            self.core.end_loan(self._thread)
 
     def _take_orders(self) -> bool:
         """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""

@@ -24,7 +24,7 @@ from vattn.integers import shown
 
 from .checks import checked_whole, number
 from .kv.base import KVBackend
-from .model.rows import Forward
+from .model.forward import Forward
 from .requests.outputs import RequestGroup
 from .requests.prompts import TokenizedPrompt
 from .requests.request import FinishReason, InvalidRequest, Request

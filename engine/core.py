@@ -26,7 +26,7 @@ from .kv.make import make_backend
 from .kv.spec import KVSpec
 from .loading import LoadedModel
 from .metrics import Figures, Metric, counted, held
-from .model.rows import Forward, Row
+from .model.forward import Forward, Row
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
 from .model.threads import Threads
@@ -40,7 +40,7 @@ from .requests.sampling import RequestOutputKind, SamplingParams
 from .requests.text import TokenText
 from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
 from .scheduling.record import StepRecord
-from .scheduling.scheduler import Entry, Plan, Scheduler
+from .scheduling.scheduler import Entry, Scheduler, StepPlan
 from .scheduling.static import StaticScheduler
 from .scheduling.swap import SwapSpace
 
@@ -159,7 +159,7 @@ class EngineCore:
         return self.gate.closing
 
     def lend(self, thread: threading.Thread, name: str, on_closing: Callable[[], None]) -> None:
-        """Reserve the engine for one thread, which need not have started, until `take_back`.
+        """Reserve the engine for one thread, which need not have started, until `end_loan`.
 
         Args:
             name: of the thread's owner, for the error that other threads get.
@@ -172,10 +172,10 @@ class EngineCore:
         self.gate.enter(Use(thread, name, lent=True))
         self._on_closing = on_closing
         if self.gate.closing:
-            self.take_back(thread)
+            self.end_loan(thread)
             raise EngineClosed("this LLM is closed; make a new one")
 
-    def take_back(self, thread: threading.Thread) -> None:
+    def end_loan(self, thread: threading.Thread) -> None:
         """End `lend`; no effect if the engine was not lent to this thread."""
         user = self.gate.user
         if user is not None and user.thread is thread:
@@ -460,7 +460,7 @@ class EngineCore:
         if self._torn:
             self._mend(KeyboardInterrupt())
 
-    def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
+    def _plan(self, changed: list[Request]) -> tuple[StepPlan, int, float]:
         """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
 
         The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
@@ -497,7 +497,7 @@ class EngineCore:
                 self._fail(plan.requests, error, changed)
             seconds += time.monotonic() - start
 
-    def _compute(self, plan: Plan, changed: list[Request]) -> None:
+    def _compute(self, plan: StepPlan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed join `changed`."""
         forked: list[Request] = []
         try:
@@ -548,7 +548,7 @@ class EngineCore:
                 self.scheduler.release(request)
             elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
                 request.advance(request.num_tokens)
-        self._take_back(plan)
+        self._settle_drafts(plan)
         for group, requests, logits in beams:
             changed += requests
             try:
@@ -583,7 +583,7 @@ class EngineCore:
             logits=forward.logits[places],
         )
 
-    def _take_back(self, plan: Plan) -> None:
+    def _settle_drafts(self, plan: StepPlan) -> None:
         """Count the drafts of a step, and cut slots back to the accepted tokens."""
         lengths = {}
         for entry in plan.entries:

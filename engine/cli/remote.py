@@ -13,7 +13,7 @@ from typing import Any
 
 from vattn.errors import ConfigError, VattnError
 
-from ..benchmark.sse import EventReader, error_message
+from ..loadgen.sse import EventReader, error_message
 
 _REMEDIES = {
     401: "give its key with --api-key, or in OPENAI_API_KEY",

@@ -19,7 +19,7 @@ from vattn.units import format_bytes
 
 from ..checks import checked_whole
 from .base import KVDescription, PlainStore, SlotView
-from .slots import SlotBook
+from .slot_book import SlotBook
 from .spec import KVSpec
 
 _OPTIONS = ("num_blocks", "windows")

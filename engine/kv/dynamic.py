@@ -17,7 +17,7 @@ from vattn.errors import OutOfPages
 
 from ..checks import checked_whole
 from .base import KVDescription, KVStats, NoPrefixCache, PlainStore, SlotView, StoredAs, register
-from .slots import SlotBook
+from .slot_book import SlotBook
 from .spec import KVSpec
 
 

@@ -20,7 +20,7 @@ from vattn.units import format_bytes
 from ..checks import checked_whole
 from .base import KVDescription, KVStats, NoPrefixCache, SlotView, register
 from .contiguous import ContiguousKV
-from .slots import SlotBook
+from .slot_book import SlotBook
 from .spec import KVSpec
 
 

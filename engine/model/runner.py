@@ -19,8 +19,8 @@ from ..kv.base import KVBackend
 from ..requests.request import Request
 from ..scheduling.scheduler import Entry
 from .decoder_layer import Recorder
+from .forward import Forward, PromptRow, Row
 from .graphs import DecodeGraphs
-from .rows import Forward, PromptRow, Row
 
 
 @dataclass(frozen=True)

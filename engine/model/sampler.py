@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..requests.grammar import CannotGoOn, exclude
 from ..requests.request import Request
-from .rows import Row
+from .forward import Row
 
 _BLOCK = 128  # tokens whose weights are summed up first
 _HEAD = 1024  # most probable tokens that a top-p filter tries before it sorts the whole row

@@ -238,7 +238,6 @@ class Request:
             self.num_computed_tokens = cached_tokens
         if self.first_scheduled_time is None:
             self.num_cached_tokens = cached_tokens
-        if self.first_scheduled_time is None:
             self.first_scheduled_time = time.monotonic()
 
     def advance(self, end: int) -> None:

@@ -104,11 +104,6 @@ class SpeculationStats:
         """Accepted share of drafted tokens; 0 without drafts."""
         return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
 
-    @property
-    def accepted_per_draft(self) -> float:
-        """Mean number of accepted tokens per draft, each of which saves a step; 0 without drafts."""
-        return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
-
 
 class NgramProposer:
     """Drafts for requests, from their own tokens.

@@ -58,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step.
 
     Attributes:
@@ -187,7 +187,7 @@ class Scheduler:
         request.arrival_number = next(self._numbers)
         self._enqueue(request)
 
-    def schedule(self, *, admit: bool = True) -> Plan:
+    def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
@@ -247,7 +247,7 @@ class Scheduler:
             victim = self.preempt_last()
             plan = self.schedule()
             return replace(plan, preempted=(victim, *plan.preempted))
-        return Plan(tuple(entries.values()), tuple(preempted))
+        return StepPlan(tuple(entries.values()), tuple(preempted))
 
     def fork(self, parent: Request, child: Request, room: int | None = None) -> bool:
         """Start a request with the tokens of a running one, all of them computed, in a fork of its slot.

@@ -16,10 +16,10 @@ from ..core import EngineCore
 from . import admin, chat, completions, dashboard, tokens
 from .arrivals import Arrivals
 from .bodies import body_schemas
+from .entrance import Entrance
 from .errors import add_handlers
-from .gate import Gate
 from .limits import Limits
-from .metrics import Metrics
+from .prometheus import Exporter
 from .protocol import ErrorResponse
 from .service import Service
 from .settings import ServerSettings
@@ -47,7 +47,7 @@ def make_service(core: EngineCore, settings: ServerSettings, root: str) -> Servi
     body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
     limits = Limits.of(loaded.max_model_len, longest, body_bytes)
     engine = AsyncEngine(core, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
-    metrics = Metrics(engine, name)
+    metrics = Exporter(engine, name)
     return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root, limits=limits)
 
 
@@ -78,7 +78,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(dashboard.router(service))
     add_handlers(app)
     app.add_middleware(Arrivals, engine=service.engine)
-    app.add_middleware(Gate, settings=settings, most_body_bytes=service.limits.body_bytes)
+    app.add_middleware(Entrance, settings=settings, most_body_bytes=service.limits.body_bytes)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -17,8 +17,8 @@ from ..requests.sampling import RequestOutputKind, SamplingParams
 from .bodies import Bodies
 from .errors import ApiError, api_error, bad
 from .limits import Limits
-from .metrics import Metrics
 from .params import as_asked
+from .prometheus import Exporter
 from .prompts import Prompts
 from .protocol import MOST_COMPLETIONS, Sampling
 from .settings import ServerSettings
@@ -45,7 +45,7 @@ class Service:
         self,
         engine: AsyncEngine,
         settings: ServerSettings,
-        metrics: Metrics,
+        metrics: Exporter,
         state: StateReader,
         *,
         root: str,

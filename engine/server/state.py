@@ -16,7 +16,7 @@ from ..async_engine import AsyncEngine
 from ..core import EngineCore
 from ..kv.base import SlotView
 from ..requests.request import Request
-from .metrics import Metrics
+from .prometheus import Exporter
 
 _MOST_REQUESTS = 256  # those that run come first
 _MOST_BLOCKS = 16_384  # numbers of blocks in one state
@@ -49,7 +49,7 @@ class StateReader:
         driver          map_calls, unmap_calls, waits, wait_seconds
     """
 
-    def __init__(self, engine: AsyncEngine, metrics: Metrics, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, metrics: Exporter, model: str) -> None:
         self._engine = engine
         self._metrics = metrics
         self._model = model

@@ -23,7 +23,7 @@ from target import EXAMPLES
 from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
-from vattn.engine.model.rows import Forward
+from vattn.engine.model.forward import Forward
 from vattn.engine.scheduling.scheduler import Entry, Scheduler
 
 MAX_MODEL_LEN = 256

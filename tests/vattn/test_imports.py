@@ -53,7 +53,7 @@ def test_the_modules_of_the_engine_name_each_others_types_one_way():
 def test_relative_imports_are_seen(graph):
     assert {"vattn.engine.kv.base", "vattn.engine.kv.spec"} <= graph["vattn.engine.kv.paged"]
     assert "vattn.engine.scheduling.scheduler" in graph["vattn.engine.core"]
-    assert "vattn.engine.metrics" in graph["vattn.engine.server.metrics"], "of the folder above"
+    assert "vattn.engine.metrics" in graph["vattn.engine.server.prometheus"], "of the folder above"
 
 
 def test_a_cycle_is_found():

@@ -11,7 +11,7 @@ from vattn.engine import FinishReason, InvalidRequest, SamplingParams
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
+from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Policy, Scheduler, StepPlan
 from vattn.errors import ConfigError
 from vattn.packed import KVShape
 
@@ -33,7 +33,7 @@ def make(name: str, prompt: int, max_tokens: int = 4) -> Request:
     return Request(name, [1] * prompt, params, max_total_tokens=prompt + max_tokens, seed=0)
 
 
-def run(scheduler: Scheduler, plan: Plan) -> None:
+def run(scheduler: Scheduler, plan: StepPlan) -> None:
     """What the engine does with a plan, without a model."""
     scheduler.kv.prepare(plan.lengths, plan.next_lengths)
     for entry in plan.entries:
@@ -47,7 +47,7 @@ def run(scheduler: Scheduler, plan: Plan) -> None:
     scheduler.kv.check()
 
 
-def shown(plan: Plan) -> list[tuple[str, int, int]]:
+def shown(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(entry.request.request_id, entry.start, entry.end) for entry in plan.entries]
 
 

@@ -12,7 +12,7 @@ from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, Step
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import Plan
+from vattn.engine.scheduling.scheduler import StepPlan
 from vattn.engine.scheduling.static import StaticScheduler
 from vattn.errors import OutOfPages
 from vattn.packed import KVShape
@@ -35,7 +35,7 @@ def make(name: str, prompt: int, max_tokens: int) -> Request:
     return Request(name, [1] * prompt, params, max_total_tokens=prompt + max_tokens, seed=0)
 
 
-def run(scheduler: StaticScheduler, plan: Plan) -> list[str]:
+def run(scheduler: StaticScheduler, plan: StepPlan) -> list[str]:
     """What the engine does with a plan, without a model; the names of the requests that got a token."""
     if plan.reserve:
         scheduler.kv.prepare(plan.reserve)

@@ -14,9 +14,9 @@ import aiohttp
 
 from vattn.errors import ConfigError
 
-from .metrics import Timing
 from .samples import Sample
 from .sse import EventReader, error_message
+from .summary import Timing
 
 Backend: TypeAlias = Literal["openai", "openai-chat"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

@@ -46,7 +46,7 @@ _OLDER = {
 }
 
 
-class Metrics(Collector):
+class Exporter(Collector):
     """A collector of an engine's figures.
 
     Attributes:

@@ -14,7 +14,7 @@ from demo.prompts import prompts as demo_prompts
 from vattn import KVConfig, TensorGroup
 from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span, whole_layer
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.kv.quantised import QuantisedKV
+from vattn.engine.kv.int8 import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
