@@ -36,7 +36,6 @@ from .requests.prompts import Prompt, as_prompts
 from .requests.request import InvalidRequest
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .scheduling.record import StepRecord
-from .scheduling.static import StaticScheduler
 
 
 @documents_options_of(EngineConfig)
@@ -250,7 +249,7 @@ class LLM:
         refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
-        if isinstance(self.core.scheduler, StaticScheduler):
+        if self.core.config.scheduling != "continuous":
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
         for prompt in as_prompts(prompts):

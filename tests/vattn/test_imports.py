@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,23 @@ def test_the_server_knows_the_core_and_no_backend(graph):
     assert "vattn.engine.core" in known
     assert "vattn.engine.llm" not in known
     assert {name for name in known if name.startswith("vattn.engine.kv.")} == {"vattn.engine.kv.base"}
+
+
+def test_the_rooms_of_the_engine_are_in_the_order_of_their_table(graph):
+    page = (_SCRIPT.parent / "engine.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|", page.partition("## A request's life")[0], re.MULTILINE)
+    order = [name.removesuffix(".py").strip("/") for row in rows for name in re.findall(r"`(.*?)`", row)]
+    small = {"absent", "checks", "progress", "shipped_model"}
+    rooms = {
+        name.removeprefix("vattn.engine."): {
+            target.removeprefix("vattn.engine.") for target in targets if target.startswith("vattn.engine.")
+        }
+        for name, targets in draw_imports.rooms(graph).items()
+        if name.startswith("vattn.engine.")
+    }
+    assert set(order) == rooms.keys() - small
+    for name in order:
+        assert not rooms[name] & {*order[: order.index(name)]}, name
 
 
 def test_only_public_names_are_imported_by_name():
