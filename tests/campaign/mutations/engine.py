@@ -144,8 +144,7 @@ def poisoned_prefixes() -> None:
     from vattn.engine.scheduling.scheduler import Scheduler
 
     _replaced(Scheduler, "release", "request.finish_reason is FinishReason.ERROR", "False")
-    _replaced(EngineCore, "_publish", "if finite is False:", "if finite is None:")
-    _replaced(EngineCore, "_publish", "elif finite:", "else:")
+    _replaced(EngineCore, "_publish", "forward.finite.get(request)", "request in forward.finite or None")
 
 
 @mutation(None, "sleep keeps the prefix cache", "engine")
