@@ -88,8 +88,8 @@ def growth(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[
     addresses: set[int] = set()
 
     def watch(side: Side) -> None:
-        assert isinstance(side.llm.kv, VirtualKV)
-        cache = side.llm.kv.cache
+        assert isinstance(side.llm.core.kv, VirtualKV)
+        cache = side.llm.core.kv.cache
         running = [slot for slot in cache.page_map() if slot.active]
         lengths.append(running[0].length if running else lengths[-1])
         addresses.add(cache.layer(0)[0].data_ptr())
@@ -130,8 +130,8 @@ def shared(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Line:
     most = {"shared": 0, "held": 0, "apart": 0}
 
     def watch(side: Side) -> None:
-        assert isinstance(side.llm.kv, VirtualKV)
-        cache = side.llm.kv.cache
+        assert isinstance(side.llm.core.kv, VirtualKV)
+        cache = side.llm.core.kv.cache
         stats = cache.stats()
         if stats.shared_pages * stats.page_size >= most["shared"]:
             lengths = [slot.length for slot in cache.page_map() if slot.active]

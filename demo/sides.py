@@ -85,16 +85,16 @@ class Side:
 
     def step(self) -> list[RequestOutput]:
         """One step, timed; what is noted of it is not."""
-        waiting = len(self.llm.scheduler.waiting)
-        decoding = [request.state.name == "DECODING" for request in self.llm.scheduler.running]
+        waiting = len(self.llm.core.scheduler.waiting)
+        decoding = [request.state.name == "DECODING" for request in self.llm.core.scheduler.running]
         start = time.perf_counter()
         outputs = self.llm.step()
         self.seconds.append(time.perf_counter() - start)
-        only = all(decoding) and waiting == len(self.llm.scheduler.waiting)
+        only = all(decoding) and waiting == len(self.llm.core.scheduler.waiting)
         self.decodes.append(len(decoding) if only else 0)
-        self.kv.append(self.llm.kv.stats())
-        if isinstance(self.llm.kv, VirtualKV):
-            self.pages.append(self.llm.kv.cache.page_map())
+        self.kv.append(self.llm.core.kv.stats())
+        if isinstance(self.llm.core.kv, VirtualKV):
+            self.pages.append(self.llm.core.kv.cache.page_map())
         return outputs
 
 
@@ -134,10 +134,10 @@ def run(
                     watch(side)
         for side in sides.values():
             side.llm.check()
-            side.budget, side.preemptions = side.llm.kv.total(), side.llm.core.figures.preemptions
-            if isinstance(side.llm.kv, VirtualKV):
+            side.budget, side.preemptions = side.llm.core.kv.total(), side.llm.core.figures.preemptions
+            if isinstance(side.llm.core.kv, VirtualKV):
                 side.llm.sleep()
-                side.after_sleep = side.llm.kv.stats().physical_bytes
+                side.after_sleep = side.llm.core.kv.stats().physical_bytes
     return sides
 
 

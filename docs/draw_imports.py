@@ -32,10 +32,10 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def import_graph() -> Graph:
-    """For every module those that it imports, inside functions or outside; not what only type checkers see.
+def import_graph(*, types: bool = False) -> Graph:
+    """For every module those that it imports, inside functions or outside; `types`: also what only type checkers see.
 
-    Nor what the two `__getattr__` import by name on first use: public names of vattn and vattn.engine.
+    Not what the two `__getattr__` import by name on first use: public names of vattn and vattn.engine.
 
     As Python does, an import of `a.b.c` runs the `__init__` of `a` and of `a.b` first, unless the importing module lies
     in them.
@@ -44,7 +44,8 @@ def import_graph() -> Graph:
     graph: Graph = {}
     for name, path in known.items():
         tree = ast.parse(path.read_text(), str(path))
-        targets = {target for imported in _imported(name, tree) for target in _runs(imported, known)}
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        targets = {target for imported in _imported(package, tree, types) for target in _runs(imported, known)}
         graph[name] = {target for target in targets if target != name and not name.startswith(target + ".")}
     return graph
 
@@ -87,19 +88,20 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str] | None:
     return next((cycle for node in sorted(graph) if (cycle := visit(node))), None)
 
 
-def _imported(module: str, tree: ast.Module) -> Iterator[str]:
-    """Absolute names that a module imports: of modules, and of what is taken from them."""
+def _imported(package: str, tree: ast.Module, types: bool) -> Iterator[str]:
+    """Absolute names that a module of this package imports: of modules, and of what is taken from them."""
 
     def visit(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
                 yield from visit(other)
             return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None, f"{module} has a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
         for child in ast.iter_child_nodes(node):
             yield from visit(child)
 

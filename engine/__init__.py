@@ -1,6 +1,6 @@
 """The reference serving engine over vattn: continuous batching on unmodified transformers models.
 
-from vattn.engine import LLM, SamplingParams
+from . import LLM, SamplingParams
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vattn.engine.absent import NotOffered
-    from vattn.engine.async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
-    from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed
-    from vattn.engine.llm import LLM
-    from vattn.engine.metrics import Counter, Gauge, Histogram, Metric, Vector
-    from vattn.engine.requests.logprobs import Logprob
-    from vattn.engine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from vattn.engine.requests.request import FinishReason, IllegalTransition, InvalidRequest
-    from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-    from vattn.engine.requests.structured import StructuredOutputs
-    from vattn.engine.scheduling.record import StepRecord
+    from .absent import NotOffered
+    from .async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .config import EngineConfig
+    from .exclusive import EngineAsleep, EngineBusy, EngineClosed
+    from .llm import LLM
+    from .metrics import Counter, Gauge, Histogram, Metric, Vector
+    from .requests.logprobs import Logprob
+    from .requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .requests.request import FinishReason, IllegalTransition, InvalidRequest
+    from .requests.sampling import RequestOutputKind, SamplingParams
+    from .requests.structured import StructuredOutputs
+    from .scheduling.record import StepRecord
 
 __all__ = [
     "LLM",
@@ -33,6 +34,7 @@ __all__ = [
     "EngineAsleep",
     "EngineBusy",
     "EngineClosed",
+    "EngineConfig",
     "EngineStopped",
     "FinishReason",
     "Gauge",
@@ -54,18 +56,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "vattn.engine.absent": ("NotOffered",),
-    "vattn.engine.async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
-    "vattn.engine.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
-    "vattn.engine.exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
-    "vattn.engine.llm": ("LLM",),
-    "vattn.engine.metrics": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
-    "vattn.engine.requests.logprobs": ("Logprob",),
-    "vattn.engine.requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
-    "vattn.engine.requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
-    "vattn.engine.requests.sampling": ("RequestOutputKind", "SamplingParams"),
-    "vattn.engine.requests.structured": ("StructuredOutputs",),
-    "vattn.engine.scheduling.record": ("StepRecord",),
+    ".absent": ("NotOffered",),
+    ".async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    ".beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    ".config": ("EngineConfig",),
+    ".exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
+    ".llm": ("LLM",),
+    ".metrics": ("Counter", "Gauge", "Histogram", "Metric", "Vector"),
+    ".requests.logprobs": ("Logprob",),
+    ".requests.outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
+    ".requests.request": ("FinishReason", "IllegalTransition", "InvalidRequest"),
+    ".requests.sampling": ("RequestOutputKind", "SamplingParams"),
+    ".requests.structured": ("StructuredOutputs",),
+    ".scheduling.record": ("StepRecord",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -73,5 +76,5 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Names are imported on first use, so that `vattn --help` does not wait seconds for transformers."""
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(_HOME[name], __name__), name)
     raise AttributeError(f"module 'vattn.engine' has no attribute {name!r}")

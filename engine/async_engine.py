@@ -27,18 +27,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.absent import absent
-from vattn.engine.checks import checked_whole, number
-from vattn.engine.exclusive import EngineClosed
-from vattn.engine.llm import LLM, refuse_lora
-from vattn.engine.metrics import Metric
-from vattn.engine.requests.intake import as_params
-from vattn.engine.requests.outputs import RequestGroup, RequestOutput, merged
-from vattn.engine.requests.prompts import Prompt
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
+
+from .absent import absent
+from .checks import checked_whole, number
+from .core import EngineCore
+from .exclusive import EngineClosed
+from .metrics import Metric
+from .requests.intake import as_params, refuse_lora
+from .requests.outputs import RequestGroup, RequestOutput, merged
+from .requests.prompts import Prompt
+from .requests.request import InvalidRequest
+from .requests.sampling import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from .llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +140,14 @@ class AsyncEngine:
     in the core.
 
     Args:
-        llm: used by this engine alone from here on; `shutdown` closes it.
+        llm: an LLM, or the core of one: used by this engine alone from here on; `shutdown` closes it.
         max_num_queued_reqs: maximum number of requests beyond the `max_num_seqs` that can run; None for no limit. Each
             of `n` completions counts.
         max_waiting_logprobs: a request is aborted when more log probabilities than these wait for its stream's reader,
             since they take hundreds of bytes each; None for no limit.
+
+    Attributes:
+        core: the loop underneath, for functions that `call` runs.
 
     Raises:
         ConfigError: a negative limit, or an LLM that has unfinished requests.
@@ -149,7 +156,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, llm: LLM, *, max_num_queued_reqs: int | None = None, max_waiting_logprobs: int | None = None
+        self, llm: LLM | EngineCore, *, max_num_queued_reqs: int | None = None, max_waiting_logprobs: int | None = None
     ) -> None:
         if max_num_queued_reqs is not None:
             max_num_queued_reqs = checked_whole(
@@ -160,8 +167,7 @@ class AsyncEngine:
                 "max_waiting_logprobs", max_waiting_logprobs, 0, what="0 or more, or None for no limit"
             )
         self._max_waiting_logprobs = max_waiting_logprobs
-        self.llm = llm
-        self._core = core = llm.core
+        self.core = core = llm if isinstance(llm, EngineCore) else llm.core
         self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
         self._changed = threading.Condition()
@@ -178,7 +184,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="vattn-engine", daemon=True)
         core.lend(self._thread, type(self).__name__, self._wake)
         if core.has_unfinished():
-            core.take_back(self._thread)
+            core.end_loan(self._thread)
             raise ConfigError(
                 "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
             )
@@ -329,7 +335,7 @@ class AsyncEngine:
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         kind = params.output_kind or RequestOutputKind.DELTA
         count = params.n * len(prompts)
-        make = self._core.make_groups
+        make = self.core.make_groups
         with self._changed:
             self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
@@ -375,15 +381,15 @@ class AsyncEngine:
         self._abort(streams)
         await asyncio.to_thread(self._thread.join)
         self._grammar_threads.shutdown(wait=False)
-        self._core.close()
+        self.core.close()
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """As `LLM.get_tokenizer`."""
-        return self.llm.get_tokenizer()
+        return self.core.loaded.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """As `LLM.get_default_sampling_params`."""
-        return self.llm.get_default_sampling_params()
+        return self.core.loaded.sampling_params
 
     async def get_metrics(self) -> list[Metric]:
         """As `LLM.get_metrics`, between two steps.
@@ -391,7 +397,7 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        return await self.call(self._core.metrics)
+        return await self.call(self.core.metrics)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """As `LLM.reset_prefix_cache`, between two steps.
@@ -399,7 +405,7 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        return await self.call(functools.partial(self._core.reset_prefix_cache, reset_running_requests))
+        return await self.call(functools.partial(self.core.reset_prefix_cache, reset_running_requests))
 
     async def sleep(self, level: int = 1) -> int:
         """As `LLM.sleep`, between two steps; requests are accepted and wait, up to `max_num_queued_reqs`.
@@ -408,7 +414,7 @@ class AsyncEngine:
             ConfigError: as `LLM.sleep`.
             EngineStopped: the engine was shut down, or died.
         """
-        return await self.call(functools.partial(self._core.sleep, level))
+        return await self.call(functools.partial(self.core.sleep, level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """As `LLM.wake_up`; a `shutdown` wakes the engine up, too, to finish what waits.
@@ -417,11 +423,11 @@ class AsyncEngine:
             ConfigError: as `LLM.wake_up`.
             EngineStopped: the engine was shut down, or died.
         """
-        return await self.call(functools.partial(self._core.wake_up, tags))
+        return await self.call(functools.partial(self.core.wake_up, tags))
 
     async def is_sleeping(self) -> bool:
         """As `LLM.is_sleeping`."""
-        return self._core.asleep
+        return self.core.asleep
 
     def _check_room(self, names: Collection[str], count: int) -> None:
         """Raise unless `count` requests may come under these names; with the lock held."""
@@ -430,10 +436,12 @@ class AsyncEngine:
         if self._stopping:
             raise EngineStopped("the engine is shutting down and takes no requests")
         if taken := [name for name in names if name in self._streams]:
-            raise InvalidRequest(f"a request {taken[0]!r} is unfinished; choose another name, or abort it first")
+            raise InvalidRequest(
+                f"a request {taken[0]!r} is unfinished; choose another name, or abort it first", param="request_id"
+            )
         if self.max_num_queued_reqs is None:
             return
-        running = self._core.scheduler.max_num_seqs
+        running = self.core.scheduler.max_num_seqs
         limit = running + self.max_num_queued_reqs
         unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
         if unfinished + count > limit:
@@ -452,7 +460,7 @@ class AsyncEngine:
         try:
             while self._take_orders():
                 if self._has_work():
-                    self._deliver(self._core.step())
+                    self._deliver(self.core.step())
         except BaseException as error:
             if not isinstance(error, EngineClosed):
                 logger.critical("the engine died", exc_info=error)
@@ -460,7 +468,7 @@ class AsyncEngine:
                 self._error = error
                 streams = {*self._streams.values(), *(stream for stream, _ in self._delivering)}
                 for request in (request for stream in self._streams.values() for request in stream.group.requests):
-                    self._core.figures.ended(request)
+                    self.core.figures.ended(request)
                 self._streams.clear()
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
@@ -471,7 +479,7 @@ class AsyncEngine:
             for _, future in calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineStopped("the engine was shut down before it came to this call"))
-            self._core.take_back(self._thread)
+            self.core.end_loan(self._thread)
 
     def _take_orders(self) -> bool:
         """Wait for work and take what clients asked for; False when all is done and the engine is stopping."""
@@ -482,13 +490,13 @@ class AsyncEngine:
                     or self._aborting
                     or self._calls
                     or self._stopping
-                    or self._core.closing
+                    or self.core.closing
                     or self._has_work()
                 )
             )
             if self._arriving and not self._has_work():
-                self._changed.wait_for(lambda: not self._on_their_way or self._core.closing, _GATHER_SECONDS)
-            if self._core.closing:
+                self._changed.wait_for(lambda: not self._on_their_way or self.core.closing, _GATHER_SECONDS)
+            if self.core.closing:
                 raise EngineClosed("the LLM was closed")
             arriving, self._arriving = self._arriving, []
             # The name may belong to another request by now.
@@ -496,19 +504,19 @@ class AsyncEngine:
             self._aborting = []
             stopping = self._stopping
         for stream in arriving:
-            self._core.add_group(stream.group)
-        aborted = (self._core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
+            self.core.add_group(stream.group)
+        aborted = (self.core.abort(stream.request_id) for stream in dict.fromkeys(aborting))
         self._deliver([output for output in aborted if output is not None])
         while self._calls:  # one by one, so that an error before leaves the others to `_run`, which ends them
             with self._changed:
                 function, future = self._calls.pop(0)
             _answer(function, future)
         if stopping:
-            self._core.wake_up()
-        return self._core.has_unfinished() or not stopping
+            self.core.wake_up()
+        return self.core.has_unfinished() or not stopping
 
     def _has_work(self) -> bool:
-        return self._core.has_unfinished() and not self._core.asleep
+        return self.core.has_unfinished() and not self.core.asleep
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         with self._changed:
@@ -562,4 +570,4 @@ def _stop(engine: weakref.ref[AsyncEngine]) -> None:
     """At the interpreter's exit: end the thread, which would otherwise use memory that is being freed."""
     running = engine()
     if running is not None and not running.dead:
-        running.llm.close()
+        running.core.close()

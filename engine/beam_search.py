@@ -19,16 +19,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vattn.engine.checks import checked_whole, number
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.model.rows import Forward
-from vattn.engine.requests.outputs import RequestGroup
-from vattn.engine.requests.prompts import TokenizedPrompt
-from vattn.engine.requests.request import FinishReason, InvalidRequest, Request
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.scheduling.scheduler import Scheduler
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from .checks import checked_whole, number
+from .kv.base import KVBackend
+from .model.forward import Forward
+from .requests.outputs import RequestGroup
+from .requests.prompts import TokenizedPrompt
+from .requests.request import FinishReason, InvalidRequest, Request
+from .requests.sampling import RequestOutputKind, SamplingParams
+from .scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """`EngineConfig`: what an engine can be asked for, checked before a model is loaded.
 
-Its fields are the keywords of `LLM`, under the same names and with the same defaults. Those with a `Flag` are also the
-flags of the command line, which are generated from them.
+Its fields are the arguments of `LLM`, and the flags of the command line.
 """
 
 from __future__ import annotations
@@ -9,27 +8,31 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from vattn.config import budget_bytes
-from vattn.engine.checks import checked_choice, checked_whole, number, whole
-from vattn.engine.kv.make import BACKENDS, find_backend
-from vattn.engine.scheduling.drafts import SpeculativeConfig
-from vattn.engine.scheduling.scheduler import SCHEDULING, Policy, check_limits
-from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
 from vattn.units import parse_bytes
 
+from .checks import checked_choice, checked_whole, number, whole
+from .kv.make import BACKENDS, find_backend
+from .options import option
+from .scheduling.drafts import SpeculativeConfig
+from .scheduling.scheduler import SCHEDULING, Policy, check_limits
+from .scheduling.swap import PreemptionMode
+from .shipped_model import shipped_model
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vattn.attention import Attention
-    from vattn.engine.scheduling.record import StepRecord
+
+    from .scheduling.record import StepRecord
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _BUDGET = "4GiB"
@@ -37,145 +40,160 @@ _BUDGET = "4GiB"
 _MAX_LOGPROBS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """How the command line offers a field; a bool becomes a switch.
-
-    Attributes:
-        name: without its dashes; the field's own by default.
-        parse: from text to the field's type.
-        choices: the only values, where they are few.
-        metavar: what stands for the value in the help.
-    """
-
-    help: str
-    name: str | None = None
-    parse: Callable[[str], Any] = str
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-
-
 def _num_threads(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else int(text)
 
 
-def _flag(help: str, **how: Any) -> dict[str, Flag]:
-    return {"flag": Flag(help=help, **how)}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class EngineConfig:
-    """The keywords of `LLM`, which documents them, as one checked value.
+    """The arguments of `LLM` as one checked value.
 
-    Numbers may be NumPy's and paths `os.PathLike`; Python's own int and str are stored, and a `torch.dtype`
-    where `dtype` names one.
+    Numbers may be NumPy's and paths `os.PathLike`; Python's own int and str are stored, a `torch.dtype` where `dtype`
+    names one, and the path of the model that ships with vattn where none is named.
 
     Raises:
-        ConfigError: an argument that is unknown, contradictory or impossible for any model.
+        ConfigError: an argument that is contradictory, or impossible for any model.
     """
 
-    model: str | os.PathLike[str] | PreTrainedModel
-    kv: str = field(default="virtual", metadata=_flag("KV-cache backend", choices=BACKENDS))
-    scheduling: str = field(
-        default="continuous", metadata=_flag("static: batches that wait for their slowest request", choices=SCHEDULING)
+    model: str | os.PathLike[str] | PreTrainedModel | None = option(
+        None,
+        "path, hub id, or a loaded causal language model; by default the small one that ships with vattn. A loaded one "
+        "is put in eval mode, and its attention implementation is `vattn` until `close`",
+        flag="",
     )
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = field(
-        default=None, metadata=_flag("path or hub id of the tokenizer; default: the model's", metavar="PATH")
+    _: KW_ONLY
+    kv: str = option("virtual", "the KV-cache backend", choices=BACKENDS)
+    scheduling: str = option(
+        "continuous",
+        "`continuous` plans every step anew; `static`, for comparison, runs a batch until its slowest request ends",
+        choices=SCHEDULING,
     )
-    skip_tokenizer_init: bool = False
-    trust_remote_code: bool = field(default=False, metadata=_flag("run Python code from the checkpoint"))
-    revision: str | None = field(
-        default=None, metadata=_flag("branch, tag or commit of the model and tokenizer, on the hub")
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = option(
+        None,
+        "path, hub id or tokenizer; by default the one at the model's path, and none for a loaded model",
+        metavar="PATH",
     )
-    hf_overrides: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=_flag(
-            'fields of the model\'s config that differ: {"max_position_embeddings": 8192}',
-            parse=json.loads,
-            metavar="JSON",
-        ),
+    skip_tokenizer_init: bool = option(
+        False, "load no tokenizer: prompts are token ids, and outputs have no text", flag=""
     )
-    generation_config: str | os.PathLike[str] = field(
-        default="auto",
-        metadata=_flag(
-            "whose sampling defaults hold: auto, the model's; vllm, those of SamplingParams; or a folder's",
-        ),
+    trust_remote_code: bool = option(False, "run Python code that comes with a checkpoint")
+    revision: str | None = option(None, "branch, tag or commit of model and tokenizer, for a hub id")
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        "fields of the model's config to read it with, by name, nested ones as nested mappings: "
+        '`{"max_position_embeddings": 8192}`',
+        parse=json.loads,
+        metavar="JSON",
     )
-    tensor_parallel_size: int = field(default=1, metadata=_flag("devices that share a model: 1", parse=int))
-    dtype: str | torch.dtype = field(
-        default="auto", metadata=_flag("element type of weights and cache", choices=("auto", *_DTYPES))
+    generation_config: str | os.PathLike[str] = option(
+        "auto",
+        "where the sampling parameters of requests without any come from: `auto`, the model's generation config; "
+        "`vllm`, the defaults of `SamplingParams`; or a folder with a `generation_config.json`",
     )
-    max_num_seqs: int = field(default=64, metadata=_flag("maximum number of requests that run at a time", parse=int))
-    max_num_batched_tokens: int = field(default=512, metadata=_flag("maximum number of tokens per step", parse=int))
-    max_model_len: int | None = field(
-        default=None, metadata=_flag("maximum number of tokens per request; default: the model's limit", parse=int)
+    tensor_parallel_size: int = option(1, "1: a model runs on one device", parse=int)
+    dtype: str | torch.dtype = option(
+        "auto", "element type of weights and cache; `auto` is the checkpoint's", choices=("auto", *_DTYPES)
     )
-    memory_budget: int | str | None = field(
-        default=None,
-        metadata=_flag(
-            f"size of the cache: bytes, text such as 512MiB, or auto; default: {_BUDGET}",
-            name="kv-cache-memory-bytes",
-            metavar="SIZE",
-        ),
+    max_num_seqs: int = option(64, "maximum number of requests that run at a time", parse=int)
+    max_num_batched_tokens: int = option(
+        512, "maximum number of tokens per step; longer prompts are computed in chunks", parse=int
     )
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = field(
-        default=None,
-        metadata=_flag("share of the free memory for the cache, instead of a size", parse=float, metavar="SHARE"),
+    max_model_len: int | None = option(
+        None, "maximum number of tokens of a request, prompt and output; by default the model's limit", parse=int
     )
-    block_size: int = field(default=16, metadata=_flag("tokens per block of --kv paged", parse=int))
-    kv_cache_dtype: KVCacheDtype = field(
-        default="auto",
-        metadata=_flag(
-            "element type of the cache: the model's, or 8 bits with a scale per token and head (--kv virtual)",
-            choices=get_args(KVCacheDtype),
-        ),
+    memory_budget: int | str | None = option(
+        None,
+        f"size of the cache: bytes, text such as `512MiB`, by default `{_BUDGET}`, or `auto`, a share of the memory "
+        "that is free once the model is loaded",
+        flag="kv-cache-memory-bytes",
+        metavar="SIZE",
     )
-    kv_options: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=_flag(
-            'options of vattn.KVConfig for --kv virtual: {"page_size": 65536}', parse=json.loads, metavar="JSON"
-        ),
+    kv_cache_memory_bytes: int | None = option(None, "`memory_budget` as a number of bytes", flag="")
+    gpu_memory_utilization: float | None = option(
+        None,
+        "share of the free memory for the cache, over 0 and up to 1, in place of a size; on a CPU of the host's memory",
+        parse=float,
+        metavar="SHARE",
     )
-    enable_prefix_caching: bool = field(
-        default=True, metadata=_flag("reuse what earlier requests with the same start have computed")
+    block_size: int = option(16, "tokens per block, for `paged`", parse=int)
+    kv_cache_dtype: KVCacheDtype = option(
+        "auto",
+        "element type of the cache: `auto`, the model's; or `int8`, with a scale per token and head, for `virtual` and "
+        "kernels that read request by request",
+        choices=get_args(KVCacheDtype),
     )
-    long_prefill_token_threshold: int = field(
-        default=0, metadata=_flag("most tokens of one prompt in a step with other requests; 0 for no limit", parse=int)
+    kv_options: Mapping[str, Any] | None = option(
+        None,
+        'further options of the backend: of `vattn.KVConfig` for `virtual`, such as `{"page_size": 65536}`; for '
+        "`paged`, `num_blocks`, and `windows`: show blocks to kernels as contiguous memory, backed on demand "
+        "(`vattn.BlockWindows`)",
+        parse=json.loads,
+        metavar="JSON",
     )
-    max_logprobs: int = field(
-        default=_MAX_LOGPROBS, metadata=_flag("most log probabilities per token; -1 for no limit", parse=int)
+    enable_prefix_caching: bool = option(
+        True,
+        "reuse the keys and values that earlier requests computed for the same prefix (under the same `cache_salt`), "
+        "with `virtual` and `paged`; cached blocks are evicted when memory is needed",
     )
-    scheduling_policy: Policy = field(
-        default="fcfs", metadata=_flag("order in which requests run", choices=get_args(Policy))
+    long_prefill_token_threshold: int = option(
+        0,
+        "maximum number of a prompt's tokens in a step with other requests, so that a long one does not take all of "
+        "it; 0 for no limit. For continuous scheduling",
+        parse=int,
     )
-    preemption_mode: PreemptionMode = field(
-        default="auto",
-        metadata=_flag("what happens to the cache of a preempted request", choices=get_args(PreemptionMode)),
+    max_logprobs: int = option(
+        _MAX_LOGPROBS,
+        "the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit",
+        parse=int,
     )
-    swap_space: int | str = field(
-        default="1GiB", metadata=_flag("host memory for caches of preempted requests", metavar="SIZE")
+    scheduling_policy: Policy = option(
+        "fcfs",
+        "which requests run first and are preempted last: `fcfs` orders by arrival, `priority` by the priority of each "
+        "request",
+        choices=get_args(Policy),
     )
-    attention: str | Attention = field(default="auto", metadata=_flag("attention kernel; `vattn doctor` lists them"))
-    num_threads: int | Literal["auto"] = field(
-        default="auto",
-        metadata=_flag(
-            "threads that compute on a CPU; auto: measured as the engine runs", parse=_num_threads, metavar="NUMBER"
-        ),
+    preemption_mode: PreemptionMode = option(
+        "auto",
+        "what happens to the cache of a preempted request: `recompute`, `swap` (copied to host memory and back), or "
+        "`auto`, whichever is estimated to be cheaper",
+        choices=get_args(PreemptionMode),
     )
-    enforce_eager: bool = field(
-        default=False, metadata=_flag("the model as transformers wrote it: no CUDA graphs, no packed weights")
+    swap_space: int | str = option(
+        "1GiB",
+        "maximum host memory for the caches of preempted requests, bytes or text; allocated on use",
+        metavar="SIZE",
     )
-    speculative_config: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=_flag(
-            'draft tokens where text repeats itself: {"method": "ngram", "num_speculative_tokens": 4}',
-            parse=json.loads,
-            metavar="JSON",
-        ),
+    attention: str | Attention = option(
+        "auto",
+        "the kernel: one of those that `vattn doctor` lists, `auto` for the best one on this machine, or an adapter of "
+        "`vattn.attention`",
     )
-    seed: int | None = field(default=0, metadata=_flag("seed of requests and of the engine", parse=int))
-    on_step: Callable[[StepRecord], None] | None = None
+    num_threads: int | Literal["auto"] = option(
+        "auto",
+        "threads that compute a step on a CPU. `auto` measures steps with one thread up to torch's number "
+        "(`OMP_NUM_THREADS`, `torch.set_num_threads`), when the model is loaded and as the engine runs, prefill and "
+        "decode steps apart: a small model, or a busy machine, is faster with fewer. Tokens do not depend on it",
+        parse=_num_threads,
+        metavar="NUMBER",
+    )
+    enforce_eager: bool = option(
+        False,
+        "run the model as transformers wrote it: no CUDA graphs of decode steps, no packed weights and fused products, "
+        "and no latents in the cache in place of keys and values",
+    )
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "decode several tokens per step where text repeats itself: "
+        '`{"method": "ngram", "num_speculative_tokens": 4}`, and further fields of '
+        "`vattn.engine.scheduling.drafts.SpeculativeConfig`. Outputs are those of plain decoding, except for ties that "
+        "rounding decides",
+        parse=json.loads,
+        metavar="JSON",
+    )
+    seed: int | None = option(0, "seed of requests without one; None for a random one", parse=int)
+    on_step: Callable[[StepRecord], None] | None = option(
+        None, "called with a `StepRecord` after each step; may be set later", flag=""
+    )
 
     def __post_init__(self) -> None:
         max_num_seqs, max_num_batched_tokens = check_limits(self.max_num_seqs, self.max_num_batched_tokens)
@@ -243,6 +261,8 @@ class EngineConfig:
             raise ConfigError(f"attention is {shown(self.attention)}; give the name of a kernel, or an adapter")
 
     def _check_model(self) -> None:
+        if self.model is None:
+            self._set("model", shipped_model())
         for name in ("model", "tokenizer"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 self._set(name, os.fspath(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,41 +13,44 @@ from dataclasses import replace
 
 import torch
 
-from vattn.engine.beam_search import take_beams
-from vattn.engine.checks import checked_choice, whole
-from vattn.engine.config import EngineConfig
-from vattn.engine.exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.kv.make import make_backend
-from vattn.engine.kv.spec import KVSpec
-from vattn.engine.loading import LoadedModel
-from vattn.engine.metrics import Figures, Metric, collect
-from vattn.engine.model.rows import Forward, Row
-from vattn.engine.model.runner import ModelRunner
-from vattn.engine.model.sampler import Sampler
-from vattn.engine.model.threads import Threads
-from vattn.engine.requests.grammar import exclude
-from vattn.engine.requests.intake import Intake
-from vattn.engine.requests.logprobs import Logprob, token_logprobs
-from vattn.engine.requests.outputs import RequestGroup, RequestOutput
-from vattn.engine.requests.prompts import Prompt, PromptReader
-from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.requests.text import TokenText
-from vattn.engine.scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
-from vattn.engine.scheduling.record import StepRecord
-from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
-from vattn.engine.scheduling.static import StaticScheduler
-from vattn.engine.scheduling.swap import SwapSpace
-from vattn.errors import ConfigError, OutOfPages, VattnError
+from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
 from vattn.units import parse_bytes
+
+from .beam_search import take_beams
+from .checks import checked_choice, whole, wrong
+from .config import EngineConfig
+from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
+from .kv.base import KVBackend
+from .kv.make import make_backend
+from .kv.spec import KVSpec
+from .loading import LoadedModel
+from .metrics import Figures, Metric, counted, held
+from .model.forward import Forward, Row
+from .model.runner import ModelRunner
+from .model.sampler import Sampler
+from .model.threads import Threads
+from .requests.grammar import exclude
+from .requests.intake import Intake
+from .requests.logprobs import Logprob, token_logprobs
+from .requests.outputs import RequestGroup, RequestOutput
+from .requests.prompts import Prompt, PromptReader
+from .requests.request import FinishReason, InvalidRequest, Request, State
+from .requests.sampling import RequestOutputKind, SamplingParams
+from .requests.text import TokenText
+from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
+from .scheduling.record import StepRecord
+from .scheduling.scheduler import Entry, Scheduler, StepPlan
+from .scheduling.static import StaticScheduler
+from .scheduling.swap import SwapSpace
 
 logger = logging.getLogger(__name__)
 
 # Which part of the books a call changes, or which part of a step is under way.
 _QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
 _WAKE_TAGS = ("weights", "kv_cache", "scheduling")
+# Set, an engine checks itself whenever it has become idle.
+_CHECK_VARIABLE = "VATTN_CHECK"
 
 
 class EngineCore:
@@ -83,6 +87,7 @@ class EngineCore:
         self._names = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
         self._closed = False
+        self._checks = os.environ.get(_CHECK_VARIABLE, "") not in ("", "0")
         self._phase = ""  # which part of a step is under way
         self._torn = ""  # which change of the books is under way, or was interrupted
         self._changed: list[Request] = []  # requests with news for the next outputs
@@ -154,7 +159,7 @@ class EngineCore:
         return self.gate.closing
 
     def lend(self, thread: threading.Thread, name: str, on_closing: Callable[[], None]) -> None:
-        """Reserve the engine for one thread, which need not have started, until `take_back`.
+        """Reserve the engine for one thread, which need not have started, until `end_loan`.
 
         Args:
             name: of the thread's owner, for the error that other threads get.
@@ -167,10 +172,10 @@ class EngineCore:
         self.gate.enter(Use(thread, name, lent=True))
         self._on_closing = on_closing
         if self.gate.closing:
-            self.take_back(thread)
+            self.end_loan(thread)
             raise EngineClosed("this LLM is closed; make a new one")
 
-    def take_back(self, thread: threading.Thread) -> None:
+    def end_loan(self, thread: threading.Thread) -> None:
         """End `lend`; no effect if the engine was not lent to this thread."""
         user = self.gate.user
         if user is not None and user.thread is thread:
@@ -224,9 +229,9 @@ class EngineCore:
         self._check_usable("add_request")
         if group.request_id in self._groups:
             raise InvalidRequest(
-                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first"
+                f"a request {group.request_id!r} is unfinished; choose another name, or abort it first",
+                param="request_id",
             )
-        self.scheduler.check_fits(group.requests[0])
         with self._mending(_QUEUES):
             for request in group.requests:
                 self.scheduler.add(request)
@@ -253,6 +258,7 @@ class EngineCore:
             for request in group.unfinished():
                 self.scheduler.finish(request, FinishReason.ABORT)
         self._count(group)
+        self._check_if_idle()
         return group.output()
 
     @exclusive
@@ -297,6 +303,7 @@ class EngineCore:
         finally:
             self._phase = ""
         self._collect()
+        self._check_if_idle()
         outputs, self._outputs = self._outputs, []  # with no call after it
         return outputs
 
@@ -306,9 +313,10 @@ class EngineCore:
         self._check_usable("sleep")
         asked = whole(level)
         if asked != 1:
-            raise ConfigError(
-                f"level is {shown(level)}; the only one is 1, which gives the memory of the KV cache back: for the "
-                "memory of the weights, too, close this LLM and make it again later"
+            raise wrong(
+                "level",
+                f"is {shown(level)}; the only one is 1, which gives the memory of the KV cache back: for the "
+                "memory of the weights, too, close this LLM and make it again later",
             )
         freed = self.kv.trim()  # first, since a backend may refuse
         with self._mending(_QUEUES):
@@ -324,9 +332,9 @@ class EngineCore:
         self._check_usable("wake_up")
         if tags is not None:
             if isinstance(tags, str) or not isinstance(tags, Collection):
-                raise ConfigError(f"tags is {shown(tags)}; give a list of {', '.join(_WAKE_TAGS)}, or None for all")
+                raise wrong("tags", f"is {shown(tags)}; give a list of {', '.join(_WAKE_TAGS)}, or None for all")
             for tag in tags:
-                checked_choice("a tag to wake up", tag, _WAKE_TAGS)
+                checked_choice("tags", tag, _WAKE_TAGS)
         if tags is None or "kv_cache" in tags:
             self.asleep = False
         return not self.asleep
@@ -345,10 +353,18 @@ class EngineCore:
         self.figures.preemptions += len(self.scheduler.running)
         self.scheduler.preempt_all()
 
+    def _check_if_idle(self) -> None:
+        """In a debug run: `check`, once no request is left. A violation is an AssertionError of the call."""
+        if self._checks and not self._groups:
+            self.check()
+
     def check(self) -> None:
-        """Assert that cache and queues agree, slot by slot. For tests and idle moments."""
+        """Assert that the books of cache and queues are right and agree. For tests and idle moments."""
         self.kv.check()
         self.scheduler.check()
+        if not self.scheduler.running:
+            lost = self.kv.stats().used_bytes
+            assert not lost, f"no request runs, but {lost} bytes of the cache are in use"
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
@@ -423,7 +439,11 @@ class EngineCore:
     def metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         self._check_open()
-        return collect(self)
+        return [*held(self.scheduler, self.kv, asleep=self.asleep), *self.counted()]
+
+    def counted(self) -> list[Metric]:
+        """What it has counted so far; for any thread, at any time."""
+        return counted(self.figures, self.scheduler, self.speculation)
 
     def check_awake(self, name: str) -> None:
         """Raise EngineAsleep while the engine sleeps."""
@@ -440,7 +460,7 @@ class EngineCore:
         if self._torn:
             self._mend(KeyboardInterrupt())
 
-    def _plan(self, changed: list[Request]) -> tuple[Plan, int, float]:
+    def _plan(self, changed: list[Request]) -> tuple[StepPlan, int, float]:
         """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
 
         The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
@@ -477,7 +497,7 @@ class EngineCore:
                 self._fail(plan.requests, error, changed)
             seconds += time.monotonic() - start
 
-    def _compute(self, plan: Plan, changed: list[Request]) -> None:
+    def _compute(self, plan: StepPlan, changed: list[Request]) -> None:
         """Run a prepared plan; requests that got a token or failed join `changed`."""
         forked: list[Request] = []
         try:
@@ -528,7 +548,7 @@ class EngineCore:
                 self.scheduler.release(request)
             elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
                 request.advance(request.num_tokens)
-        self._take_back(plan)
+        self._settle_drafts(plan)
         for group, requests, logits in beams:
             changed += requests
             try:
@@ -563,7 +583,7 @@ class EngineCore:
             logits=forward.logits[places],
         )
 
-    def _take_back(self, plan: Plan) -> None:
+    def _settle_drafts(self, plan: StepPlan) -> None:
         """Count the drafts of a step, and cut slots back to the accepted tokens."""
         lengths = {}
         for entry in plan.entries:

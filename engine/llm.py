@@ -11,148 +11,56 @@ iteration at a time, with requests that come and go.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from vattn.attention import Attention
-from vattn.engine.absent import absent
-from vattn.engine.beam_search import BeamSearchOutput, BeamSearchParams, make_beams
-from vattn.engine.config import EngineConfig
-from vattn.engine.core import EngineCore
-from vattn.engine.exclusive import exclusive
-from vattn.engine.metrics import Metric
-from vattn.engine.model.threads import Phase
-from vattn.engine.progress import Progress, UseTqdm
-from vattn.engine.requests.chat import Conversation, as_conversations
-from vattn.engine.requests.intake import as_params
-from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.prompts import Prompt, as_prompts
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.scheduling.record import StepRecord
-from vattn.engine.scheduling.scheduler import Policy
-from vattn.engine.scheduling.static import StaticScheduler
-from vattn.engine.scheduling.swap import PreemptionMode
-from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.integers import shown
-from vattn.quantised import KVCacheDtype
+
+from .absent import absent
+from .beam_search import BeamSearchOutput, BeamSearchParams, make_beams
+from .config import EngineConfig
+from .core import EngineCore
+from .exclusive import exclusive
+from .metrics import Metric
+from .model.threads import Phase
+from .options import documents_options_of, takes_options_of
+from .progress import Progress, UseTqdm
+from .requests.chat import Conversation, as_conversations
+from .requests.intake import as_params, refuse_lora
+from .requests.outputs import RequestOutput
+from .requests.prompts import Prompt, as_prompts
+from .requests.request import InvalidRequest
+from .requests.sampling import RequestOutputKind, SamplingParams
+from .scheduling.record import StepRecord
 
 
+@documents_options_of(EngineConfig)
 class LLM:
     """A language model that serves many requests at once.
 
-    Args:
-        model: path, hub id, or a loaded causal language model; by default the small one that ships with vattn. A loaded
-            one is put in eval mode, and its attention implementation is `"vattn"` until `close`.
-        kv: the KV-cache backend: `"virtual"`, `"paged"`, `"static"` or `"dynamic"`.
-        scheduling: `"continuous"` plans every step anew; `"static"`, for comparison, runs a batch until its slowest
-            request ends.
-        tokenizer: path, hub id or tokenizer; by default the one at the model's path, and none for a loaded model.
-        skip_tokenizer_init: load no tokenizer: prompts are token ids, and outputs have no text.
-        trust_remote_code: run Python code that comes with a checkpoint.
-        revision: branch, tag or commit of model and tokenizer, for a hub id.
-        hf_overrides: fields of the model's config, by name, to read it with; nested ones as nested mappings.
-        generation_config: where the sampling parameters of requests without any come from: "auto", the model's
-            generation config; "vllm", the defaults of `SamplingParams`; or a folder with a `generation_config.json`.
-        tensor_parallel_size: 1: a model runs on one device.
-        dtype: element type of weights and cache; `"auto"` is the checkpoint's.
-        max_num_seqs: maximum number of requests that run at a time.
-        max_num_batched_tokens: maximum number of tokens per step; longer prompts are computed in chunks.
-        max_model_len: maximum length of a request, prompt and output, in tokens; by default the model's limit.
-        memory_budget: size of the cache: bytes, text such as "4GiB" (the default), or "auto": a share of the memory
-            that is free once the model is loaded, see `vattn.KVConfig`.
-        kv_cache_memory_bytes: the same as a number of bytes.
-        gpu_memory_utilization: that share, over 0 and up to 1, instead of `memory_budget`. On a CPU it is a share of
-            the host's memory.
-        block_size: tokens per block, for `paged`.
-        kv_cache_dtype: element type of the cache: "auto", the model's, or "int8", with a scale per token and head:
-            for `virtual`, and kernels that read request by request.
-        kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`; for `paged`, `num_blocks`, and
-            `windows`: show blocks to kernels as contiguous memory, backed on demand (`vattn.BlockWindows`).
-        enable_prefix_caching: reuse the keys and values that earlier requests computed for the same prefix (under the
-            same `cache_salt`); with `virtual` and `paged`. Cached blocks are evicted when memory is needed.
-        long_prefill_token_threshold: maximum number of a prompt's tokens in a step with other requests, so that a long
-            one does not take all of it; 0 for no limit. For continuous scheduling.
-        max_logprobs: the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit.
-        scheduling_policy: which requests run first and are preempted last: "fcfs" orders by arrival, "priority" by the
-            priority of each request.
-        preemption_mode: what happens to the cache of a preempted request: "recompute", "swap" (copied to host memory
-            and back), or "auto", whichever is estimated to be cheaper.
-        swap_space: maximum host memory for such copies, bytes or text; allocated on use.
-        attention: the kernel: one of `vattn.attention.names()`, "auto" for the best one on this machine, or an adapter.
-        num_threads: threads that compute a step on a CPU. "auto" measures steps with one thread up to torch's number
-            (`OMP_NUM_THREADS`, `torch.set_num_threads`), when the model is loaded and as the engine runs, prefill and
-            decode steps apart: a small model, or a busy machine, is faster with fewer. Tokens do not depend on it.
-        enforce_eager: run the model as transformers wrote it: no CUDA graphs of decode steps, no packed weights and
-            fused products (`vattn.engine.model.optimize`), and no latents in the cache in place of keys and values
-            (`vattn.packed.latents`).
-        speculative_config: decode several tokens per step where text repeats itself: `{"method": "ngram",
-            "num_speculative_tokens": 4}`, and further fields of `vattn.engine.scheduling.drafts.SpeculativeConfig`.
-            Outputs are those of plain decoding, except for ties that rounding decides. None for no speculation.
-        seed: seed for requests without one; None for a random seed.
-        on_step: called with a `StepRecord` after each step. May be set later.
+    Its arguments are the fields of `EngineConfig`: [arguments of LLM](#arguments-of-llm).
 
     One thread at a time may use it; a second one gets `EngineBusy` at once. Any thread may call `close`.
 
     Attributes:
         core: the loop underneath.
+        model, tokenizer: what is served; the tokenizer may be None.
+        prompts: reads prompts, and makes them of conversations.
         token_bytes: bytes of one token in the cache, in all layers.
         speculation: statistics of drafts so far.
 
     Raises:
-        ConfigError: an argument that is unknown, contradictory or impossible; `UnsupportedModel` is one.
+        ConfigError: an argument that is contradictory or impossible; `UnsupportedModel` is one.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | PreTrainedModel | None = None,
-        *,
-        kv: str = "virtual",
-        scheduling: str = "continuous",
-        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-        skip_tokenizer_init: bool = False,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
-        hf_overrides: Mapping[str, Any] | None = None,
-        generation_config: str | os.PathLike[str] = "auto",
-        tensor_parallel_size: int = 1,
-        dtype: str | torch.dtype = "auto",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        memory_budget: int | str | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        block_size: int = 16,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        kv_options: Mapping[str, Any] | None = None,
-        enable_prefix_caching: bool = True,
-        long_prefill_token_threshold: int = 0,
-        max_logprobs: int = 20,
-        scheduling_policy: Policy = "fcfs",
-        preemption_mode: PreemptionMode = "auto",
-        swap_space: int | str = "1GiB",
-        attention: str | Attention = "auto",
-        num_threads: int | Literal["auto"] = "auto",
-        enforce_eager: bool = False,
-        speculative_config: Mapping[str, Any] | None = None,
-        seed: int | None = 0,
-        on_step: Callable[[StepRecord], None] | None = None,
-    ) -> None:
-        options = dict(locals())
-        del options["self"]
-        if model is None:
-            options["model"] = shipped_model()
-        self.core = core = EngineCore(EngineConfig(**options))
+    @takes_options_of(EngineConfig)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.core = core = EngineCore(EngineConfig(*args, **options))
         self.model, self.tokenizer, self.prompts = core.loaded.model, core.loaded.tokenizer, core.intake.prompts
-        self.kv, self.scheduler, self.runner = core.kv, core.scheduler, core.runner
-        self.max_model_len, self.vocab_size = core.loaded.max_model_len, core.loaded.vocab_size
         self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
 
@@ -341,7 +249,7 @@ class LLM:
         refuse_lora(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params is {shown(params)}; give BeamSearchParams")
-        if isinstance(self.scheduler, StaticScheduler):
+        if self.core.config.scheduling != "continuous":
             raise ConfigError("beam search needs scheduling='continuous': beams come and go in every step")
         groups = []
         for prompt in as_prompts(prompts):
@@ -350,8 +258,8 @@ class LLM:
                     self.core.new_id(),
                     self.prompts.read(prompt),
                     params,
-                    kv=self.kv,
-                    max_num_seqs=self.scheduler.max_num_seqs,
+                    kv=self.core.kv,
+                    max_num_seqs=self.core.scheduler.max_num_seqs,
                     max_model_len=self.core.intake.max_model_len,
                     eos_token_ids=self.core.intake.eos_token_ids,
                 )
@@ -359,7 +267,7 @@ class LLM:
         queue = list(reversed(groups))
         try:
             while queue or self.core.has_unfinished():
-                while queue and (self.core.num_groups + 1) * params.beam_width <= self.scheduler.max_num_seqs:
+                while queue and (self.core.num_groups + 1) * params.beam_width <= self.core.scheduler.max_num_seqs:
                     self.core.add_group(queue.pop())
                 self.core.step()
         except BaseException as error:
@@ -461,9 +369,7 @@ class LLM:
         Raises:
             ConfigError: there is none.
         """
-        if self.tokenizer is None:
-            raise ConfigError("this LLM has no tokenizer; pass tokenizer=...")
-        return self.tokenizer
+        return self.core.loaded.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests without any; see `generation_config`."""
@@ -544,12 +450,3 @@ class LLM:
         `on_step`, it takes effect when the call that makes the steps ends, which it then does at once.
         """
         self.core.close()
-
-
-def refuse_lora(lora_request: object) -> None:
-    """Raise an InvalidRequest for an adapter."""
-    if lora_request is not None:
-        raise InvalidRequest(
-            "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
-            "load the result"
-        )

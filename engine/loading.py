@@ -22,12 +22,13 @@ from transformers import (
 from vattn import packed
 from vattn.attention import Attention, Blocks, Case
 from vattn.attention import get as get_attention
-from vattn.engine.config import EngineConfig
-from vattn.engine.kv.make import find_backend
-from vattn.engine.model import optimize
-from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from .config import EngineConfig
+from .kv.make import find_backend
+from .model import optimize
+from .requests.sampling import SamplingParams
 
 
 class LoadedModel:
@@ -87,6 +88,12 @@ class LoadedModel:
             restore = optimize.optimize(self.model, keep_weights=not self._is_ours)
             if not self._is_ours:
                 self._undo.append(restore)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; a ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("this LLM has no tokenizer; pass tokenizer=...")
+        return self.tokenizer
 
     def close(self) -> None:
         """Leave a model that was given as an object as it was. Idempotent."""

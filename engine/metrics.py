@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from vattn.engine.requests.request import FinishReason, Request
-
-if TYPE_CHECKING:
-    from vattn.engine.core import EngineCore
+from .kv.base import KVBackend
+from .requests.request import FinishReason, Request
+from .scheduling.drafts import SpeculationStats
+from .scheduling.scheduler import Scheduler
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -178,11 +177,10 @@ class Figures:
             ]
 
 
-def counted(core: EngineCore) -> list[Metric]:
-    """What an engine has counted; for any thread, at any time."""
-    scheduler, drafts = core.scheduler, core.speculation
+def counted(figures: Figures, scheduler: Scheduler, drafts: SpeculationStats) -> list[Metric]:
+    """What the parts of an engine have counted; for any thread, at any time."""
     return [
-        *core.figures.metrics(),
+        *figures.metrics(),
         Counter("vllm:prefix_cache_queries", {}, scheduler.query_tokens),
         Counter("vllm:prefix_cache_hits", {}, scheduler.hit_tokens),
         Counter("vllm:spec_decode_num_drafts", {}, drafts.num_drafts),
@@ -192,22 +190,21 @@ def counted(core: EngineCore) -> list[Metric]:
     ]
 
 
-def collect(core: EngineCore) -> list[Metric]:
-    """All metrics of an engine, between two steps."""
-    scheduler, kv = core.scheduler, core.kv.stats()
+def held(scheduler: Scheduler, kv: KVBackend, *, asleep: bool) -> list[Metric]:
+    """What queues and cache of an engine hold, between two steps."""
+    stats = kv.stats()
     memory = {
-        "reserved": kv.reserved_bytes,
-        "physical": kv.physical_bytes,
-        "used": kv.used_bytes,
-        "live": kv.live_bytes,
+        "reserved": stats.reserved_bytes,
+        "physical": stats.physical_bytes,
+        "used": stats.used_bytes,
+        "live": stats.live_bytes,
     }
     return [
         Gauge("vllm:num_requests_running", {}, float(len(scheduler.running))),
         Gauge("vllm:num_requests_waiting", {}, float(len(scheduler.waiting))),
-        Gauge("vllm:kv_cache_usage_perc", {}, 1 - core.kv.available() / core.kv.total()),
-        Gauge("vllm:engine_sleep_state", {"sleep_state": "awake"}, float(not core.asleep)),
-        *counted(core),
+        Gauge("vllm:kv_cache_usage_perc", {}, 1 - kv.available() / kv.total()),
+        Gauge("vllm:engine_sleep_state", {"sleep_state": "awake"}, float(not asleep)),
         *(Gauge("vattn:memory_bytes", {"kind": kind}, float(size)) for kind, size in memory.items()),
-        Counter("vattn:map_calls", {}, kv.map_calls),
-        Counter("vattn:wait_seconds", {}, kv.wait_seconds),
+        Counter("vattn:map_calls", {}, stats.map_calls),
+        Counter("vattn:wait_seconds", {}, stats.wait_seconds),
     ]

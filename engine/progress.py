@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from vattn.engine.metrics import Figures
+from .metrics import Figures
 
 # True for a bar of tqdm's on stderr; or what makes one, given tqdm's keywords.
 UseTqdm = bool | Callable[..., Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from effort import LONG, effort
 from vattn.engine.kv.make import BACKENDS
 
 collect_ignore = ["clients"]  # they run in an environment of their own: `make clients`
+
+# Every engine checks its books whenever it becomes idle, those of servers in other processes too.
+os.environ["VATTN_CHECK"] = "1"
 
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)

@@ -28,7 +28,15 @@ class VattnError(Exception):
 
 
 class ConfigError(VattnError, ValueError):
-    """A configuration value that is unknown, contradicts others, or cannot fit."""
+    """A configuration value that is unknown, contradicts others, or cannot fit.
+
+    Attributes:
+        param: the name of the argument, where it is one that is wrong.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnsupportedModel(ConfigError):

@@ -48,8 +48,8 @@ _KERNELS = {
     "virtual": "native",
     "paged": "native",
     "neighbours": "native",
-    "gathered": "torch_matmul",
-    "torch": "torch_matmul",
+    "gathered": "torch_sdpa",
+    "torch": "torch_sdpa",
 }
 
 

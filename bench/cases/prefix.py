@@ -104,11 +104,11 @@ def _shared(model: PreTrainedModel, goals: list[Goal], *, rounds: int, requests:
             with _llm(model, records, max_num_seqs=requests, **_CACHES[name]) as llm:
                 sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
                 llm.generate([_tokens(model, rng, own) for _ in range(4)], sampling, use_tqdm=False)  # warms up
-                llm.kv.evict_prefixes()
+                llm.core.kv.evict_prefixes()
                 records.clear()
                 outputs = llm.generate(prompts, sampling, use_tqdm=False)
                 token_bytes = llm.token_bytes
-                block[name] = llm.kv.prefix_block_tokens
+                block[name] = llm.core.kv.prefix_block_tokens
             metrics = [output.metrics for output in outputs]
             start = min(m.arrival_time for m in metrics)
             seconds[name].append(max(m.finished_time or 0.0 for m in metrics) - start)
@@ -170,8 +170,8 @@ def _chat(model: PreTrainedModel, goals: list[Goal], *, users: int, turns: int) 
                     old + output.outputs[0].token_ids + _tokens(model, rng, 40)
                     for old, output in zip(said, outputs, strict=True)
                 ]
-            block = llm.kv.prefix_block_tokens
-            hit_rate = llm.scheduler.hit_tokens / llm.scheduler.query_tokens
+            block = llm.core.kv.prefix_block_tokens
+            hit_rate = llm.core.scheduler.hit_tokens / llm.core.scheduler.query_tokens
         rows.append(
             {
                 "case": "chat",
@@ -202,7 +202,7 @@ def _tree(model: PreTrainedModel, goals: list[Goal], *, prefix: int) -> list[Row
             sampling = SamplingParams(n=count, temperature=1.0, seed=0, max_tokens=output, ignore_eos=True)
             llm.generate(prompt, sampling, use_tqdm=False)
             ideal = (prefix + count * output) * llm.token_bytes
-            block = llm.kv.prefix_block_tokens
+            block = llm.core.kv.prefix_block_tokens
         held = max(record.kv.used_bytes for record in records)
         computed = sum(record.prefill_tokens for record in records)
         rows.append(
@@ -242,14 +242,14 @@ def _tokens(model: PreTrainedModel, rng: random.Random, count: int) -> list[int]
 
 
 def _map_calls(llm: LLM) -> int:
-    return llm.kv.stats().map_calls
+    return llm.core.kv.stats().map_calls
 
 
 @contextmanager
 def _counting_admissions(llm: LLM) -> Iterator[list[int]]:
     """Collects the number of mapping calls of each admission."""
     calls: list[int] = []
-    admit = llm.kv.admit
+    admit = llm.core.kv.admit
 
     def counted(*args: Any) -> Any:
         before = _map_calls(llm)
@@ -257,7 +257,7 @@ def _counting_admissions(llm: LLM) -> Iterator[list[int]]:
         calls.append(_map_calls(llm) - before)
         return admission
 
-    kv: Any = llm.kv
+    kv: Any = llm.core.kv
     kv.admit = counted
     try:
         yield calls

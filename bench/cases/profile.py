@@ -128,12 +128,12 @@ def _profile(
     ) as llm:
         parts: list[tuple[Any, str, str]] = [
             (llm.core, "step", "engine loop"),
-            (llm.scheduler, "schedule", "scheduler"),
-            (llm.kv, "prepare", "step()"),
-            (llm.runner, "run", "rest of the model"),
-            (type(llm.runner.attention), "__call__", "attention"),
-            (llm.kv, "write", "KV writes"),
-            (llm.kv, "read", "KV reads"),
+            (llm.core.scheduler, "schedule", "scheduler"),
+            (llm.core.kv, "prepare", "step()"),
+            (llm.core.runner, "run", "rest of the model"),
+            (type(llm.core.runner.attention), "__call__", "attention"),
+            (llm.core.kv, "write", "KV writes"),
+            (llm.core.kv, "read", "KV reads"),
             (llm.core, "_collect", "outputs"),
             (llm.core.sampler, "sample", "sampler"),
         ]

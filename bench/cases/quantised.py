@@ -132,14 +132,14 @@ def _logits(model: str | PreTrainedModel, kind: KVCacheDtype, texts: list[list[i
     """`[tokens, vocab_size]`: the predictions of all tokens of the texts but the first of each."""
     seen: list[Tensor] = []
     with LLM(model, kv_cache_dtype=kind, enforce_eager=True, max_num_seqs=1, max_num_batched_tokens=32) as llm:
-        run = llm.runner.run
+        run = llm.core.runner.run
 
         def note(entries: Any) -> Any:
             forward = run(entries)
             seen.append(forward.prompt_logits.float())
             return forward
 
-        llm.runner.run = note  # type: ignore[method-assign]
+        llm.core.runner.run = note  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     return torch.cat(seen)

@@ -65,7 +65,7 @@ class _Case:
 
     def run(self, name: str) -> None:
         """Runs all requests to the end, `"plain"` or `"drafted"`."""
-        self._llm.scheduler.proposer = self._proposer if name == "drafted" else None
+        self._llm.core.scheduler.proposer = self._proposer if name == "drafted" else None
         stats = self._llm.speculation
         before = stats.num_drafted_tokens, stats.num_accepted_tokens
         self.outputs[name] = self._llm.generate(self._prompts, self._params, use_tqdm=False)
@@ -100,7 +100,7 @@ def run(quick: bool) -> Report:
     for kv in ("virtual", "paged"):
         for batch in _BATCHES if kv == "virtual" else _BATCHES[1:]:
             with LLM("demo/model", kv=kv, max_num_seqs=batch, max_model_len=1024, **options) as llm:
-                proposer = llm.scheduler.proposer
+                proposer = llm.core.scheduler.proposer
                 count = max(4, batch)
                 params = [SamplingParams(temperature=0, max_tokens=2 * tokens)] * count
                 for name, prompts in (
@@ -114,7 +114,7 @@ def run(quick: bool) -> Report:
     model = qwen2(**sizes)
     for kv in ("virtual", "paged"):
         with LLM(model, kv=kv, max_num_seqs=8, max_model_len=1024, skip_tokenizer_init=True, **options) as llm:
-            proposer = llm.scheduler.proposer
+            proposer = llm.core.scheduler.proposer
             for batch in _BATCHES:
                 for choice in _CHOICES if kv == "virtual" else _CHOICES[:1]:
                     params = [

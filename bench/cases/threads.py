@@ -188,7 +188,7 @@ def _compute(name: str, count: str) -> None:
         tokens, seen = 0, [(time.monotonic(), 0)]
         while not select.select([sys.stdin], [], [], 0)[0]:
             while llm.core.num_groups < _REQUESTS:
-                ids = rng.integers(3, llm.vocab_size, _PROMPT).tolist()
+                ids = rng.integers(3, llm.core.loaded.vocab_size, _PROMPT).tolist()
                 llm.add_request(llm.core.new_id(), {"prompt_token_ids": ids}, params)
             before = llm.core.figures.generation_tokens
             llm.step()

@@ -88,7 +88,7 @@ def run_queue(queue: Queue, *, max_tokens: int = MAX_TOKENS, **options: Any) -> 
                 if output.finished:
                     outputs[output.request_id] = output
                     ended[output.request_id] = len(records)
-            batch_goes_on = options.get("scheduling") == "static" and llm.scheduler.running
+            batch_goes_on = options.get("scheduling") == "static" and llm.core.scheduler.running
             if not batch_goes_on:
                 kept |= {name: len(records) - step for name, step in ended.items() if name not in kept}
     names = [str(index) for index in range(len(queue.token_ids))]

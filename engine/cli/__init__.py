@@ -48,7 +48,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help in COMMANDS.items():
         if command in (None, name):
-            importlib.import_module(f"vattn.engine.cli.{name}").add_to(commands, help)
+            importlib.import_module(f".{name}", __name__).add_to(commands, help)
         else:
             commands.add_parser(name, help=help)
     return parser

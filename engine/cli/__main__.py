@@ -1,5 +1,5 @@
 """`python -m vattn.engine.cli`: the `vattn` command."""
 
-from vattn.engine.cli import main
+from . import main
 
 raise SystemExit(main())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli import bench_latency, bench_serve, bench_throughput
+from . import bench_latency, bench_serve, bench_throughput
 
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

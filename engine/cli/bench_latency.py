@@ -7,14 +7,15 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.cli.engine_flags import add_engine_flags, chosen_model, engine_options
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.load import add_offline_flags, write_json
 from vattn.errors import ConfigError
 
+from ..checks import checked_whole
+from .engine_flags import add_engine_flags, chosen_model, engine_options
+from .flags import Help
+from .load import add_offline_flags, write_json
+
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 # With it, all batches but the first would find their prompts in the cache.
 _CHANGED = {"enable_prefix_caching": False}
@@ -44,21 +45,21 @@ def _run(args: argparse.Namespace) -> int:
     import numpy as np
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from vattn.engine.llm import LLM
-    from vattn.engine.requests.sampling import SamplingParams
+    from ..llm import LLM
+    from ..requests.sampling import SamplingParams
 
     params = SamplingParams(
         n=args.n, ignore_eos=True, max_tokens=args.output_len, detokenize=not args.disable_detokenize
     )
     model = chosen_model(args.model)
     with LLM(model, **options) as llm:
-        if args.input_len + args.output_len > llm.max_model_len:
+        if args.input_len + args.output_len > llm.core.loaded.max_model_len:
             raise ConfigError(
                 f"--input-len {args.input_len} and --output-len {args.output_len} are over the model's "
-                f"{llm.max_model_len} tokens; give less"
+                f"{llm.core.loaded.max_model_len} tokens; give less"
             )
         rng = np.random.default_rng(0)
-        prompts: list[Any] = rng.integers(0, llm.vocab_size, (args.batch_size, args.input_len)).tolist()
+        prompts: list[Any] = rng.integers(0, llm.core.loaded.vocab_size, (args.batch_size, args.input_len)).tolist()
 
         bar = False if args.disable_tqdm else functools.partial(tqdm, leave=False)
 

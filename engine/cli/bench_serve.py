@@ -16,16 +16,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.cli.extras import require_server_extra
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.load import add_sample_flags, make_samples, write_json
 from vattn.errors import ConfigError
 
+from ..checks import checked_whole
+from .extras import require_server_extra
+from .flags import Help
+from .load import add_sample_flags, make_samples, write_json
+
 if TYPE_CHECKING:
-    from vattn.engine.benchmark.client import Target
-    from vattn.engine.benchmark.metrics import Timing
-    from vattn.engine.cli.flags import Commands
+    from ..loadgen.client import Target
+    from ..loadgen.summary import Timing
+    from .flags import Commands
 
 # Fields of a request that are sent only where they are given: the server has its own defaults.
 _SAMPLING = {
@@ -89,8 +90,8 @@ def add_to(commands: Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     require_server_extra("vattn bench serve")
-    from vattn.engine.benchmark.arrivals import arrival_times
-    from vattn.engine.benchmark.metrics import (
+    from ..loadgen.arrivals import arrival_times
+    from ..loadgen.summary import (
         DETAILS,
         parse_goodput,
         parse_metrics,
@@ -142,7 +143,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace) -> tuple[Target, str]:
     """Where requests go, and the tokenizer that belongs there."""
-    from vattn.engine.benchmark.client import ENDPOINTS, Target, list_models
+    from ..loadgen.client import ENDPOINTS, Target, list_models
 
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     model, tokenizer = args.model, args.tokenizer
@@ -179,7 +180,7 @@ def _measure(
 ) -> tuple[list[Timing], float]:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from vattn.engine.benchmark.client import send_all
+    from ..loadgen.client import send_all
 
     with _at_its_best(), tqdm(total=len(samples), unit="req", disable=args.disable_tqdm) as bar:
         return asyncio.run(

@@ -6,14 +6,15 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.cli.engine_flags import add_engine_flags, chosen_model, engine_options
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.load import add_offline_flags, add_sample_flags, make_samples, write_json
 from vattn.errors import ConfigError
 
+from ..checks import checked_whole
+from .engine_flags import add_engine_flags, chosen_model, engine_options
+from .flags import Help
+from .load import add_offline_flags, add_sample_flags, make_samples, write_json
+
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands) -> None:
@@ -32,17 +33,17 @@ def _run(args: argparse.Namespace) -> int:
     checked_whole("num_warmups", args.num_warmups, 0)
     options = engine_options(args)
 
-    from vattn.engine.llm import LLM
-    from vattn.engine.requests.sampling import SamplingParams
+    from ..llm import LLM
+    from ..requests.sampling import SamplingParams
 
     model = chosen_model(args.model)
     with LLM(model, **options) as llm:
         assert llm.tokenizer is not None
         samples = make_samples(args, llm.tokenizer, args.num_prompts, seed=options.get("seed", 0))
         longest = max(sample.prompt_len + sample.output_len for sample in samples)
-        if longest > llm.max_model_len:
+        if longest > (limit := llm.core.loaded.max_model_len):
             raise ConfigError(
-                f"a request has {longest} tokens of prompt and answer, over the model's {llm.max_model_len}; "
+                f"a request has {longest} tokens of prompt and answer, over the model's {limit}; "
                 "give a smaller --input-len or --output-len"
             )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.talk import add_talk_flags, chosen, talk
+from .flags import Help
+from .talk import add_talk_flags, chosen, talk
 
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 _SHELLS = ("bash", "zsh", "fish")
 _DIRECTORIES = {"model", "tokenizer"}
@@ -23,7 +23,7 @@ def add_to(commands: Commands, help: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     import shtab
 
-    from vattn.engine.cli import parser
+    from . import parser
 
     whole = parser()
     _add_paths(whole, {**dict.fromkeys(_DIRECTORIES, shtab.DIRECTORY), **dict.fromkeys(_FILES, shtab.FILE)})

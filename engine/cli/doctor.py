@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

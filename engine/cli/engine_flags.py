@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from vattn.engine.cli.flags import add_fields, flag_name, flagged, given
-from vattn.engine.config import EngineConfig, Flag
-from vattn.engine.shipped_model import shipped_model
 from vattn.errors import ConfigError
 from vattn.layout import LayoutName
 from vattn.units import parse_bytes
+
+from ..config import EngineConfig
+from ..options import Option
+from ..shipped_model import shipped_model
+from .flags import add_fields, flag_name, flagged, given
 
 
 def add_model(parser: argparse.ArgumentParser, help: str = "path or hub id") -> None:
@@ -47,7 +49,7 @@ class _BackendFlag:
 
     kv: str
     key: str | None
-    flag: Flag | None = None
+    option: Option | None = None
 
 
 # By `dest`.
@@ -56,31 +58,37 @@ _BACKEND_FLAGS = {
     "num_blocks": _BackendFlag(
         "paged",
         "num_blocks",
-        Flag(help="blocks in the pool of --kv paged; default: what the cache's size holds", parse=int),
+        Option(doc="blocks in the pool, for `paged`; by default what the cache's size holds", parse=int),
     ),
     "paged_windows": _BackendFlag(
         "paged",
         "windows",
-        Flag(
-            help="show the blocks of --kv paged to kernels as contiguous memory, backed on demand (experimental)",
+        Option(
+            doc="show the blocks of `paged` to kernels as contiguous memory, backed on demand (experimental)",
             parse=bool,
         ),
     ),
     "page_size": _BackendFlag(
         "virtual",
         "page_size",
-        Flag(help="bytes of a page of --kv virtual, text such as 64KiB, or auto", parse=_page_size, metavar="SIZE"),
+        Option(doc="bytes of a page of `virtual`, text such as `64KiB`, or `auto`", parse=_page_size, metavar="SIZE"),
     ),
     "kv_layout": _BackendFlag(
         "virtual",
         "layout",
-        Flag(
-            help="tensors of --kv virtual: a K and a V tensor per layer, the same for all layers, or one for all",
+        Option(
+            doc="which tensors hold the cache of `virtual`: a K and a V tensor per layer, the same for all layers, or "
+            "one for all",
             choices=("auto", *get_args(LayoutName)),
         ),
     ),
 }
 _BOTH = ("virtual", "paged")
+
+
+def engine_flags() -> dict[str, Option]:
+    """What `add_engine_flags` adds, by `dest`."""
+    return flagged(EngineConfig) | {dest: each.option for dest, each in _BACKEND_FLAGS.items() if each.option}
 
 
 def add_engine_flags(
@@ -97,8 +105,7 @@ def add_engine_flags(
         kv = next(action for action in group._group_actions if action.dest == "kv")
         kv.choices = (*(kv.choices or ()), "both")
     for dest, option in _BACKEND_FLAGS.items():
-        if option.flag is not None:
-            flag = option.flag
+        if (flag := option.option) is not None:
             how: dict[str, Any] = {"type": flag.parse, "choices": flag.choices, "metavar": flag.metavar}
             if flag.parse is bool:
                 how = {"action": "store_true"}
@@ -147,6 +154,5 @@ def engine_options(args: argparse.Namespace, kv: str | None = None) -> dict[str,
 
 def given_engine_flags(args: argparse.Namespace, but: Iterable[str] = ()) -> list[str]:
     """The flags of the engine that were given, with their dashes, but for those of the fields `but`."""
-    names = {field.name: flag_name(field, flag) for field, flag in flagged(EngineConfig).items()}
-    names |= {dest: "--" + dest.replace("_", "-") for dest in _BACKEND_FLAGS}
+    names = {name: flag_name(name, option) for name, option in engine_flags().items()}
     return [name for dest, name in names.items() if hasattr(args, dest) and dest not in but]

@@ -7,12 +7,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import add_engine_flags, chosen_backends, engine_options
-from vattn.engine.cli.flags import Help
-from vattn.engine.cli.sampling_flags import add_sampling_flags, sampling_options
+from .engine_flags import add_engine_flags, chosen_backends, engine_options
+from .flags import Help
+from .sampling_flags import add_sampling_flags, sampling_options
 
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:
@@ -31,8 +31,8 @@ def _run(args: argparse.Namespace) -> int:
     runs = {kv: engine_options(args, kv) for kv in chosen_backends(args)}
 
     # Here, so that `vattn --help` and `vattn doctor` do not load transformers.
-    from vattn.engine.llm import LLM
-    from vattn.engine.requests.sampling import SamplingParams
+    from ..llm import LLM
+    from ..requests.sampling import SamplingParams
 
     params = SamplingParams(n=args.n, **sampling_options(args))
     texts: list[list[str]] = []

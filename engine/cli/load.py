@@ -13,7 +13,7 @@ from vattn.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from vattn.engine.benchmark.samples import Sample
+    from ..loadgen.samples import Sample
 
 _INPUT_LEN, _OUTPUT_LEN = 1024, 128
 
@@ -68,7 +68,7 @@ def make_samples(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, c
     Raises:
         ConfigError: flags that contradict each other, or a file without requests.
     """
-    from vattn.engine.benchmark.samples import random_samples, read_samples
+    from ..loadgen.samples import random_samples, read_samples
 
     if args.dataset_name != "random":
         if args.dataset_path is None:

@@ -11,8 +11,9 @@ import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from vattn.engine.benchmark.sse import EventReader, error_message
 from vattn.errors import ConfigError, VattnError
+
+from ..loadgen.sse import EventReader, error_message
 
 _REMEDIES = {
     401: "give its key with --api-key, or in OPENAI_API_KEY",

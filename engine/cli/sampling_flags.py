@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vattn.engine.config import Flag
+from ..options import Option
 
 _SAMPLING = {
-    "max_tokens": Flag(help="maximum number of output tokens", parse=int),
-    "min_tokens": Flag(help="minimum number of output tokens", parse=int),
-    "temperature": Flag(help="0 is greedy", parse=float),
-    "top_p": Flag(help="share of probability to sample from", parse=float),
-    "top_k": Flag(help="tokens to sample from; 0 for all", parse=int),
-    "min_p": Flag(help="least probability, as a share of the largest", parse=float),
-    "presence_penalty": Flag(help="taken off the logit of every token that the output has", parse=float),
-    "frequency_penalty": Flag(help="taken off once for each time that the output has a token", parse=float),
-    "repetition_penalty": Flag(help="divides the logit of every token of prompt or output", parse=float),
+    "max_tokens": Option(doc="maximum number of output tokens", parse=int),
+    "min_tokens": Option(doc="minimum number of output tokens", parse=int),
+    "temperature": Option(doc="0 is greedy", parse=float),
+    "top_p": Option(doc="share of probability to sample from", parse=float),
+    "top_k": Option(doc="tokens to sample from; 0 for all", parse=int),
+    "min_p": Option(doc="least probability, as a share of the largest", parse=float),
+    "presence_penalty": Option(doc="taken off the logit of every token that the output has", parse=float),
+    "frequency_penalty": Option(doc="taken off once for each time that the output has a token", parse=float),
+    "repetition_penalty": Option(doc="divides the logit of every token of prompt or output", parse=float),
 }
 
 
@@ -24,9 +24,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, m
     """Add the flags of `SamplingParams`, with the defaults of this command."""
     group = parser.add_argument_group("sampling")
     defaults: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
-    for name, flag in _SAMPLING.items():
-        help = flag.help + (f" (default: {defaults[name]})" if name in defaults else "")
-        group.add_argument("--" + name.replace("_", "-"), type=flag.parse, default=argparse.SUPPRESS, help=help)
+    for name, option in _SAMPLING.items():
+        help = option.help + (f" (default: {defaults[name]})" if name in defaults else "")
+        group.add_argument("--" + name.replace("_", "-"), type=option.parse, default=argparse.SUPPRESS, help=help)
     group.add_argument(
         "--stop",
         action="append",

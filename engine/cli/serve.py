@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from vattn.engine.cli.engine_flags import add_engine_flags, add_model, engine_options
-from vattn.engine.cli.extras import require_server_extra
-from vattn.engine.cli.flags import Help, add_fields, given
-from vattn.engine.config import EngineConfig
-from vattn.engine.shipped_model import SHIPPED_MODEL, shipped_model
 from vattn.errors import ConfigError
 
+from ..config import EngineConfig
+from ..shipped_model import SHIPPED_MODEL, shipped_model
+from .engine_flags import add_engine_flags, add_model, engine_options
+from .extras import require_server_extra
+from .flags import Help, add_fields, given
+
 if TYPE_CHECKING:
-    from vattn.engine.cli.flags import Commands
+    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:
     """Add `serve`; without its packages it takes any arguments, and says what to install."""
     try:
-        from vattn.engine.server.settings import ServerSettings
+        from ..server.settings import ServerSettings
     except ModuleNotFoundError as error:
         # No argument starts with this prefix, so that all of them are positional.
         parser = commands.add_parser("serve", help=help, add_help=False, prefix_chars="\0")
@@ -38,7 +39,7 @@ def _refuse(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from vattn.engine.server.settings import ServerSettings
+    from ..server.settings import ServerSettings
 
     # The log, of JSON lines only, says which model it is.
     model = shipped_model() if args.model is None else args.model
@@ -47,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = ServerSettings(**(named | given(args, ServerSettings)))
     require_server_extra("vattn serve")
 
-    from vattn.engine.server import serve
+    from ..server import serve
 
     status: int = serve(config, settings)
     return status

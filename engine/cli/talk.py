@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from vattn.engine.cli.engine_flags import add_engine_flags, add_model, chosen_model, engine_options, given_engine_flags
-from vattn.engine.cli.remote import AnswerFailed, RemoteModel
-from vattn.engine.cli.sampling_flags import add_sampling_flags, sampling_options
 from vattn.errors import ConfigError
 
+from .engine_flags import add_engine_flags, add_model, chosen_model, engine_options, given_engine_flags
+from .remote import AnswerFailed, RemoteModel
+from .sampling_flags import add_sampling_flags, sampling_options
+
 if TYPE_CHECKING:
-    from vattn.engine.llm import LLM
-    from vattn.engine.requests.prompts import Prompt
-    from vattn.engine.requests.sampling import SamplingParams
+    from ..llm import LLM
+    from ..requests.prompts import Prompt
+    from ..requests.sampling import SamplingParams
 
 
 class Model(Protocol):
@@ -53,8 +54,8 @@ def chosen(args: argparse.Namespace) -> Generator[Model]:
         options = {"max_num_seqs": 1, **engine_options(args)}
 
         # Here, so that talking to a server does not load transformers.
-        from vattn.engine.llm import LLM
-        from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
+        from ..llm import LLM
+        from ..requests.sampling import RequestOutputKind, SamplingParams
 
         params = SamplingParams(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         with LLM(chosen_model(args.model), **options) as llm:
@@ -112,7 +113,7 @@ class _LocalModel:
         self._llm, self._params = llm, params
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Generator[str]:
-        from vattn.engine.requests.request import InvalidRequest
+        from ..requests.request import InvalidRequest
 
         try:
             prompt = self._llm.prompts.apply_chat_template(messages)
@@ -121,7 +122,7 @@ class _LocalModel:
         yield from self.complete(prompt)
 
     def complete(self, prompt: Prompt) -> Generator[str]:
-        from vattn.engine.requests.request import InvalidRequest
+        from ..requests.request import InvalidRequest
 
         try:
             self._llm.add_request("line", prompt, self._params)

@@ -13,10 +13,11 @@ from typing import ClassVar, Protocol, Self, TypeVar
 from torch import Tensor
 
 from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
 from vattn.prefix import Admission
 from vattn.quantised import KVCacheDtype
+
+from .spec import KVSpec
 
 StoredAs = type[Contiguous] | type[Blocks] | None
 
@@ -33,8 +34,8 @@ class KVStats:
         physical_bytes, peak_physical_bytes: memory that the backend holds, now and at its peak.
         used_bytes: the part that running requests need, which no other can have; shared memory counts once.
         live_bytes: bytes of the cached tokens of running requests; shared ones count once.
-        map_calls: driver calls that mapped memory, since the start.
-        wait_seconds: time that `prepare` waited for the driver, since the start.
+        map_calls, unmap_calls: driver calls that mapped and unmapped memory, since the start.
+        waits, wait_seconds: how often and how long `prepare` waited for the driver, since the start.
     """
 
     reserved_bytes: int
@@ -43,11 +44,48 @@ class KVStats:
     used_bytes: int
     live_bytes: int
     map_calls: int = 0
+    unmap_calls: int = 0
+    waits: int = 0
     wait_seconds: float = 0.0
 
     @property
     def waste_bytes(self) -> int:
         return self.used_bytes - self.live_bytes
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The memory of one slot, in tokens.
+
+    Attributes:
+        mapped: tokens that it has memory for.
+        shared: how many of them, at its start, other slots have in the same memory.
+        active: a request has the slot.
+        blocks: the numbers of its blocks in the pool, for a backend of blocks.
+    """
+
+    slot: int
+    mapped: int
+    shared: int = 0
+    active: bool = True
+    blocks: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class KVDescription:
+    """Where the memory of a backend is at one moment.
+
+    Attributes:
+        slots: those that a request has, or that have memory.
+        pages: how many pages are in which state, for a backend of pages.
+        num_blocks: blocks of the pool, for a backend of blocks; None for others.
+        cached_blocks: numbers of those that no request holds.
+    """
+
+    slots: Sequence[SlotView]
+    pages: Mapping[str, int] | None = None
+    num_blocks: int | None = None
+    cached_blocks: Sequence[int] = ()
 
 
 class KVBackend(KVSource, Protocol):
@@ -222,6 +260,10 @@ class KVBackend(KVSource, Protocol):
         ...
 
     def stats(self) -> KVStats: ...
+
+    def describe(self) -> KVDescription:
+        """Which slot has which memory; takes time in proportion to it, so it is for displays."""
+        ...
 
     def check(self) -> None:
         """Assert the backend's conservation law; for tests and idle moments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from vattn.attention import PackedBatch
 from vattn.config import budget_bytes
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import PlainStore
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
 from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
 from vattn.units import format_bytes
+
+from ..checks import checked_whole
+from .base import KVDescription, PlainStore, SlotView
+from .slot_book import SlotBook
+from .spec import KVSpec
 
 _OPTIONS = ("num_blocks", "windows")
 
@@ -242,6 +244,16 @@ class BlockKV(PlainStore, ABC):
         saved = sum(len(slot.blocks) for slot in self._slots.values()) - used
         live = sum(slot.length for slot in self._slots.values()) - saved * self.block_size
         return used * self._block_bytes, live * self.token_bytes
+
+    def describe(self) -> KVDescription:
+        lists = self.block_lists()
+        users = Counter(number for blocks in lists.values() for number in blocks)
+        slots = []
+        for slot, blocks in lists.items():
+            # Requests share whole prefixes, so a block that is shared follows no block that is not.
+            shared = sum(users[number] > 1 for number in blocks)
+            slots.append(SlotView(slot, len(blocks) * self.block_size, shared * self.block_size, blocks=blocks))
+        return KVDescription(slots, num_blocks=self.num_blocks, cached_blocks=self.cached_blocks())
 
     def block_lists(self) -> dict[int, list[int]]:
         """The numbers of each slot's blocks, in the order of its tokens; a block that is shared is in several lists."""

@@ -12,7 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
-from vattn.engine.kv.base import PlainStore, StoredAs
+
+from .base import PlainStore, StoredAs
 
 
 class ContiguousKV(PlainStore):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from vattn.attention import PackedBatch
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import KVStats, NoPrefixCache, PlainStore, StoredAs, register
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import OutOfPages
+
+from ..checks import checked_whole
+from .base import KVDescription, KVStats, NoPrefixCache, PlainStore, SlotView, StoredAs, register
+from .slot_book import SlotBook
+from .spec import KVSpec
 
 
 @dataclass
@@ -155,6 +156,9 @@ class DynamicKV(NoPrefixCache, PlainStore):
             used_bytes=self._physical,
             live_bytes=self._physical,
         )
+
+    def describe(self) -> KVDescription:
+        return KVDescription([SlotView(number, slot.layers[0][0].shape[1]) for number, slot in self._slots.items()])
 
     def check(self) -> None:
         self._slots.check()

@@ -11,13 +11,14 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from vattn.engine import kv as package
-from vattn.engine.checks import checked_choice
-from vattn.engine.kv.base import REGISTERED, KVBackend
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
+
+from .. import kv as package
+from ..checks import checked_choice
+from .base import REGISTERED, KVBackend
+from .spec import KVSpec
 
 for _module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
     importlib.import_module(_module.name)

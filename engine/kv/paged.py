@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from vattn.attention import Blocks, PackedBatch
-from vattn.engine.kv.base import KVStats, StoredAs, register
-from vattn.engine.kv.blocks import BlockKV, PoolBlock
-from vattn.engine.kv.spec import KVSpec
+
+from .base import KVStats, StoredAs, register
+from .blocks import BlockKV, PoolBlock
+from .spec import KVSpec
 
 
 @register

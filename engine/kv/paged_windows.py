@@ -14,11 +14,12 @@ from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
 from vattn.block_windows import BlockWindows
-from vattn.engine.kv.base import KVStats, StoredAs, register
-from vattn.engine.kv.blocks import BlockKV, PoolBlock
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
+
+from .base import KVStats, StoredAs, register
+from .blocks import BlockKV, PoolBlock
+from .contiguous import ContiguousKV
+from .spec import KVSpec
 
 
 @register
@@ -109,7 +110,7 @@ class PagedWindowsKV(BlockKV):
 
     def stats(self) -> KVStats:
         stats = self.windows.stats()
-        maps = stats.calls.get("cuMemMap")
+        maps, unmaps = stats.calls.get("cuMemMap"), stats.calls.get("cuMemUnmap")
         used, live = self._held_bytes()
         return KVStats(
             reserved_bytes=stats.reserved_bytes,
@@ -118,6 +119,7 @@ class PagedWindowsKV(BlockKV):
             used_bytes=used,
             live_bytes=live,
             map_calls=maps.count if maps else 0,
+            unmap_calls=unmaps.count if unmaps else 0,
         )
 
     def check(self) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vattn.config import budget_bytes
-from vattn.engine.checks import checked_whole
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
+
+from ..checks import checked_whole
 
 if TYPE_CHECKING:
     from vattn.packed import KVShape, LayerShape

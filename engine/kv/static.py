@@ -14,13 +14,14 @@ import torch
 
 from vattn import drivers
 from vattn.config import default_kv_order
-from vattn.engine.checks import checked_whole
-from vattn.engine.kv.base import KVStats, NoPrefixCache, register
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.slots import SlotBook
-from vattn.engine.kv.spec import KVSpec
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
+
+from ..checks import checked_whole
+from .base import KVDescription, KVStats, NoPrefixCache, SlotView, register
+from .contiguous import ContiguousKV
+from .slot_book import SlotBook
+from .spec import KVSpec
 
 
 @register
@@ -124,6 +125,9 @@ class StaticKV(ContiguousKV, NoPrefixCache):
             used_bytes=len(self._prepared) * slot,
             live_bytes=sum(self._lengths.values()) * self.token_bytes,
         )
+
+    def describe(self) -> KVDescription:
+        return KVDescription([SlotView(slot, self._lengths.max_model_len) for slot in self._lengths])
 
     def check(self) -> None:
         self._lengths.check()

@@ -7,10 +7,11 @@ from typing import ClassVar, Self
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig
-from vattn.engine.kv.base import KVStats, register
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.spec import KVSpec
 from vattn.prefix import Admission
+
+from .base import KVDescription, KVStats, SlotView, register
+from .contiguous import ContiguousKV
+from .spec import KVSpec
 
 
 @register
@@ -96,7 +97,7 @@ class VirtualKV(ContiguousKV):
 
     def stats(self) -> KVStats:
         stats = self.cache.stats()
-        maps = stats.calls.get("cuMemMap")
+        maps, unmaps = stats.calls.get("cuMemMap"), stats.calls.get("cuMemUnmap")
         return KVStats(
             reserved_bytes=stats.reserved_bytes,
             physical_bytes=stats.created_bytes,
@@ -104,7 +105,28 @@ class VirtualKV(ContiguousKV):
             used_bytes=stats.needed_bytes,
             live_bytes=stats.live_bytes,
             map_calls=maps.count if maps else 0,
+            unmap_calls=unmaps.count if unmaps else 0,
+            waits=stats.waits,
             wait_seconds=stats.wait_seconds,
+        )
+
+    def describe(self) -> KVDescription:
+        stats = self.cache.stats()
+        return KVDescription(
+            slots=[
+                SlotView(slot.reqid, slot.mapped, slot.shared, slot.active)
+                for slot in self.cache.page_map()
+                if slot.active or slot.mapped
+            ],
+            pages={
+                "budget": stats.budget_pages,
+                "owned": stats.owned_pages,
+                "parked": stats.parked_pages,
+                "cached": stats.cached_pages,
+                "shared": stats.shared_pages,
+                "other": stats.other_pages,
+                "free": stats.free_pages,
+            },
         )
 
     def check(self) -> None:

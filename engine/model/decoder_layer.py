@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from vattn import cpu, packed
 from vattn.attention import AttentionParams
-from vattn.engine.model.linears import Packed, PackedMLP
+
+from .linears import Packed, PackedMLP
 
 
 class Norm:

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 from vattn import cpu
 from vattn.attention import AttentionParams
-from vattn.engine.model.decoder_layer import DecoderLayer, Norm, Recorder
-from vattn.engine.model.linears import Packed, PackedMLP, PackedTogether
 from vattn.packed import NAME, current_step, run_packed
+
+from .decoder_layer import DecoderLayer, Norm, Recorder
+from .linears import Packed, PackedMLP, PackedTogether
 
 _mkldnn = torch.ops.mkldnn
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -13,13 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.model.decoder_layer import Recorder
-from vattn.engine.model.graphs import DecodeGraphs
-from vattn.engine.model.rows import Forward, PromptRow, Row
-from vattn.engine.requests.request import Request
-from vattn.engine.scheduling.scheduler import Entry
 from vattn.packed import LatentAttention, handing_on, run_packed
+
+from ..kv.base import KVBackend
+from ..requests.request import Request
+from ..scheduling.scheduler import Entry
+from .decoder_layer import Recorder
+from .forward import Forward, PromptRow, Row
+from .graphs import DecodeGraphs
 
 
 @dataclass(frozen=True)

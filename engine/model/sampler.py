@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vattn.engine.model.rows import Row
-from vattn.engine.requests.grammar import CannotGoOn, exclude
-from vattn.engine.requests.request import Request
+from ..requests.grammar import CannotGoOn, exclude
+from ..requests.request import Request
+from .forward import Row
 
 _BLOCK = 128  # tokens whose weights are summed up first
 _HEAD = 1024  # most probable tokens that a top-p filter tries before it sorts the whole row

@@ -11,15 +11,17 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from jinja2 import TemplateError, meta, nodes
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.checks import check_encodable, checked_choice
-from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
+
+from ..checks import check_encodable, checked_choice
+from .request import InvalidRequest
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 ContentFormat = Literal["auto", "string", "openai"]
 
 # Variables of templates that `render` has parameters for.
 _OWN = frozenset({"messages", "tools", "add_generation_prompt"})
+_MESSAGES, _KWARGS = "messages", "chat_template_kwargs"
 # The types of parts that are text, and the key under which each has it.
 _TEXT_KEYS = {
     "text": "text",
@@ -77,20 +79,23 @@ def render(
     if chat_template is None and not tokenizer.chat_template:
         raise InvalidRequest(
             "the model's tokenizer has no chat template, so it is not known how messages become a prompt; pass "
-            "chat_template=..., or give a prompt as text"
+            "chat_template=..., or give a prompt as text",
+            param=_MESSAGES,
         )
     if chat_template_kwargs is None:
         chat_template_kwargs = {}
     elif not isinstance(chat_template_kwargs, Mapping):
-        raise InvalidRequest(f"chat_template_kwargs is {shown(chat_template_kwargs)}; give a mapping")
+        raise InvalidRequest(f"chat_template_kwargs is {shown(chat_template_kwargs)}; give a mapping", param=_KWARGS)
     _check_list("a conversation is a list of messages, such as {'role': 'user', 'content': ...}", conversation)
     try:
         source = tokenizer.get_chat_template(chat_template, cast(Any, tools))
         template = _read(source)
-        template.check("chat_template_kwargs has", chat_template_kwargs)
-        template.check("the chat has the option", variables)
+        template.check("chat_template_kwargs has", chat_template_kwargs, _KWARGS)
+        template.check("the chat has the option", variables, None)
         if tools and "tools" not in template.variables:
-            raise InvalidRequest("tools: the chat template does not read them; describe the tools in a message")
+            raise InvalidRequest(
+                "tools: the chat template does not read them; describe the tools in a message", param="tools"
+            )
         as_parts = template.takes_parts
         if chat_template_content_format != "auto":
             as_parts = chat_template_content_format == "openai"
@@ -108,8 +113,8 @@ def render(
     except InvalidRequest:
         raise
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-    check_encodable("the conversation", cast(str, text), InvalidRequest)
+        raise InvalidRequest(f"the chat template refuses these messages: {error}", param=_MESSAGES) from error
+    check_encodable("the conversation", cast(str, text), InvalidRequest, _MESSAGES)
     return cast(str, text)
 
 
@@ -125,13 +130,14 @@ class _Template:
     variables: frozenset[str]
     takes_parts: bool
 
-    def check(self, where: str, given: Mapping[str, Any]) -> None:
+    def check(self, where: str, given: Mapping[str, Any], param: str | None) -> None:
         """Raise an InvalidRequest for a variable that the template does not read."""
         for name in given:
             if name in _OWN or name not in self.variables:
                 names = ", ".join(sorted(self.variables - _OWN)) or "none"
                 raise InvalidRequest(
-                    f"{where} {shown(name)}, which is no variable of the chat template; it has {names}"
+                    f"{where} {shown(name)}, which is no variable of the chat template; it has {names}",
+                    param=param,
                 )
 
 
@@ -214,11 +220,12 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     """A message with its content as text, or as parts."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
-            f"a message is a mapping, such as {{'role': 'user', 'content': ...}}; this is {shown(message)}"
+            f"a message is a mapping, such as {{'role': 'user', 'content': ...}}; this is {shown(message)}",
+            param=_MESSAGES,
         )
     role = message.get("role")
     if not isinstance(role, str):
-        raise InvalidRequest(f"a message has the role {shown(role)}; give text, such as 'user'")
+        raise InvalidRequest(f"a message has the role {shown(role)}; give text, such as 'user'", param=_MESSAGES)
     parts = list(_parts(message.get("content")))
     # As in vLLM: templates expect what a tool says as text, whatever they expect of others.
     content = parts if as_parts and role != "tool" else "\n".join(part["text"] for part in parts if part["text"])
@@ -241,17 +248,18 @@ def _parts(content: object) -> Iterator[dict[str, Any]]:
         if key is None:
             raise InvalidRequest(
                 f"a message has a part of type {shown(kind)}, but the model reads text only; give parts such as "
-                "{'type': 'text', 'text': ...}"
+                "{'type': 'text', 'text': ...}",
+                param=_MESSAGES,
             )
         text = cast(Mapping[str, Any], part).get(key)
         if text is None:
             continue
         if not isinstance(text, str):
-            raise InvalidRequest(f"a message has a part whose {key} is {shown(text)}; give text")
+            raise InvalidRequest(f"a message has a part whose {key} is {shown(text)}; give text", param=_MESSAGES)
         others = {name: value for name, value in cast(Mapping[str, Any], part).items() if name not in ("type", key)}
         yield {**others, "type": "text", "text": text}
 
 
 def _check_list(what: str, values: object) -> None:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-        raise InvalidRequest(f"{what}; this is {shown(values)}")
+        raise InvalidRequest(f"{what}; this is {shown(values)}", param=_MESSAGES)

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.requests.grammar import Grammar, GrammarError
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import VattnError
 from vattn.integers import shown
+
+from .grammar import Grammar, GrammarError
+from .request import InvalidRequest
+from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -109,7 +110,7 @@ class GrammarCompiler:
                         ):
                             self._compiled.popitem(last=False)
         if isinstance(found, str):
-            raise InvalidRequest(f"structured_outputs cannot be used: {found}")
+            raise _refused(f"structured_outputs cannot be used: {found}")
         return found.fork()
 
     def close(self) -> None:
@@ -151,13 +152,13 @@ class GrammarCompiler:
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._tokenizer is None or backend is None:
-            raise InvalidRequest(
+            raise _refused(
                 "structured_outputs needs a tokenizer of the Rust library `tokenizers`, which this LLM does not have"
             )
         # Without one, the bit of a special token, which no grammar has, says where the output may end.
         marks = self._eos_token_ids or sorted(self._tokenizer.all_special_ids)[:1]
         if not marks:
-            raise InvalidRequest("structured_outputs needs a tokenizer with an end-of-sequence or other special token")
+            raise _refused("structured_outputs needs a tokenizer with an end-of-sequence or other special token")
         backend = copy.copy(backend)
         backend.no_padding()
         backend.no_truncation()
@@ -167,7 +168,7 @@ class GrammarCompiler:
             try:
                 self._read = LLTokenizer(arguments[0], n_vocab=n_vocab, eos_token=marks)
             except ValueError as error:
-                raise InvalidRequest(
+                raise _refused(
                     "structured_outputs needs a tokenizer whose tokens are known as bytes (byte-level, or with byte "
                     f"fallback): {error}"
                 ) from None
@@ -254,23 +255,27 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
             pipe.close()
 
 
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="structured_outputs")
+
+
 def _source(wanted: StructuredOutputs, special_tokens: Collection[str]) -> str:
     """What llguidance compiles; a grammar in EBNF, which `grammar_worker` translates, as it is."""
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise InvalidRequest(
+        raise _refused(
             "structured_outputs needs llguidance, which is not installed: pip install 'vattn[structured]'"
         ) from None
     source = str(wanted.json or wanted.regex or wanted.grammar or wanted.structural_tag or "".join(wanted.choice or ()))
     if len(source) > _MOST_CHARACTERS:
-        raise InvalidRequest(f"structured_outputs has {len(source)} characters; it can have at most {_MOST_CHARACTERS}")
+        raise _refused(f"structured_outputs has {len(source)} characters; it can have at most {_MOST_CHARACTERS}")
     if wanted.json is not None or wanted.json_object:
         schema = source if wanted.json is not None else '{"type": "object"}'
         try:
             return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:
-            raise InvalidRequest(f"structured_outputs cannot be used: {error}") from None
+            raise _refused(f"structured_outputs cannot be used: {error}") from None
     if wanted.grammar is not None:
         return wanted.grammar
     if wanted.structural_tag is not None:
@@ -294,7 +299,7 @@ def _tagged(structural_tag: str, special_tokens: Collection[str]) -> str:
     looks_special = {tag.trigger for tag in tags if tag.trigger.startswith("<") and tag.trigger.endswith(">")}
     special = looks_special & set(special_tokens)
     if special and special != looks_special:
-        raise InvalidRequest(
+        raise _refused(
             f"structured_outputs cannot be used: of its triggers, {shown(min(special))} is a special token and "
             f"{shown(min(looks_special - special))} is none; use triggers of one kind"
         )

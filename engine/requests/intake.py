@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from vattn.engine.checks import LARGEST, whole
-from vattn.engine.requests.grammar_compiler import GrammarCompiler
-from vattn.engine.requests.outputs import RequestGroup
-from vattn.engine.requests.prompts import Prompt, PromptReader
-from vattn.engine.requests.request import InvalidRequest, Request
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.requests.structured import StructuredOutputs
-from vattn.engine.requests.text import TokenText
 from vattn.integers import shown
+
+from ..checks import LARGEST, whole
+from .grammar_compiler import GrammarCompiler
+from .outputs import RequestGroup
+from .prompts import Prompt, PromptReader
+from .request import InvalidRequest, Request
+from .sampling import RequestOutputKind, SamplingParams
+from .structured import StructuredOutputs
+from .text import TokenText
 
 
 class Intake:
@@ -65,7 +66,7 @@ class Intake:
         sampling = as_params(sampling)
         rank = whole(priority)
         if rank is None or not -LARGEST <= rank <= LARGEST:
-            raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits")
+            raise InvalidRequest(f"priority is {shown(priority)}; give a whole number of 64 bits", param="priority")
         self._check(sampling)
         bad_words_ids = self.prompts.words_ids(tuple(sampling.bad_words or ()))
         asked = frozenset(sampling.stop_token_ids or ())
@@ -77,7 +78,7 @@ class Intake:
         groups = []
         for request_id, prompt in prompts.items():
             if not isinstance(request_id, str):
-                raise InvalidRequest(f"request_id is {shown(request_id)}; give text")
+                raise InvalidRequest(f"request_id is {shown(request_id)}; give text", param="request_id")
             read = self.prompts.read(prompt)
             longest = self.max_model_len
             if sampling.max_tokens is not None:
@@ -111,28 +112,41 @@ class Intake:
         """Raise an InvalidRequest for what this model cannot do."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             token_ids = tuple(getattr(sampling, name) or ())
-            self.prompts.check_token_ids(name, token_ids)
+            self.prompts.check_token_ids(name, token_ids, param=name)
             if len(token_ids) > self.prompts.vocab_size:
                 raise InvalidRequest(
                     f"{name} has {len(token_ids)} token ids, but this model has {self.prompts.vocab_size}; give each "
-                    "of them once"
+                    "of them once",
+                    param=name,
                 )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(sampling, name) or 0
             if self.max_logprobs >= 0 and not 0 <= count <= self.max_logprobs:
                 raise InvalidRequest(
                     f"{name} is {'-1, which is all of the vocabulary' if count < 0 else count}, but this engine "
-                    f"reports at most max_logprobs={self.max_logprobs}; ask for fewer, or set max_logprobs higher"
+                    f"reports at most max_logprobs={self.max_logprobs}; ask for fewer, or set max_logprobs higher",
+                    param=name,
                 )
         if self.text.tokenizer is None and (sampling.stop or sampling.bad_words):
             name = "stop" if sampling.stop else "bad_words"
-            raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...")
+            raise InvalidRequest(f"{name} is text, but this LLM has no tokenizer; pass tokenizer=...", param=name)
 
 
 def as_params(params: object) -> SamplingParams:
     """`params`, or an InvalidRequest for a value of another type."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(
-            f"sampling_params is {shown(params)}; give SamplingParams, or a list of one for each prompt"
+            f"sampling_params is {shown(params)}; give SamplingParams, or a list of one for each prompt",
+            param="sampling_params",
         )
     return params
+
+
+def refuse_lora(lora_request: object) -> None:
+    """Raise an InvalidRequest for an adapter."""
+    if lora_request is not None:
+        raise InvalidRequest(
+            "lora_request: adapters are not served; merge the adapter into the model (peft's merge_and_unload) and "
+            "load the result",
+            param="lora_request",
+        )

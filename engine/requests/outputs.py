@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vattn.engine.requests.logprobs import Logprob
-from vattn.engine.requests.request import Request, State
-from vattn.engine.requests.sampling import RequestOutputKind
+from .logprobs import Logprob
+from .request import Request, State
+from .sampling import RequestOutputKind
 
 
 @dataclass(frozen=True)

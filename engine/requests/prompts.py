@@ -8,22 +8,23 @@ from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.checks import check_encodable, whole
-from vattn.engine.requests.chat import Conversation, render
-from vattn.engine.requests.request import InvalidRequest
 from vattn.integers import shown
 
+from ..checks import check_encodable, whole
+from .chat import Conversation, render
+from .request import ContextTooLong, InvalidRequest
+
 # Token ids may be an array of numpy's or a tensor, of one dimension.
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | TokenizedPrompt"
 
-
+_PARAM = "prompt"  # of errors
 # What a prompt that is a mapping may have.
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the engine takes it.
+    """A prompt that `PromptReader.read` has checked: what the engine takes, and no caller makes.
 
     Attributes:
         text: None where it was given as token ids only.
@@ -50,31 +51,35 @@ class PromptReader:
         self.max_model_len = max_model_len
 
     def read(self, prompt: Prompt) -> TokenizedPrompt:
-        """The prompt as token ids.
+        """The prompt as token ids; one that was read before is returned as it is.
 
         Raises:
             InvalidRequest: says what is wrong with the prompt.
         """
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
         found = self._of_mapping(prompt) if isinstance(prompt, Mapping) else self._tokenize(prompt)
         token_ids = found.token_ids
         if not token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
+            raise InvalidRequest("the prompt is empty; give at least one token", param=_PARAM)
         if len(token_ids) >= self.max_model_len:
-            raise InvalidRequest(
+            raise ContextTooLong(
                 f"the prompt has {len(token_ids)} tokens, but this model's maximum context length is "
                 f"{self.max_model_len} tokens (max_model_len) and the output "
-                "needs at least one; shorten the prompt, or set max_model_len higher"
+                "needs at least one; shorten the prompt, or set max_model_len higher",
+                param=_PARAM,
             )
-        self.check_token_ids("the prompt", token_ids)
+        self.check_token_ids("the prompt", token_ids, param=_PARAM)
         return found
 
-    def check_token_ids(self, what: str, token_ids: Sequence[int]) -> None:
+    def check_token_ids(self, what: str, token_ids: Sequence[int], *, param: str) -> None:
         """Raise an InvalidRequest for a token id that the model does not have."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise InvalidRequest(
                 f"{what} holds {shown(wrong)}, which is no token id of this model: those are whole numbers from "
-                f"0 to {self.vocab_size - 1}"
+                f"0 to {self.vocab_size - 1}",
+                param=param,
             )
 
     def words_ids(self, words: Sequence[str]) -> list[list[int]]:
@@ -106,21 +111,24 @@ class PromptReader:
     def _of_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
         given = {key: value for key, value in prompt.items() if value is not None}
         if "prompt" not in given and "prompt_token_ids" not in given:
-            raise InvalidRequest(f"the prompt {shown(dict(prompt))} has neither 'prompt' nor 'prompt_token_ids'")
+            raise InvalidRequest(
+                f"the prompt {shown(dict(prompt))} has neither 'prompt' nor 'prompt_token_ids'", param=_PARAM
+            )
         if unknown := [key for key in given if key not in _KEYS]:
             raise InvalidRequest(
                 f"the prompt has {shown(unknown[0])}, which is not known here: the model reads text only; a prompt can "
-                f"have {', '.join(_KEYS)}"
+                f"have {', '.join(_KEYS)}",
+                param=_PARAM,
             )
         salt = given.get("cache_salt", "")
         if not isinstance(salt, str):
-            raise InvalidRequest(f"the prompt's cache_salt is {shown(salt)}; give text")
-        check_encodable("the prompt's cache_salt", salt, InvalidRequest)
+            raise InvalidRequest(f"the prompt's cache_salt is {shown(salt)}; give text", param="cache_salt")
+        check_encodable("the prompt's cache_salt", salt, InvalidRequest, "cache_salt")
         text = given.get("prompt")
         if "prompt_token_ids" not in given:
             return replace(self._tokenize(text), cache_salt=salt.encode())
         if not isinstance(text, str | None):
-            raise InvalidRequest(f"the prompt's text is {shown(text)}; give text, or leave it out")
+            raise InvalidRequest(f"the prompt's text is {shown(text)}; give text, or leave it out", param=_PARAM)
         return TokenizedPrompt(text, _as_token_ids(given["prompt_token_ids"]), salt.encode())
 
     def _tokenize(self, prompt: object) -> TokenizedPrompt:
@@ -128,9 +136,10 @@ class PromptReader:
             return TokenizedPrompt(None, _as_token_ids(prompt))
         if self.tokenizer is None:
             raise InvalidRequest(
-                "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=..."
+                "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=...",
+                param=_PARAM,
             )
-        check_encodable("the prompt", prompt, InvalidRequest)
+        check_encodable("the prompt", prompt, InvalidRequest, _PARAM)
         return TokenizedPrompt(prompt, list(self.tokenizer(prompt)["input_ids"]))
 
 
@@ -140,7 +149,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         InvalidRequest: it is none of these.
     """
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | TokenizedPrompt):
         return [prompts]
     try:
         listed = list(_of_an_array(prompts))
@@ -175,5 +184,6 @@ def _not_a_prompt(prompt: object) -> InvalidRequest:
     hint = "; decode bytes to text first" if isinstance(prompt, bytes | bytearray) else ""
     return InvalidRequest(
         "a prompt is text, a sequence of whole numbers (token ids), or a mapping with 'prompt' or "
-        f"'prompt_token_ids'; this is {shown(prompt)}{hint}"
+        f"'prompt_token_ids'; this is {shown(prompt)}{hint}",
+        param=_PARAM,
     )

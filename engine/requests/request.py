@@ -18,15 +18,28 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vattn.engine.requests.detokenizer import Detokenizer
-from vattn.engine.requests.grammar import Grammar
-from vattn.engine.requests.logprobs import Logprob
-from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import VattnError
+
+from .detokenizer import Detokenizer
+from .grammar import Grammar
+from .logprobs import Logprob
+from .sampling import SamplingParams
 
 
 class InvalidRequest(VattnError, ValueError):
-    """A request that can never run; it was not accepted, and nothing changed."""
+    """A request that can never run; it was not accepted, and nothing changed.
+
+    Attributes:
+        param: the name of the argument or field, where it is one that is wrong.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """A prompt that leaves no room for an output within `max_model_len`."""
 
 
 class IllegalTransition(VattnError, RuntimeError):
@@ -225,7 +238,6 @@ class Request:
             self.num_computed_tokens = cached_tokens
         if self.first_scheduled_time is None:
             self.num_cached_tokens = cached_tokens
-        if self.first_scheduled_time is None:
             self.first_scheduled_time = time.monotonic()
 
     def advance(self, end: int) -> None:

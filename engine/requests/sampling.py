@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from vattn.engine.checks import LARGEST, check_encodable, checked_whole, number, whole
-from vattn.engine.requests.structured import StructuredOutputs
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from ..checks import LARGEST, check_encodable, checked_whole, number, whole, wrong
+from .structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -120,7 +121,7 @@ class SamplingParams:
         if self.seed is not None:
             seed = whole(self.seed)
             if seed is None or not -(2**63) <= seed < 2**64:
-                raise ConfigError(f"seed is {shown(self.seed)}; give an integer of 64 bits, or None")
+                raise wrong("seed", f"is {shown(self.seed)}; give an integer of 64 bits, or None")
             self._set("seed", seed)
         if self.max_tokens is not None:
             self._whole("max_tokens", 0, what="how many tokens at most, or None for what the context holds")
@@ -133,13 +134,13 @@ class SamplingParams:
                 self._whole(name, -1, what="how many of the most probable tokens to report, -1 for all, or None")
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {shown(getattr(self, name))}; give True or False")
+                raise wrong(name, f"is {shown(getattr(self, name))}; give True or False")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(str(kind) for kind in RequestOutputKind)
-            raise ConfigError(f"output_kind is {shown(self.output_kind)}; give one of {kinds}, or None")
+            raise wrong("output_kind", f"is {shown(self.output_kind)}; give one of {kinds}, or None")
         if self.extra_args is not None:
             if not isinstance(self.extra_args, Mapping):
-                raise ConfigError(f"extra_args is {shown(self.extra_args)}; give a mapping")
+                raise wrong("extra_args", f"is {shown(self.extra_args)}; give a mapping")
             self._set("extra_args", dict(self.extra_args))
         if self.logits_processors is not None:
             self._set("logits_processors", _processors(self.logits_processors))
@@ -148,13 +149,13 @@ class SamplingParams:
         self._freeze_collections()
 
         if self.stop and not self.detokenize:
-            raise ConfigError("stop is text, but with detokenize=False there is none to look at; set detokenize=True")
+            raise wrong("stop", "is text, but with detokenize=False there is none to look at; set detokenize=True")
         if self.n > 1 and self.temperature == 0:
-            raise ConfigError(
-                f"n is {self.n} with temperature 0: greedy completions are all the same; set n=1 or a temperature"
+            raise wrong(
+                "n", f"is {self.n} with temperature 0: greedy completions are all the same; set n=1 or a temperature"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ConfigError(f"min_tokens is {self.min_tokens}, which is over max_tokens ({self.max_tokens})")
+            raise wrong("min_tokens", f"is {self.min_tokens}, which is over max_tokens ({self.max_tokens})")
 
     @classmethod
     def from_optional(cls, **options: Any) -> SamplingParams:
@@ -173,7 +174,7 @@ class SamplingParams:
             try:
                 given["logit_bias"] = {int(token): _clamped(value) for token, value in bias.items()}
             except (TypeError, ValueError):
-                raise ConfigError(f"logit_bias is {shown(bias)}; give a mapping from token id to a number") from None
+                raise wrong("logit_bias", f"is {shown(bias)}; give a mapping from token id to a number") from None
         return cls(**given)
 
     @classmethod
@@ -202,29 +203,30 @@ class SamplingParams:
     def _freeze_collections(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _texts("stop", self.stop)
         if not all(stop):
-            raise ConfigError(f"stop is {shown(self.stop)}; give a text or a list of texts, none of them empty")
+            raise wrong("stop", f"is {shown(self.stop)}; give a text or a list of texts, none of them empty")
         self._set("stop", stop)
         bad_words = _texts("bad_words", self.bad_words)
         if not all(text.strip() for text in bad_words):
-            raise ConfigError(f"bad_words is {shown(self.bad_words)}; give a list of texts, none of them empty")
+            raise wrong("bad_words", f"is {shown(self.bad_words)}; give a list of texts, none of them empty")
         self._set("bad_words", bad_words)
         for name, texts in (("stop", stop), ("bad_words", bad_words)):
             for text in texts:
-                check_encodable(name, text, ConfigError)
+                check_encodable(name, text, ConfigError, name)
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise ConfigError("allowed_token_ids is empty, so no token could be sampled; give some, or None")
+                raise wrong("allowed_token_ids", "is empty, so no token could be sampled; give some, or None")
             self._set("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise ConfigError(f"logit_bias is {shown(self.logit_bias)}; give a mapping from token id to a number")
+                raise wrong("logit_bias", f"is {shown(self.logit_bias)}; give a mapping from token id to a number")
             biases = {}
             for token, bias in zip(_token_ids("logit_bias", self.logit_bias), self.logit_bias.values(), strict=True):
-                biases[token] = _checked_number(
-                    f"logit_bias[{token}]", bias, -_LARGEST_FLOAT, _LARGEST_FLOAT, "a finite number of 32 bits"
-                )
+                if (found := number(bias)) is None or abs(found) > _LARGEST_FLOAT:
+                    message = f"logit_bias[{token}] is {shown(bias)}; give a finite number of 32 bits"
+                    raise ConfigError(message, param="logit_bias")
+                biases[token] = found
             self._set("logit_bias", biases or None)
 
     def _set(self, name: str, value: object) -> None:
@@ -241,7 +243,7 @@ def _checked_number(name: str, value: object, low: float, high: float, what: str
     """`value` as a float in `[low, high]`, or in `(low, high]` with `above`."""
     found = number(value)
     if found is None or not low <= found <= high or (above and found == low):
-        raise ConfigError(f"{name} is {shown(value)}; give {what}")
+        raise wrong(name, f"is {shown(value)}; give {what}")
     return found
 
 
@@ -254,11 +256,11 @@ def _items(name: str, values: Any) -> tuple[Any, ...]:
     if values is None:
         return ()
     if isinstance(values, str | bytes | bytearray) or not hasattr(values, "__iter__"):
-        raise ConfigError(f"{name} is {shown(values)}; give a list")
+        raise wrong(name, f"is {shown(values)}; give a list")
     try:
         return tuple(values)
     except TypeError:  # an array without dimensions says that it can be iterated over
-        raise ConfigError(f"{name} is {shown(values)}; give a list") from None
+        raise wrong(name, f"is {shown(values)}; give a list") from None
 
 
 def _processors(values: object) -> tuple[LogitsProcessor, ...]:
@@ -268,9 +270,9 @@ def _processors(values: object) -> tuple[LogitsProcessor, ...]:
     processors = _items("logits_processors", values)
     for processor in processors:
         if not isinstance(processor, LogitsProcessor):
-            raise ConfigError(
-                f"logits_processors holds {shown(processor)}; give objects of subclasses of "
-                "transformers.LogitsProcessor"
+            raise wrong(
+                "logits_processors",
+                f"holds {shown(processor)}; give objects of subclasses of transformers.LogitsProcessor",
             )
     return processors
 
@@ -278,7 +280,7 @@ def _processors(values: object) -> tuple[LogitsProcessor, ...]:
 def _texts(name: str, values: object) -> tuple[str, ...]:
     texts = _items(name, values)
     if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{name} is {shown(values)}; give a list of texts, none of them empty")
+        raise wrong(name, f"is {shown(values)}; give a list of texts, none of them empty")
     return texts
 
 
@@ -287,6 +289,6 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
     for value in _items(name, values):
         token = whole(value)
         if token is None or not 0 <= token <= LARGEST:
-            raise ConfigError(f"{name} holds {shown(value)}; token ids are whole numbers, at least 0")
+            raise wrong(name, f"holds {shown(value)}; token ids are whole numbers, at least 0")
         tokens.append(token)
     return tuple(tokens)

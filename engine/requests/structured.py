@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vattn.engine.checks import check_encodable
 from vattn.errors import ConfigError
 from vattn.integers import shown
 
+from ..checks import check_encodable
+
+_PARAM = "structured_outputs"
 _TAG_KEYS = {"type", "triggers", "structures"}
 
 
@@ -51,11 +53,11 @@ class StructuredOutputs:
         names = [field.name for field in fields(self)]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(
+            raise _wrong(
                 f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of {', '.join(names)}"
             )
         if self.json_object is not None and self.json_object is not True:
-            raise ConfigError(f"structured_outputs has the json_object {shown(self.json_object)}; give True")
+            raise _wrong(f"structured_outputs has the json_object {shown(self.json_object)}; give True")
         if self.structural_tag is not None:
             object.__setattr__(self, "structural_tag", _tags(self.structural_tag))
         if self.json is not None:
@@ -66,8 +68,8 @@ class StructuredOutputs:
             text = getattr(self, name)
             if text is not None:
                 if not isinstance(text, str):
-                    raise ConfigError(f"structured_outputs has the {name} {shown(text)}; give text")
-                check_encodable(f"the {name} of structured_outputs", text, ConfigError)
+                    raise _wrong(f"structured_outputs has the {name} {shown(text)}; give text")
+                check_encodable(f"the {name} of structured_outputs", text, ConfigError, _PARAM)
 
     @classmethod
     def of(cls, value: object) -> StructuredOutputs:
@@ -80,12 +82,14 @@ class StructuredOutputs:
             return value
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"structured_outputs is {shown(value)}; give StructuredOutputs, or a mapping of its fields"
-            )
+            raise _wrong(f"structured_outputs is {shown(value)}; give StructuredOutputs, or a mapping of its fields")
         if unknown := [key for key in value if key not in names]:
-            raise ConfigError(f"structured_outputs has no {shown(unknown[0])}; it has {', '.join(names)}")
+            raise _wrong(f"structured_outputs has no {shown(unknown[0])}; it has {', '.join(names)}")
         return cls(**value)
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(message, param=_PARAM)
 
 
 def _schema(schema: object) -> str:
@@ -94,10 +98,10 @@ def _schema(schema: object) -> str:
         text = schema if isinstance(schema, str) else json_text.dumps(schema, allow_nan=False)
         parsed = json_text.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the json of structured_outputs is no JSON schema: {error}") from None
+        raise _wrong(f"the json of structured_outputs is no JSON schema: {error}") from None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"the json of structured_outputs is {shown(parsed)}; a JSON schema is an object")
-    check_encodable("the json of structured_outputs", text, ConfigError)
+        raise _wrong(f"the json of structured_outputs is {shown(parsed)}; a JSON schema is an object")
+    check_encodable("the json of structured_outputs", text, ConfigError, _PARAM)
     return text
 
 
@@ -108,36 +112,34 @@ def _tags(given: object) -> str:
         text = given if isinstance(given, str) else json_text.dumps(given, allow_nan=False)
         found = json_text.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} is no JSON: {error}") from None
-    check_encodable(what, text, ConfigError)
+        raise _wrong(f"{what} is no JSON: {error}") from None
+    check_encodable(what, text, ConfigError, _PARAM)
     if isinstance(found, dict) and "format" in found:
-        raise ConfigError(f"{what} has a format, which is not supported; give triggers and structures")
+        raise _wrong(f"{what} has a format, which is not supported; give triggers and structures")
     if not isinstance(found, dict) or not {"triggers", "structures"} <= found.keys() <= _TAG_KEYS:
-        raise ConfigError(f"{what} is {shown(found)}; give a mapping with triggers and structures")
+        raise _wrong(f"{what} is {shown(found)}; give a mapping with triggers and structures")
     triggers, structures = found["triggers"], found["structures"]
     if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-        raise ConfigError(f"{what} has the triggers {shown(triggers)}; give a list of texts, none of them empty")
+        raise _wrong(f"{what} has the triggers {shown(triggers)}; give a list of texts, none of them empty")
     if not isinstance(structures, list) or not structures:
-        raise ConfigError(f"{what} has the structures {shown(structures)}; give a list of at least one")
+        raise _wrong(f"{what} has the structures {shown(structures)}; give a list of at least one")
     for structure in structures:
         if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
-            raise ConfigError(f"{what} has the structure {shown(structure)}; give one with begin, schema and end")
+            raise _wrong(f"{what} has the structure {shown(structure)}; give one with begin, schema and end")
         if not isinstance(structure["begin"], str) or not isinstance(structure["end"], str):
-            raise ConfigError(f"{what} has the structure {shown(structure)}; its begin and end are texts")
+            raise _wrong(f"{what} has the structure {shown(structure)}; its begin and end are texts")
         if not isinstance(structure["schema"], dict):
-            raise ConfigError(f"{what} has the schema {shown(structure['schema'])}; a JSON schema is an object")
+            raise _wrong(f"{what} has the schema {shown(structure['schema'])}; a JSON schema is an object")
         if not any(structure["begin"].startswith(trigger) for trigger in triggers):
-            raise ConfigError(f"{what} has the structure {shown(structure['begin'])}, which begins with no trigger")
+            raise _wrong(f"{what} has the structure {shown(structure['begin'])}, which begins with no trigger")
     return text
 
 
 def _choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str | bytes | Mapping) or not isinstance(choices, Sequence) or not choices:
-        raise ConfigError(f"structured_outputs has the choice {shown(choices)}; give a list of texts")
+        raise _wrong(f"structured_outputs has the choice {shown(choices)}; give a list of texts")
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise ConfigError(
-                f"structured_outputs has {shown(choice)} among its choices; give texts, none of them empty"
-            )
-        check_encodable("a choice of structured_outputs", choice, ConfigError)
+            raise _wrong(f"structured_outputs has {shown(choice)} among its choices; give texts, none of them empty")
+        check_encodable("a choice of structured_outputs", choice, ConfigError, _PARAM)
     return tuple(dict.fromkeys(choices))

@@ -7,8 +7,8 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from vattn.engine.requests.detokenizer import Detokenizer
-from vattn.engine.requests.sampling import SamplingParams
+from .detokenizer import Detokenizer
+from .sampling import SamplingParams
 
 _TOKENS_KEPT = 65536  # texts of single tokens, which log probabilities ask for again and again
 

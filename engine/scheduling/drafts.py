@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vattn.engine.checks import checked_whole
-from vattn.engine.requests.request import Request
 from vattn.errors import ConfigError
 from vattn.integers import shown
+
+from ..checks import checked_whole
+from ..requests.request import Request
 
 # Each length up to it costs a dictionary with an entry per token.
 MOST_LOOKED_UP = 64
@@ -102,11 +103,6 @@ class SpeculationStats:
     def acceptance_rate(self) -> float:
         """Accepted share of drafted tokens; 0 without drafts."""
         return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else 0.0
-
-    @property
-    def accepted_per_draft(self) -> float:
-        """Mean number of accepted tokens per draft, each of which saves a step; 0 without drafts."""
-        return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
 
 class NgramProposer:

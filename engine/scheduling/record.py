@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vattn.engine.kv.base import KVStats
+from ..kv.base import KVStats
 
 
 @dataclass(frozen=True)

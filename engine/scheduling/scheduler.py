@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from vattn.engine.checks import checked_choice, checked_whole
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.requests.request import FinishReason, InvalidRequest, Request, State
-from vattn.engine.scheduling.drafts import NgramProposer
-from vattn.engine.scheduling.swap import SwapSpace
 from vattn.errors import ConfigError, VattnError
+
+from ..checks import checked_choice, checked_whole
+from ..kv.base import KVBackend
+from ..requests.request import FinishReason, InvalidRequest, Request, State
+from .drafts import NgramProposer
+from .swap import SwapSpace
 
 # An admission leaves room for this many more tokens of every running request; with less it would soon be preempted.
 HEADROOM_TOKENS = 64
@@ -57,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step.
 
     Attributes:
@@ -182,16 +183,11 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequest: it could never fit; see `check_fits`.
-        """
-        self.check_fits(request)
+        """Queue a request that `check_fits` accepts."""
         request.arrival_number = next(self._numbers)
         self._enqueue(request)
 
-    def schedule(self, *, admit: bool = True) -> Plan:
+    def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
@@ -251,7 +247,7 @@ class Scheduler:
             victim = self.preempt_last()
             plan = self.schedule()
             return replace(plan, preempted=(victim, *plan.preempted))
-        return Plan(tuple(entries.values()), tuple(preempted))
+        return StepPlan(tuple(entries.values()), tuple(preempted))
 
     def fork(self, parent: Request, child: Request, room: int | None = None) -> bool:
         """Start a request with the tokens of a running one, all of them computed, in a fork of its slot.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import Entry, Plan, Scheduler
+from ..kv.base import KVBackend
+from ..requests.request import Request, State
+from .scheduler import Entry, Scheduler, StepPlan
 
 
 class StaticScheduler(Scheduler):
@@ -36,7 +36,7 @@ class StaticScheduler(Scheduler):
         self.finished_slots: list[int] = []
         self._padded_tokens = 0
 
-    def schedule(self, *, admit: bool = True) -> Plan:
+    def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step of the batch; the first step of a request reserves its slot up to the padded length."""
         if not self.running and self.waiting and admit:
             self._admit_batch()
@@ -50,7 +50,7 @@ class StaticScheduler(Scheduler):
                 budget -= end - start
         starting = [entry.request.slot for entry in entries if entry.start == 0]
         reserve = {slot: self._padded_tokens for slot in starting if slot is not None}
-        return Plan(tuple(entries), reserve=reserve)
+        return StepPlan(tuple(entries), reserve=reserve)
 
     def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
         """Nothing: a batch gets all its slots when it starts."""

@@ -13,9 +13,10 @@ from typing import Literal, get_args
 import torch
 
 from vattn.attention import PackedBatch, Span
-from vattn.engine.checks import checked_choice
-from vattn.engine.kv.base import KVBackend
-from vattn.engine.requests.request import Request, SavedKV
+
+from ..checks import checked_choice
+from ..kv.base import KVBackend
+from ..requests.request import Request, SavedKV
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vattn.engine.config import EngineConfig
-from vattn.engine.server.settings import ServerSettings
 from vattn.errors import ConfigError
+
+from ..config import EngineConfig
+from .settings import ServerSettings
 
 __all__ = ["ServerSettings", "serve"]
 
@@ -20,7 +21,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     """
     try:
         # Here, so that the engine works without the packages of the extra.
-        from vattn.engine.server.run import run
+        from .run import run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("vattn"):
             raise

@@ -10,11 +10,12 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import vattn
-from vattn.engine.async_engine import EngineStopped
-from vattn.engine.server.errors import json_response
-from vattn.engine.server.protocol import LoadResponse, ModelCard, ModelList, SleepingResponse, VersionResponse
-from vattn.engine.server.service import Service
 from vattn.errors import VattnError
+
+from ..async_engine import EngineStopped
+from .errors import json_response
+from .protocol import LoadResponse, ModelCard, ModelList, SleepingResponse, VersionResponse
+from .service import Service
 
 
 def router(service: Service) -> APIRouter:

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
-from vattn.engine.server.errors import json_response
-from vattn.engine.server.protocol import CompletionRequest, Sampling
-from vattn.engine.server.service import Run
-from vattn.engine.server.streams import Parts, event, parts
+from ..requests.outputs import CompletionOutput, RequestOutput
+from .errors import json_response
+from .protocol import CompletionRequest, Sampling
+from .service import Run
+from .streams import Parts, event, parts
 
 LIGHT = 1000  # values that are written in about a millisecond
 

@@ -10,19 +10,20 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import vattn
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.llm import LLM
-from vattn.engine.server import admin, chat, completions, dashboard, tokens
-from vattn.engine.server.arrivals import Arrivals
-from vattn.engine.server.bodies import body_schemas
-from vattn.engine.server.errors import add_handlers
-from vattn.engine.server.gate import Gate
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.metrics import Metrics
-from vattn.engine.server.protocol import ErrorResponse
-from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings
-from vattn.engine.server.state import StateReader
+
+from ..async_engine import AsyncEngine
+from ..core import EngineCore
+from . import admin, chat, completions, dashboard, tokens
+from .arrivals import Arrivals
+from .bodies import body_schemas
+from .entrance import Entrance
+from .errors import add_handlers
+from .limits import Limits
+from .prometheus import Exporter
+from .protocol import ErrorResponse
+from .service import Service
+from .settings import ServerSettings
+from .state import StateReader
 
 _ERRORS = {
     400: "a value that is not possible or not supported, or a context that is too long",
@@ -34,18 +35,19 @@ _ERRORS = {
 }
 
 
-def make_service(llm: LLM, settings: ServerSettings, root: str) -> Service:
-    """An engine over `llm`, and what the endpoints need of it; to be shut down with the engine.
+def make_service(core: EngineCore, settings: ServerSettings, root: str) -> Service:
+    """An engine over `core`, and what the endpoints need of it; to be shut down with the engine.
 
     Args:
         root: the model as the operator gave it, and its name unless the settings have others.
     """
     name = settings.served_model_name[0] if settings.served_model_name else root
-    longest = max(map(len, llm.tokenizer.get_vocab())) if llm.tokenizer is not None else 0
+    loaded = core.loaded
+    longest = max(map(len, loaded.tokenizer.get_vocab())) if loaded.tokenizer is not None else 0
     body_bytes = None if settings.max_body_bytes is None else int(settings.max_body_bytes)
-    limits = Limits.of(llm.max_model_len, longest, body_bytes)
-    engine = AsyncEngine(llm, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
-    metrics = Metrics(engine, name)
+    limits = Limits.of(loaded.max_model_len, longest, body_bytes)
+    engine = AsyncEngine(core, max_num_queued_reqs=settings.max_num_queued_reqs, max_waiting_logprobs=limits.logprobs)
+    metrics = Exporter(engine, name)
     return Service(engine, settings, metrics, StateReader(engine, metrics, name), root=root, limits=limits)
 
 
@@ -76,7 +78,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(dashboard.router(service))
     add_handlers(app)
     app.add_middleware(Arrivals, engine=service.engine)
-    app.add_middleware(Gate, settings=settings, most_body_bytes=service.limits.body_bytes)
+    app.add_middleware(Entrance, settings=settings, most_body_bytes=service.limits.body_bytes)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

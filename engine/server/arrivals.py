@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vattn.engine.async_engine import AsyncEngine
+from ..async_engine import AsyncEngine
 
 _GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
-from vattn.engine.server.errors import ClientGone, bad, bad_field
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.workers import Check, Workers
+from .errors import ClientGone, bad, bad_field
+from .limits import Limits
+from .workers import Check, Workers
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")

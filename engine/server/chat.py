@@ -7,18 +7,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
-from vattn.engine.requests.sampling import SamplingParams
-from vattn.engine.server.answers import answered, ending, head, stream, usage_of, weight
-from vattn.engine.server.bodies import described
-from vattn.engine.server.errors import bad
-from vattn.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from vattn.engine.server.params import sampling_params
-from vattn.engine.server.prompts import Prompt
-from vattn.engine.server.protocol import ChatRequest, ChatResponse
-from vattn.engine.server.service import Service
-from vattn.engine.server.streams import EventStream
-from vattn.engine.server.workers import Check
+from ..requests.outputs import CompletionOutput, RequestOutput
+from ..requests.prompts import TokenizedPrompt
+from ..requests.sampling import SamplingParams
+from .answers import answered, ending, head, stream, usage_of, weight
+from .bodies import described
+from .errors import bad
+from .logprobs import chat_logprobs, prompt_logprobs
+from .params import sampling_params
+from .protocol import ChatRequest, ChatResponse
+from .service import Service
+from .streams import EventStream
+from .workers import Check
 
 
 def router(service: Service) -> APIRouter:
@@ -28,7 +28,7 @@ def router(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         """Answer a conversation. With `stream`, as server-sent events."""
 
-        def use(body: ChatRequest, check: Check) -> tuple[ChatRequest, SamplingParams, list[Prompt]]:
+        def use(body: ChatRequest, check: Check) -> tuple[ChatRequest, SamplingParams, list[TokenizedPrompt]]:
             service.check_model(body.model)
             if body.top_logprobs and not body.logprobs:
                 raise bad("top_logprobs needs logprobs; set it to true", "top_logprobs")
@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
                 body, service.sampling_defaults, max_tokens=max_tokens, logprobs=logprobs, echo=False
             )
             service.check_size(1, params)
-            prompts = [service.prompts.read_chat(body, body, max_tokens, check)]
+            prompts = [service.prompts.read_chat(body, max_tokens, check)]
             service.check_logprobs(prompts, params)
             return body, params, prompts
 

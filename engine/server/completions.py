@@ -8,17 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from vattn.engine.requests.outputs import CompletionOutput, RequestOutput
-from vattn.engine.requests.sampling import SamplingParams
-from vattn.engine.server.answers import answered, ending, head, stream, usage_of, weight
-from vattn.engine.server.bodies import described
-from vattn.engine.server.logprobs import TextLogprobs, prompt_logprobs
-from vattn.engine.server.params import sampling_params
-from vattn.engine.server.prompts import Prompt
-from vattn.engine.server.protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
-from vattn.engine.server.service import Service
-from vattn.engine.server.streams import EventStream
-from vattn.engine.server.workers import Check
+from ..requests.outputs import CompletionOutput, RequestOutput
+from ..requests.prompts import TokenizedPrompt
+from ..requests.sampling import SamplingParams
+from .answers import answered, ending, head, stream, usage_of, weight
+from .bodies import described
+from .logprobs import TextLogprobs, prompt_logprobs
+from .params import sampling_params
+from .protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
+from .service import Service
+from .streams import EventStream
+from .workers import Check
 
 _DEFAULT_TOKENS = 16
 
@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Complete prompts: text or token ids, one or several. With `stream`, as server-sent events."""
 
-        def use(body: CompletionRequest, check: Check) -> tuple[SamplingParams, list[Prompt], _Completion]:
+        def use(body: CompletionRequest, check: Check) -> tuple[SamplingParams, list[TokenizedPrompt], _Completion]:
             service.check_model(body.model)
             params = sampling_params(
                 body,
@@ -60,7 +60,9 @@ def router(service: Service) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Complete one prompt; the answer's texts begin with it. With `stream`, events with the texts so far."""
 
-        def use(body: GenerateRequest, check: Check) -> tuple[GenerateRequest, SamplingParams, list[Prompt], str]:
+        def use(
+            body: GenerateRequest, check: Check
+        ) -> tuple[GenerateRequest, SamplingParams, list[TokenizedPrompt], str]:
             service.check_model(body.model)
             max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
             params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=None, echo=False)
@@ -134,10 +136,9 @@ class _Completion:
         return choice
 
 
-def _text(service: Service, prompt: Prompt) -> str:
+def _text(service: Service, prompt: TokenizedPrompt) -> str:
     """The prompt as it was sent; one of token ids as text."""
-    text: str | None = prompt["prompt"]
-    return service.prompts.text_of(prompt["prompt_token_ids"]) if text is None else text
+    return service.prompts.text_of(prompt.token_ids) if prompt.text is None else prompt.text
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -14,10 +14,10 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from vattn.engine.async_engine import EngineStopped
-from vattn.engine.server.errors import RETRY_AFTER, ApiError
-from vattn.engine.server.service import Service
-from vattn.engine.server.streams import EventStream, event
+from ..async_engine import EngineStopped
+from .errors import RETRY_AFTER, ApiError
+from .service import Service
+from .streams import EventStream, event
 
 MOST_WATCHERS = 32
 _PERIOD = 0.5  # seconds between two events

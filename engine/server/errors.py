@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -15,12 +14,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from vattn.engine.async_engine import EngineStopped, QueueFull
-from vattn.engine.requests.grammar import CannotGoOn
-from vattn.engine.requests.grammar_compiler import GrammarsUnavailable
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import SamplingParams
 from vattn.errors import ConfigError, VattnError
+
+from ..async_engine import EngineStopped, QueueFull
+from ..requests.grammar import CannotGoOn
+from ..requests.grammar_compiler import GrammarsUnavailable
+from ..requests.request import ContextTooLong, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +27,6 @@ logger = logging.getLogger(__name__)
 LONGEST_MESSAGE = 600
 RETRY_AFTER = {"Retry-After": "1"}
 _NAME = re.compile(r"\w+")
-_PARAMS = frozenset(field.name for field in fields(SamplingParams))
-_SUBJECTS = {
-    "the prompt": "prompt",
-    "the chat template": "messages",
-    "a message": "messages",
-    "chat_template_kwargs": "chat_template_kwargs",
-    "tokens ": "tokens",
-}
 _KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -93,9 +84,8 @@ def api_error(error: BaseException) -> ApiError:
         case EngineStopped():
             return ApiError(503, "the engine has stopped and takes no requests", code="engine_stopped")
         case InvalidRequest() | ConfigError():
-            message = str(error)
-            too_long = "max_model_len" in message
-            return bad(message, _param(message), "context_length_exceeded" if too_long else None)
+            too_long = isinstance(error, ContextTooLong)
+            return bad(str(error), error.param, "context_length_exceeded" if too_long else None)
         case CannotGoOn():
             return bad(str(error))
         case ClientGone():
@@ -103,15 +93,6 @@ def api_error(error: BaseException) -> ApiError:
         case VattnError():
             return ApiError(500, f"the request failed: {error}")
     return ApiError(500, f"the request failed: {type(error).__name__}; the server's log has more")
-
-
-def _param(message: str) -> str | None:
-    """The field that an error of the engine is about: its subject."""
-    for subject, param in _SUBJECTS.items():
-        if message.startswith(subject):
-            return param
-    name = message.split(" ", 1)[0]
-    return name if name in _PARAMS else None
 
 
 def bad_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from vattn.engine.requests.logprobs import DecodeToken, Logprob
+from ..requests.logprobs import DecodeToken, Logprob
 
 Report = Mapping[int, Logprob]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.server.errors import bad
-from vattn.engine.server.protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
+from vattn.errors import ConfigError
+
+from ..requests.request import InvalidRequest
+from ..requests.sampling import RequestOutputKind, SamplingParams
+from .errors import bad
+from .protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
 
 # Fields with the name and meaning that they have in SamplingParams.
 _SAME = (
@@ -83,12 +86,22 @@ def sampling_params(
     if echo and logprobs is not None:
         options["prompt_logprobs"] = max(logprobs, options.get("prompt_logprobs", 0))
     options["structured_outputs"] = structured_outputs(body)
-    return SamplingParams(
-        **options,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            **options,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+        )
+    except ConfigError as error:
+        raise as_asked(error, body) from error
+
+
+def as_asked(error: ConfigError | InvalidRequest, body: Sampling) -> Exception:
+    """An error of the engine in the words of the body: `structured_outputs` may have come as a `response_format`."""
+    if error.param != "structured_outputs" or body.structured_outputs:
+        return error
+    return bad(str(error).replace("structured_outputs", "response_format", 1), "response_format")
 
 
 def structured_outputs(body: Sampling) -> Mapping[str, Any] | None:

@@ -6,16 +6,18 @@ All of it takes its time, so it is called in a worker's thread, and ends between
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from vattn.engine.checks import check_encodable
-from vattn.engine.llm import LLM
-from vattn.engine.requests.chat import render
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.server.errors import bad
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.protocol import CompletionRequest, Message, Sampling, Templated
-from vattn.engine.server.workers import Check
+from ..checks import check_encodable
+from ..core import EngineCore
+from ..requests.chat import render
+from ..requests.prompts import TokenizedPrompt
+from ..requests.request import InvalidRequest
+from .errors import bad
+from .limits import Limits
+from .protocol import ChatRequest, CompletionRequest, Message, Sampling, Templated
+from .workers import Check
 
 # Characters that are tokenized at a time to find out whether a text is too long. A character takes the tokenizer up to
 # 800 bytes, as four tokens.
@@ -25,8 +27,6 @@ _TOKENS_OF_CUT = 128
 # Tokens before those that are kept, so that the latter are not where the text was cut.
 _MARGIN = 1024
 
-Prompt = dict[str, Any]
-
 
 class Prompts:
     """Makes prompts for one engine.
@@ -35,28 +35,28 @@ class Prompts:
         chat_template: instead of the tokenizer's; None for that.
     """
 
-    def __init__(self, llm: LLM, limits: Limits, chat_template: str | None) -> None:
+    def __init__(self, core: EngineCore, limits: Limits, chat_template: str | None) -> None:
         self._limits = limits
-        self._max_model_len = llm.max_model_len
-        self._tokenizer = llm.tokenizer
-        self._reader = llm.core.intake.prompts
-        self._text = llm.core.intake.text
+        self._max_model_len = core.loaded.max_model_len
+        self._tokenizer = core.loaded.tokenizer
+        self._reader = core.intake.prompts
+        self._text = core.intake.text
         self._chat_template = chat_template
 
     def read(
         self, prompts: Sequence[str | list[int]], body: Sampling, max_tokens: int | None, check: Check
-    ) -> list[Prompt]:
+    ) -> list[TokenizedPrompt]:
         """Prompts as token ids, of a length that leaves room for `max_tokens`.
 
         Raises:
             InvalidRequest, ApiError: 400, one of them is not possible.
         """
-        read: list[Prompt] = []
+        read: list[TokenizedPrompt] = []
         room = self._limits.tokens
         for prompt in prompts:
             check()
             read.append(self._read(prompt, body, max_tokens, check, special=special_tokens(body)))
-            room -= len(read[-1]["prompt_token_ids"])
+            room -= len(read[-1].token_ids)
             if room < 0:
                 raise bad(
                     f"the prompts have more than {self._limits.tokens} tokens together; send them in several requests",
@@ -65,11 +65,11 @@ class Prompts:
                 )
         return read
 
-    def read_chat(self, body: Templated, sampling: Sampling, max_tokens: int | None, check: Check) -> Prompt:
+    def read_chat(self, body: ChatRequest, max_tokens: int | None, check: Check) -> TokenizedPrompt:
         """As `read`, for the prompt that the chat template makes of a conversation."""
         text = self.render(body)
         check()
-        return {**self._read(text, sampling, max_tokens, check, special=False), "prompt": text}
+        return replace(self._read(text, body, max_tokens, check, special=False), text=text)
 
     def render(self, body: Templated) -> str:
         """The text that the chat template makes of a conversation.
@@ -116,18 +116,19 @@ class Prompts:
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:
         """Raise an InvalidRequest for a token id that the model does not have."""
-        self._reader.check_token_ids("tokens", token_ids)
+        self._reader.check_token_ids("tokens", token_ids, param="tokens")
 
     def _read(
         self, prompt: str | list[int], body: Sampling, max_tokens: int | None, check: Check, *, special: bool
-    ) -> Prompt:
+    ) -> TokenizedPrompt:
         text = prompt if isinstance(prompt, str) else None
         if body.truncate_prompt_tokens is None:
             token_ids = prompt if isinstance(prompt, list) else self._fitting_ids(prompt, check, special=special)
         else:
             token_ids, cut = self._last_ids(prompt, body.truncate_prompt_tokens, max_tokens, check, special=special)
             text = None if cut else text
-        token_ids = self._reader.read(token_ids).token_ids
+        read = self._reader.read({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": body.cache_salt})
+        token_ids = read.token_ids
         if len(token_ids) + (max_tokens or 0) > self._max_model_len:
             raise bad(
                 f"the prompt has {len(token_ids)} tokens and max_tokens is {max_tokens}, but this model's "
@@ -135,7 +136,7 @@ class Prompts:
                 "max_tokens",
                 "context_length_exceeded",
             )
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        return read
 
     def _fitting_ids(self, text: str, check: Check, *, special: bool) -> list[int]:
         """Token ids of a text that may fit into the context."""
@@ -176,7 +177,7 @@ class Prompts:
         if self._tokenizer is None:
             raise bad("the server has no tokenizer; send token ids")
         check()
-        check_encodable("the prompt", text, InvalidRequest)
+        check_encodable("the prompt", text, InvalidRequest, "prompt")
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _check_characters(self, what: str, count: int, param: str) -> None:

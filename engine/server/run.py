@@ -11,19 +11,20 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 
-from vattn.engine.config import EngineConfig
-from vattn.engine.llm import LLM
-from vattn.engine.server import logs
-from vattn.engine.server.app import make_app, make_service
-from vattn.engine.server.connections import limited_to
-from vattn.engine.server.service import Service
-from vattn.engine.server.settings import ServerSettings, check_key
 from vattn.errors import ConfigError
+
+from ..config import EngineConfig
+from ..core import EngineCore
+from . import logs
+from .app import make_app, make_service
+from .connections import limited_to
+from .service import Service
+from .settings import ServerSettings, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,7 @@ def run(config: EngineConfig, settings: ServerSettings) -> int:
     with _bind(settings) as listener:
         root = config.model if isinstance(config.model, str) else type(config.model).__name__
         logger.info("loading", extra={"fields": {"model": root}})
-        llm = LLM(**{field.name: getattr(config, field.name) for field in fields(config)})
-        service = make_service(llm, settings, root)
+        service = make_service(EngineCore(config), settings, root)
         server = _make_server(service, listener)
         # A collection stops all threads, for as long as it takes to look at every object that it knows.
         gc.collect()

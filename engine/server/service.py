@@ -9,19 +9,21 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import Request as HttpRequest
 
-from vattn.engine.async_engine import AsyncEngine, QueueFull, Stream
-from vattn.engine.requests.outputs import RequestOutput
-from vattn.engine.requests.request import InvalidRequest
-from vattn.engine.requests.sampling import RequestOutputKind, SamplingParams
-from vattn.engine.server.bodies import Bodies
-from vattn.engine.server.errors import ApiError, api_error, bad
-from vattn.engine.server.limits import Limits
-from vattn.engine.server.metrics import Metrics
-from vattn.engine.server.prompts import Prompt, Prompts
-from vattn.engine.server.protocol import MOST_COMPLETIONS, Sampling
-from vattn.engine.server.settings import ServerSettings
-from vattn.engine.server.state import StateReader
-from vattn.engine.server.streams import end, until_gone
+from ..async_engine import AsyncEngine, QueueFull, Stream
+from ..requests.outputs import RequestOutput
+from ..requests.prompts import TokenizedPrompt
+from ..requests.request import InvalidRequest
+from ..requests.sampling import RequestOutputKind, SamplingParams
+from .bodies import Bodies
+from .errors import ApiError, api_error, bad
+from .limits import Limits
+from .params import as_asked
+from .prometheus import Exporter
+from .prompts import Prompts
+from .protocol import MOST_COMPLETIONS, Sampling
+from .settings import ServerSettings
+from .state import StateReader
+from .streams import end, until_gone
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Service:
         self,
         engine: AsyncEngine,
         settings: ServerSettings,
-        metrics: Metrics,
+        metrics: Exporter,
         state: StateReader,
         *,
         root: str,
@@ -56,12 +58,12 @@ class Service:
         self.root = root
         self.names = tuple(settings.served_model_name) or (root,)
         self.created = int(time.time())
-        self.sampling_defaults = engine.llm.core.loaded.sampling_defaults
-        self.text = engine.llm.core.intake.text
-        self.max_model_len = engine.llm.max_model_len
+        self.sampling_defaults = engine.core.loaded.sampling_defaults
+        self.text = engine.core.intake.text
+        self.max_model_len = engine.core.loaded.max_model_len
         self.limits = limits
         self.bodies = Bodies(self.limits)
-        self.prompts = Prompts(engine.llm, self.limits, settings.chat_template)
+        self.prompts = Prompts(engine.core, self.limits, settings.chat_template)
 
     def close(self) -> None:
         """End what prepares requests; the engine goes on."""
@@ -81,15 +83,15 @@ class Service:
         """Raise an ApiError, 400, for more completions than can ever be queued."""
         if prompts * params.n > MOST_COMPLETIONS:
             raise bad(f"{prompts} prompts with n={params.n} are over the limit of {MOST_COMPLETIONS} choices", "n")
-        limit = self.engine.llm.scheduler.max_num_seqs + self.settings.max_num_queued_reqs
+        limit = self.engine.core.scheduler.max_num_seqs + self.settings.max_num_queued_reqs
         if prompts * params.n > limit:
             raise bad(f"{prompts} prompts with n={params.n} never fit: at most {limit} choices at a time", "n")
 
-    def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def check_logprobs(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> None:
         """Raise an ApiError, 400, for more log probabilities than an answer can report."""
         count = 0
         for prompt in prompts:
-            length = len(prompt["prompt_token_ids"])
+            length = len(prompt.token_ids)
             if params.prompt_logprobs is not None:
                 count += length * (1 + params.prompt_logprobs)
             # A stream keeps none that it has written.
@@ -106,7 +108,7 @@ class Service:
             )
 
     async def start(
-        self, request: HttpRequest, prompts: Sequence[Prompt], params: SamplingParams, body: Sampling
+        self, request: HttpRequest, prompts: Sequence[TokenizedPrompt], params: SamplingParams, body: Sampling
     ) -> Run:
         """Queue these prompts: all of them or none, under names that begin with the id of the HTTP request.
 
@@ -115,25 +117,20 @@ class Service:
             ApiError: 400, priorities are not known here.
             ClientGone: the client left before they were queued.
         """
-        if body.priority and self.engine.llm.scheduler.policy != "priority":
+        if body.priority and self.engine.core.scheduler.policy != "priority":
             raise bad("priority is not supported here: the server runs requests in order of arrival", "priority")
         request_id = request.scope["request_id"]
         if self.settings.log_prompts:
             for prompt in prompts:
-                logger.info("prompt", extra={"fields": {"prompt": prompt.get("prompt") or prompt["prompt_token_ids"]}})
-        salt = {"cache_salt": body.cache_salt} if body.cache_salt else {}
+                logger.info("prompt", extra={"fields": {"prompt": prompt.text or prompt.token_ids}})
         try:
-            salted = [{**prompt, **salt} for prompt in prompts]
-            adding = self.engine.add_all(salted, params, prefix=request_id, priority=body.priority or 0)
+            adding = self.engine.add_all(prompts, params, prefix=request_id, priority=body.priority or 0)
             return Run(self.engine, await until_gone(request, adding), request_id)
         except QueueFull:
             self.metrics.refused += 1
             raise
         except InvalidRequest as error:
-            name, _, rest = str(error).partition(" ")
-            if name == "structured_outputs" and not body.structured_outputs:  # the engine's word for it
-                raise bad(f"response_format {rest}", "response_format") from error
-            raise
+            raise as_asked(error, body) from error
 
 
 class Run:

@@ -5,90 +5,74 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vattn.engine.checks import checked_choice, checked_whole, number
-from vattn.engine.config import Flag
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import parse_bytes
 
+from ..checks import checked_choice, checked_whole, number
+from ..options import option
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s\[\]\"',]+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?|null")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
-
-def _flag(help: str, **how: Any) -> dict[str, Flag]:
-    return {"flag": Flag(help=help, **how)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """How a server listens, what it accepts, and what it says.
 
-    The fields with a `Flag` are flags of `vattn serve`; those that hold several texts may be repeated there.
-
-    Attributes:
-        api_key: any of these opens what `docs/server.md` lists; none, and everything is open.
-        served_model_name: names of the model for clients, the first one in answers; by default `model` as it was given.
-        chat_template: the template itself, once it is read.
-        shutdown_timeout: seconds that requests in progress have after SIGTERM.
-        receive_timeout: seconds from a client's first byte, or its connection, to the last byte of its request.
-        keep_alive_timeout: seconds between an answer and the next request of a connection.
+    Its fields are the flags of `vattn serve`; those that hold several texts may be repeated there. `chat_template` is
+    the template itself, once it is read.
 
     Raises:
         ConfigError: a value that is impossible, or values that contradict each other.
     """
 
-    host: str = field(default="127.0.0.1", metadata=_flag("address to listen on; 0.0.0.0 for every one"))
-    port: int = field(default=8000, metadata=_flag("port to listen on; 0 for a free one", parse=int))
-    api_key: Sequence[str] = field(default=(), metadata=_flag("key that clients have to send", metavar="KEY"))
-    served_model_name: Sequence[str] = field(
-        default=(),
-        metadata=_flag("name of the model for clients; default: MODEL as it was given", metavar="NAME"),
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
+    port: int = option(8000, "port to listen on; 0 for a free one", parse=int)
+    api_key: Sequence[str] = option(
+        (),
+        "key that clients have to send, any of several; also from `VATTN_API_KEY`; none, and everything is open",
+        metavar="KEY",
     )
-    ssl_keyfile: str | None = field(default=None, metadata=_flag("private key, for HTTPS", metavar="PATH"))
-    ssl_certfile: str | None = field(default=None, metadata=_flag("certificate, for HTTPS", metavar="PATH"))
-    ssl_ca_certs: str | None = field(
-        default=None, metadata=_flag("certificates of the authorities whose clients are let in", metavar="PATH")
+    served_model_name: Sequence[str] = option(
+        (),
+        "name of the model for clients, the first one in answers; by default `MODEL` as it was given, and "
+        "`demo_model` for the one that ships",
+        metavar="NAME",
     )
-    ssl_cert_reqs: int = field(
-        default=0,
-        metadata=_flag("certificates of clients: 0 for none, 1 for those that have one, 2 for all", parse=int),
+    ssl_keyfile: str | None = option(None, "private key, for HTTPS", metavar="PATH")
+    ssl_certfile: str | None = option(None, "certificate, for HTTPS", metavar="PATH")
+    ssl_ca_certs: str | None = option(
+        None, "certificates of the authorities whose clients are let in, for HTTPS", metavar="PATH"
     )
-    allowed_origins: Sequence[str] = field(
-        default=(),
-        metadata=_flag("origin whose pages may call the server from a browser", metavar="ORIGIN"),
+    ssl_cert_reqs: int = option(
+        0, "which clients have to show a certificate: 0 for none, 1 for those that have one, 2 for all", parse=int
     )
-    max_num_queued_reqs: int = field(
-        default=4096, metadata=_flag("maximum number of requests that wait; more get 503", parse=int)
+    allowed_origins: Sequence[str] = option(
+        (), "origin whose pages may call the server from a browser", metavar="ORIGIN"
     )
-    shutdown_timeout: float = field(
-        default=30.0, metadata=_flag("seconds that requests have to finish after SIGTERM", parse=float)
+    max_num_queued_reqs: int = option(4096, "maximum number of requests that wait; more get 503", parse=int)
+    shutdown_timeout: float = option(30.0, "seconds that requests in progress have after SIGTERM", parse=float)
+    max_body_bytes: int | str | None = option(
+        None,
+        "size of the largest request body; by default `4MiB`, or 32 bytes per token of the context if that is more",
+        metavar="SIZE",
     )
-    max_body_bytes: int | str | None = field(
-        default=None,
-        metadata=_flag(
-            "size of the largest request body; default: 4MiB, or 32 bytes a token of the context", metavar="SIZE"
-        ),
+    receive_timeout: float = option(
+        60.0, "seconds from a client's first byte, or its connection, to the last byte of its request", parse=float
     )
-    receive_timeout: float = field(
-        default=60.0, metadata=_flag("seconds that a client has to send a whole request", parse=float)
+    keep_alive_timeout: int = option(5, "seconds between an answer and the next request of a connection", parse=int)
+    chat_template: str | None = option(
+        None, "chat template, or path of one, instead of the tokenizer's", metavar="TEMPLATE"
     )
-    keep_alive_timeout: int = field(
-        default=5, metadata=_flag("seconds that a connection without a request stays open", parse=int)
-    )
-    chat_template: str | None = field(
-        default=None, metadata=_flag("chat template, or path of one, instead of the tokenizer's", metavar="TEMPLATE")
-    )
-    admin_endpoints: bool = field(
-        default=False, metadata=_flag("offer /sleep, /wake_up, /is_sleeping and /reset_prefix_cache")
-    )
-    dashboard: bool = field(default=True, metadata=_flag("offer /dashboard"))
-    log_prompts: bool = field(default=False, metadata=_flag("write prompts to the log"))
-    disable_log_requests: bool = field(default=False, metadata=_flag("no line in the log for each request"))
-    log_level: str = field(default="info", metadata=_flag("least severe messages of the log", choices=LOG_LEVELS))
+    admin_endpoints: bool = option(False, "offer `/sleep`, `/wake_up`, `/is_sleeping` and `/reset_prefix_cache`")
+    dashboard: bool = option(True, "offer `/dashboard`")
+    log_prompts: bool = option(False, "write prompts to the log")
+    disable_log_requests: bool = option(False, "no line in the log for each request")
+    log_level: str = option("info", "least severe messages of the log", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         self._set("api_key", _keys(self.api_key))

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.core import EngineCore
-from vattn.engine.kv.blocks import BlockKV
-from vattn.engine.kv.paged_windows import PagedWindowsKV
-from vattn.engine.kv.virtual import VirtualKV
-from vattn.engine.requests.request import Request
-from vattn.engine.server.metrics import Metrics
 from vattn.errors import VattnError
+
+from ..async_engine import AsyncEngine
+from ..core import EngineCore
+from ..kv.base import SlotView
+from ..requests.request import Request
+from .prometheus import Exporter
 
 _MOST_REQUESTS = 256  # those that run come first
 _MOST_BLOCKS = 16_384  # numbers of blocks in one state
@@ -51,7 +49,7 @@ class StateReader:
         driver          map_calls, unmap_calls, waits, wait_seconds
     """
 
-    def __init__(self, engine: AsyncEngine, metrics: Metrics, model: str) -> None:
+    def __init__(self, engine: AsyncEngine, metrics: Exporter, model: str) -> None:
         self._engine = engine
         self._metrics = metrics
         self._model = model
@@ -81,7 +79,7 @@ class StateReader:
         return self._last
 
     async def _look(self) -> dict[str, Any]:
-        core = self._engine.llm.core
+        core = self._engine.core
         held = await self._engine.call(lambda: look(core))
         now = time.monotonic()
         figures = core.figures
@@ -105,7 +103,7 @@ def look(core: EngineCore) -> dict[str, Any]:
     scheduler, kv = core.scheduler, core.kv
     now = time.monotonic()
     requests = [*scheduler.running, *scheduler.waiting]
-    stats = kv.stats()
+    stats, found = kv.stats(), kv.describe()
     lengths = [request.num_computed_tokens for request in scheduler.running]
     block = core.config.block_size
     state: dict[str, Any] = {
@@ -137,69 +135,41 @@ def look(core: EngineCore) -> dict[str, Any]:
             "static_bytes": len(lengths) * core.loaded.max_model_len * kv.token_bytes,
             "paged_bytes": sum(-(-length // block) * block for length in lengths) * kv.token_bytes,
         },
-        "slots": [],
+        "slots": _slots(found.slots, scheduler.running),
         "block_tokens": kv.prefix_block_tokens,
         "slot_tokens": core.loaded.max_model_len,
         "driver": {
             "map_calls": stats.map_calls,
-            "unmap_calls": 0,
-            "waits": 0,
+            "unmap_calls": stats.unmap_calls,
+            "waits": stats.waits,
             "wait_seconds": stats.wait_seconds,
         },
     }
-    if isinstance(kv, VirtualKV):
-        _look_at_pages(kv, state)
-    elif isinstance(kv, BlockKV):
-        _look_at_blocks(kv, scheduler.running, state)
-    else:
-        whole = core.loaded.max_model_len if kv.name == "static" else None
-        state["slots"] = [
-            _slot(request.slot, request.num_computed_tokens, whole or request.num_computed_tokens)
-            for request in scheduler.running
-        ]
+    if found.pages is not None:
+        state["memory"]["pages"] = dict(found.pages)
+    if found.num_blocks is not None:
+        state["pool"] = {"blocks": found.num_blocks, "cached": found.cached_blocks[:_MOST_BLOCKS]}
     _name_prefixes(scheduler.running, state)
     return state
 
 
-def _slot(number: int | None, length: int, mapped: int, shared: int = 0, *, active: bool = True) -> dict[str, Any]:
-    return {"slot": number, "active": active, "length": length, "mapped": mapped, "shared": shared, "prefix": None}
-
-
-def _look_at_pages(kv: VirtualKV, state: dict[str, Any]) -> None:
-    stats = kv.cache.stats()
-    unmaps = stats.calls.get("cuMemUnmap")
-    state["memory"]["pages"] = {
-        "budget": stats.budget_pages,
-        "owned": stats.owned_pages,
-        "parked": stats.parked_pages,
-        "cached": stats.cached_pages,
-        "shared": stats.shared_pages,
-        "other": stats.other_pages,
-        "free": stats.free_pages,
-    }
-    state["driver"] |= {"unmap_calls": unmaps.count if unmaps else 0, "waits": stats.waits}
-    state["slots"] = [
-        _slot(slot.reqid, slot.length, slot.mapped, slot.shared, active=slot.active)
-        for slot in kv.cache.page_map()
-        if slot.active or slot.mapped
-    ]
-
-
-def _look_at_blocks(kv: BlockKV, running: Sequence[Request], state: dict[str, Any]) -> None:
-    lists = kv.block_lists()
-    users = Counter(number for blocks in lists.values() for number in blocks)
+def _slots(slots: Sequence[SlotView], running: Sequence[Request]) -> list[dict[str, Any]]:
     lengths = {request.slot: request.num_computed_tokens for request in running}
     room = _MOST_BLOCKS
-    for slot, blocks in lists.items():
-        # Requests share whole prefixes, so a block that is shared follows no block that is not.
-        shared = sum(users[number] > 1 for number in blocks) * kv.block_size
-        found = _slot(slot, lengths.get(slot, 0), len(blocks) * kv.block_size, shared)
-        state["slots"].append({**found, "blocks": blocks[:room]})
-        room = max(0, room - len(blocks))
-    if isinstance(kv, PagedWindowsKV):
-        unmaps = kv.windows.stats().calls.get("cuMemUnmap")
-        state["driver"]["unmap_calls"] = unmaps.count if unmaps else 0
-    state["pool"] = {"blocks": kv.num_blocks, "cached": kv.cached_blocks()[:_MOST_BLOCKS]}
+    shown = []
+    for each in slots:
+        slot: dict[str, Any] = {
+            "slot": each.slot,
+            "active": each.active,
+            "length": lengths.get(each.slot, 0),
+            "mapped": each.mapped,
+        }
+        slot |= {"shared": each.shared, "prefix": None}
+        if each.blocks is not None:
+            slot["blocks"] = each.blocks[:room]
+            room = max(0, room - len(each.blocks))
+        shown.append(slot)
+    return shown
 
 
 def _name_prefixes(running: Sequence[Request], state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vattn.engine.server.errors import ClientGone, api_error, encode, pieces
+from .errors import ClientGone, api_error, encode, pieces
 
 T = TypeVar("T")
 

@@ -7,17 +7,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from vattn.engine.server.bodies import described
-from vattn.engine.server.errors import bad, json_response
-from vattn.engine.server.protocol import (
+from .bodies import described
+from .errors import bad, json_response
+from .protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     Templated,
     TokenizeRequest,
     TokenizeResponse,
 )
-from vattn.engine.server.service import Service
-from vattn.engine.server.workers import Check
+from .service import Service
+from .workers import Check
 
 
 def router(service: Service) -> APIRouter:

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from vattn.engine.server.errors import ClientGone
-from vattn.engine.server.streams import until_gone
+from .errors import ClientGone
+from .streams import until_gone
 
 T = TypeVar("T")
 

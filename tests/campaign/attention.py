@@ -749,16 +749,14 @@ def _softcap(rng: random.Random) -> float | None:
 
 
 class Adapters(World):
-    """The same as packed batches, through `Native`, `TorchSDPA` and `TorchMatmul`."""
+    """The same as packed batches, through `Native` and `TorchSDPA`."""
 
     plain = True
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind, seed)
         shape = self.shape
-        name = self.rng.choice(("native", "torch_sdpa", "torch_matmul"))
-        if name == "torch_matmul" and shape.dtype != torch.bfloat16:
-            name = "torch_sdpa"
+        name = self.rng.choice(("native", "torch_sdpa"))
         self.adapter = get(name, Case(dtype=shape.dtype, head_dim=shape.dim, v_head_dim=shape.v_dim))
         self.whole = self.rng.random() < 0.8
         if name != "native":

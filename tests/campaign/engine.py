@@ -155,7 +155,7 @@ class World:
                 raise
             return False
         self.counts[f"worlds {self._backend}"] += 1
-        self.kv = self.llm.kv
+        self.kv = self.llm.core.kv
         self._prepare = self.kv.prepare
         self.kv.prepare = self._prepare_or_refuse
         self._handle = self.model.get_input_embeddings().register_forward_hook(self._forward)
@@ -780,7 +780,7 @@ class World:
         stats = self.kv.stats()
         if stats.used_bytes or stats.live_bytes or (not self._squeezed and self.kv.available() != self.kv.total()):
             raise Found("memory is held for nobody", f"{stats}, {self.kv.available()} of {self.kv.total()}")
-        swap = self.llm.scheduler.swap
+        swap = self.llm.core.scheduler.swap
         if swap is not None and swap.used_bytes:
             raise Found("copies are held for nobody", f"{swap.used_bytes} bytes")
 
@@ -792,10 +792,10 @@ class World:
 
     def _end(self) -> None:
         """Lets what is left finish, at times, and closes."""
-        swap = self.llm.scheduler.swap
+        swap = self.llm.core.scheduler.swap
         self.counts["preempted"] += self.llm.core.figures.preemptions
         self.counts["swapped in"] += 0 if swap is None else swap.num_loaded
-        self.counts["cached tokens"] += self.llm.scheduler.hit_tokens
+        self.counts["cached tokens"] += self.llm.core.scheduler.hit_tokens
         self.counts["accepted drafts"] += self.llm.speculation.num_accepted_tokens
         self._fault, self._refusals, self.llm.on_step = None, 0, None
         if self._tenant is not None:

@@ -222,14 +222,16 @@ class Asked:
         """Compares the text of an output that has ended; of what is no UTF-8, the characters in ASCII."""
         why, included = self.end(tokens), self.params.get("include_stop_str_in_output", False)
         written = self._written(tokens[:-1] if why == "stop token" and not included else tokens)
+        cut = False
         if why == "stop string" and (place := self._stop(tokens)) is not None:
             end, start, _ = place
             written = written[: end if included else start]
+            cut = True
         expected = written.decode(errors="replace")
         if _REPLACED in expected[:-1]:
             expected, text = ("".join(filter(str.isascii, each)) for each in (expected, text))
-        # What the last tokens leave unfinished is no text.
-        if text != expected.rstrip(_REPLACED):
+        # What the last tokens leave unfinished is no text, but what a stop string follows is finished.
+        if text != (expected if cut else expected.rstrip(_REPLACED)):
             raise Wrong(f"the text is {text!r}, not {expected!r}")
 
     def _edited(self, logits: Row, tokens: Sequence[int]) -> Row:

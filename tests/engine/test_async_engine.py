@@ -26,7 +26,6 @@ from vattn.engine import (
     SamplingParams,
     async_engine,
 )
-from vattn.engine.metrics import counted
 from vattn.errors import ConfigError, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -47,7 +46,7 @@ async def serving(llm: LLM, **keywords: Any) -> AsyncIterator[AsyncEngine]:
         await until(lambda: engine.num_unfinished == 0)
         await until(lambda: not llm.has_unfinished())
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     finally:
         await engine.shutdown(timeout=0)
     assert not engine._thread.is_alive()
@@ -288,6 +287,44 @@ def test_the_death_of_the_engine_is_told_to_everybody(caplog: pytest.LogCaptureF
     assert "the engine died" in caplog.text
 
 
+def test_an_engine_that_lost_memory_dies_of_it_once_it_is_idle(
+    kv: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose(llm: LLM) -> None:
+        slot = llm.core.kv.allocate(40)
+        llm.core.kv.prepare({slot: 40})
+        if kv == "dynamic":  # which takes no memory before something is written
+            monkeypatch.setattr(llm.core.kv, "_granted", llm.core.kv.total())
+
+    async def test() -> None:
+        llm = make_llm(kv)
+        engine = AsyncEngine(llm)
+        assert len(await collect(engine, [2, 3], GREEDY)) == 8
+        lose(llm)
+        with pytest.raises(EngineStopped, match="died of AssertionError") as raised:
+            await collect(engine, [2, 3], GREEDY)
+        assert isinstance(raised.value.__cause__, AssertionError)
+        await engine.shutdown()
+
+    run(test())
+    assert "the engine died" in caplog.text
+
+
+def test_an_engine_checks_itself_only_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, checks in (("1", 2), ("0", 0), ("", 0), (None, 0)):
+        if value is None:
+            monkeypatch.delenv("VATTN_CHECK")
+        else:
+            monkeypatch.setenv("VATTN_CHECK", value)
+        with make_llm() as llm:
+            calls: list[None] = []
+            monkeypatch.setattr(llm.core, "check", lambda calls=calls: calls.append(None))
+            llm.generate([[2, 3], [4]], GREEDY, use_tqdm=False)
+            llm.add_request("a", [2], GREEDY)
+            llm.abort("a")
+            assert len(calls) == checks
+
+
 @pytest.mark.parametrize(("timeout", "reason"), [(None, "length"), (0, "abort"), (0.05, "abort")])
 def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
@@ -417,7 +454,7 @@ def test_an_idle_engine_waits_for_announced_requests(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(async_engine, "_GATHER_SECONDS", 60)
         llm = make_llm()
         running: list[int] = []
-        llm.on_step = lambda _: running.append(len(llm.scheduler.running))
+        llm.on_step = lambda _: running.append(len(llm.core.scheduler.running))
         async with serving(llm) as engine:
             other = asyncio.create_task(collect(engine, [2, 3, 4], GREEDY))
             with engine.announce():
@@ -479,7 +516,7 @@ def test_every_request_is_counted_once() -> None:
             await collect(engine, [2, 3, 4], GREEDY, request_id="fallen")
         ends = {
             metric.labels["finished_reason"]: metric.value
-            for metric in counted(llm.core)
+            for metric in llm.core.counted()
             if isinstance(metric, Counter) and metric.name == "vllm:request_success"
         }
         assert ends == {"abort": 1, "length": 1, "stop": 0, "error": 1}

@@ -30,10 +30,10 @@ def make_llm(kv: str, family: str = "llama", **options: Any) -> LLM:
 def idle(llm: LLM) -> None:
     llm.check()
     assert not llm.has_unfinished()
-    assert llm.kv.available() == llm.kv.total()
-    llm.kv.evict_prefixes()
-    assert llm.kv.stats().used_bytes == 0
-    llm.kv.check()
+    assert llm.core.kv.available() == llm.core.kv.total()
+    llm.core.kv.evict_prefixes()
+    assert llm.core.kv.stats().used_bytes == 0
+    llm.core.kv.check()
 
 
 @functools.cache
@@ -177,7 +177,7 @@ def test_fewer_slots_than_all_want(kv: str) -> None:
         groups = []
         for name, prompt in zip("abc", prompts, strict=True):
             limits = {"max_num_seqs": 4, "max_model_len": 200}
-            beams = make_beams(name, TokenizedPrompt(None, prompt), params, kv=llm.kv, eos_token_ids=EOS, **limits)
+            beams = make_beams(name, TokenizedPrompt(None, prompt), params, kv=llm.core.kv, eos_token_ids=EOS, **limits)
             llm.core.add_group(beams)
             llm.add_request(f"request {name}", prompt, SamplingParams(temperature=0, max_tokens=30))
             groups.append(beams)
@@ -205,7 +205,7 @@ def test_beams_that_cannot_be_forked_are_computed(kv: str, monkeypatch: pytest.M
         raise NoFreeSlot("injected")
 
     with make_llm(kv) as llm:
-        monkeypatch.setattr(llm.kv, "fork", refuse)
+        monkeypatch.setattr(llm.core.kv, "fork", refuse)
         output = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))[0]
         idle(llm)
     same(output, *transformers_beams("llama", tuple(PROMPT), 3, 8))
@@ -214,7 +214,7 @@ def test_beams_that_cannot_be_forked_are_computed(kv: str, monkeypatch: pytest.M
 def test_a_failure_ends_the_beams_of_that_prompt_only(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     with make_llm(kv, max_num_batched_tokens=8) as llm:
-        run, calls = llm.runner.run, 0
+        run, calls = llm.core.runner.run, 0
 
         def fail_once(entries: Any) -> Any:
             nonlocal calls
@@ -223,13 +223,15 @@ def test_a_failure_ends_the_beams_of_that_prompt_only(kv: str, monkeypatch: pyte
                 raise RuntimeError("injected")
             return run(entries)
 
-        monkeypatch.setattr(llm.runner, "run", fail_once)
+        monkeypatch.setattr(llm.core.runner, "run", fail_once)
         outputs = llm.beam_search([SHORT, PROMPT], params)
         idle(llm)
         assert any(isinstance(output.error, RuntimeError) for output in outputs)
         assert all(bool(output.sequences) != bool(output.error) for output in outputs)
         monkeypatch.setattr(
-            llm.runner, "run", lambda entries: replace(forward := run(entries), logits=forward.logits * float("nan"))
+            llm.core.runner,
+            "run",
+            lambda entries: replace(forward := run(entries), logits=forward.logits * float("nan")),
         )
         output = llm.beam_search(SHORT, params)[0]
         assert isinstance(output.error, FloatingPointError)

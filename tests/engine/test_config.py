@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, FrozenInstanceError, fields
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from tiny_models import make_model
 
 from vattn.engine import LLM
 from vattn.engine.config import EngineConfig
+from vattn.engine.options import options_of
 from vattn.errors import ConfigError
 
 FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -21,14 +25,29 @@ FIELDS = {field.name: field for field in fields(EngineConfig)}
 
 def test_the_keywords_of_llm_are_the_fields() -> None:
     keywords = dict(inspect.signature(LLM).parameters)
-    assert list(keywords) == list(FIELDS)
+    assert list(keywords) == list(FIELDS) == list(options_of(EngineConfig))
     for name, keyword in keywords.items():
-        if name == "model":  # without one, the model that ships
-            assert (keyword.default, FIELDS[name].default) == (None, MISSING)
-            assert keyword.annotation == f"{FIELDS[name].type} | None"
-            continue
         assert keyword.default == FIELDS[name].default, name
         assert keyword.annotation == FIELDS[name].type, name
+        assert keyword.kind is (keyword.POSITIONAL_OR_KEYWORD if name == "model" else keyword.KEYWORD_ONLY)
+    with pytest.raises(TypeError, match="kw_cache"):
+        LLM(kw_cache=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_keywords(tmp_path: Path) -> None:
+    file = tmp_path / "uses.py"
+    file.write_text("""
+from vattn.engine import LLM
+LLM("m", kv="paged", max_num_seqs=3)
+LLM()
+LLM("m", kw="paged")
+LLM("m", max_num_seqs="3")
+LLM("m", "paged")
+""")
+    command = [sys.executable, "-m", "mypy", str(file)]  # with the cache of `make types`
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+    assert re.findall(r"uses\.py:(\d+): error", found) == ["5", "6", "7"], found
 
 
 def test_every_keyword_is_documented_in_order() -> None:

@@ -56,22 +56,22 @@ def references() -> None:
 def assert_idle(llm: LLM) -> None:
     assert not llm.has_unfinished()
     llm.check()
-    assert llm.kv.available() == llm.kv.total()
-    stats = llm.kv.stats()
+    assert llm.core.kv.available() == llm.core.kv.total()
+    stats = llm.core.kv.stats()
     assert stats.used_bytes == stats.live_bytes == 0
 
 
 def held(llm: LLM) -> tuple[threading.Event, threading.Event]:
     """The model waits in each step until the second event is set; the first says that it does."""
     arrived, go_on = threading.Event(), threading.Event()
-    compute = llm.runner.run
+    compute = llm.core.runner.run
 
     def run(entries: Any) -> Any:
         arrived.set()
         assert go_on.wait(20)
         return compute(entries)
 
-    llm.runner.run = run  # type: ignore[method-assign]
+    llm.core.runner.run = run  # type: ignore[method-assign]
     return arrived, go_on
 
 
@@ -306,7 +306,7 @@ def test_calls_from_on_step() -> None:
 
 def test_a_signal_handler_in_a_step() -> None:
     with make_llm() as llm:
-        compute, refused = llm.runner.run, []
+        compute, refused = llm.core.runner.run, []
 
         def run(entries: Any) -> Any:
             for call in (lambda: llm.abort("a"), lambda: llm.add_request("b", [2], GREEDY), llm.step):
@@ -315,7 +315,7 @@ def test_a_signal_handler_in_a_step() -> None:
                 refused.append(call)
             return compute(entries)
 
-        llm.runner.run = run  # type: ignore[method-assign]
+        llm.core.runner.run = run  # type: ignore[method-assign]
         llm.add_request("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
         assert llm.step()[0].outputs[0].token_ids == expected("llama", [5, 6, 7], 1)
         assert len(refused) == 3
@@ -400,8 +400,8 @@ def test_an_interrupt_of_generate(main_kv: str, monkeypatch: pytest.MonkeyPatch)
             except KeyboardInterrupt:
                 interrupted += 1
             assert_idle(llm)
-            assert llm.scheduler.swap is not None
-            assert llm.scheduler.swap.used_bytes == 0
+            assert llm.core.scheduler.swap is not None
+            assert llm.core.scheduler.swap.used_bytes == 0
             assert llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].token_ids == want[0][0]
         assert run_all(llm) == want
         assert interrupted > 20
@@ -533,7 +533,7 @@ def test_an_interrupt_while_an_interrupt_is_mended(caching_kv: str) -> None:
     """The next call does what is left."""
     with small_llm(caching_kv) as llm:
         want = run_all(llm)
-        restore = llm.scheduler.restore
+        restore = llm.core.scheduler.restore
 
         def again(*args: Any) -> None:
             monkey.undo()
@@ -541,10 +541,10 @@ def test_an_interrupt_while_an_interrupt_is_mended(caching_kv: str) -> None:
 
         for moment in moments(lambda: run_all(llm))[::4]:
             with pytest.MonkeyPatch.context() as monkey:
-                monkey.setattr(llm.scheduler, "restore", again)
+                monkey.setattr(llm.core.scheduler, "restore", again)
                 with contextlib.suppress(KeyboardInterrupt), Interrupter(moment).watching():
                     run_all(llm)
-            llm.scheduler.restore = restore  # type: ignore[method-assign]
+            llm.core.scheduler.restore = restore  # type: ignore[method-assign]
             assert run_all(llm) == want
             assert_idle(llm)
 

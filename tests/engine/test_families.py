@@ -78,7 +78,7 @@ def test_preemption(family: str, main_kv: str, mode: PreemptionMode, monkeypatch
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
         llm.check()
-        swap = llm.scheduler.swap
+        swap = llm.core.scheduler.swap
         assert swap is not None
         # Static has two slots in this budget, and nobody can take memory from either; behind windows there is more.
         roomy = kv == "static" or (kv == "virtual" and family in WITH_WINDOWS)
@@ -105,21 +105,21 @@ def test_memory_behind_windows_is_given_back(family: str, mode: PreemptionMode) 
         kv_options={"page_size": 4096, "eager_pages": 0, "layout": "fused"},
         preemption_mode=mode,
     ) as llm:
-        assert isinstance(llm.kv, VirtualKV)
-        cache = llm.kv.cache
+        assert isinstance(llm.core.kv, VirtualKV)
+        cache = llm.core.kv.cache
         taken: list[int] = []
 
         def watch(_: object) -> None:
             taken.append(max((slot.pages for slot in cache.page_map() if slot.active), default=0))
-            if len(taken) % 20 == 0 and llm.scheduler.running:
-                llm.scheduler.preempt_last()
+            if len(taken) % 20 == 0 and llm.core.scheduler.running:
+                llm.core.scheduler.preempt_last()
 
         llm.on_step = watch
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
         llm.check()
         most = cache.layout.most_pages(170 + max_tokens, 2 * 24)  # a chunk, and one mapped ahead
         assert max(taken) <= most < cache.layout.pages(170 + max_tokens)
-        swap = llm.scheduler.swap
+        swap = llm.core.scheduler.swap
         assert swap is not None
         assert (swap.num_loaded > 0) == (mode == "swap")
     assert sum(output.metrics.num_preemptions for output in outputs) > 1

@@ -48,10 +48,10 @@ def idle(llm: LLM) -> None:
     """Nothing is lost: all memory is there for the next request."""
     llm.check()
     assert not llm.has_unfinished()
-    assert llm.kv.available() == llm.kv.total()
-    llm.kv.evict_prefixes()
-    assert llm.kv.stats().used_bytes == 0
-    llm.kv.check()
+    assert llm.core.kv.available() == llm.core.kv.total()
+    llm.core.kv.evict_prefixes()
+    assert llm.core.kv.stats().used_bytes == 0
+    llm.core.kv.check()
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -128,7 +128,7 @@ def test_one_that_ends_early_takes_nothing_from_the_others(kv: str) -> None:
         llm.core.add_group(group)
         for ended in (0, 2):  # the one whose slot was forked is the first
             llm.step()
-            llm.scheduler.finish(group.requests[ended], FinishReason.ABORT)
+            llm.core.scheduler.finish(group.requests[ended], FinishReason.ABORT)
             llm.check()
         while llm.has_unfinished():
             llm.step()
@@ -164,7 +164,7 @@ def test_a_refused_fork_waits(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise NoFreeSlot("injected")
 
     with make_llm(kv) as llm:
-        monkeypatch.setattr(llm.kv, "fork", refuse)
+        monkeypatch.setattr(llm.core.kv, "fork", refuse)
         assert tokens(llm.generate(PROMPT, several(3), use_tqdm=False)[0]) == alone(PROMPT, 3)
         idle(llm)
 
@@ -190,11 +190,11 @@ def test_a_write_through_a_fork_changes_nobody_elses_tokens(kv: str) -> None:
     with make_llm(kv) as llm:
         llm.add_request("x", PROMPT, several(3))
         llm.step()
-        requests = list(llm.scheduler.running)
+        requests = list(llm.core.scheduler.running)
         assert len(requests) == 3
 
         def rows(slot: int, length: int) -> torch.Tensor:
-            return torch.cat([torch.cat(llm.kv.read(layer, slot, length), dim=-1).clone() for layer in range(3)])
+            return torch.cat([torch.cat(llm.core.kv.read(layer, slot, length), dim=-1).clone() for layer in range(3)])
 
         slots = [request.slot for request in requests if request.slot is not None]
         shared = rows(slots[0], len(PROMPT))

@@ -102,7 +102,7 @@ def test_n_completions(kv: str) -> None:
         output = generate(llm, prompt, n=6, temperature=1.0, seed=5, prompt_logprobs=0)
         alone = [generate(llm, prompt, temperature=1.0, seed=5 + i).outputs[0] for i in range(6)]
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert output.finished
     assert output.prompt_logprobs is not None
     assert [completion.index for completion in output.outputs] == list(range(6))
@@ -209,7 +209,7 @@ def test_a_row_of_nan_fails_its_own_request() -> None:
         finally:
             handle.remove()
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert isinstance(outputs[1].error, FloatingPointError)
     assert outputs[1].outputs[0].token_ids == expected("llama", prompts[1], 8)[:3]
     for i in (0, 2):
@@ -232,7 +232,7 @@ def test_a_tokenizer_that_fails_harms_one_request(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(llm.tokenizer, "decode", failing)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert isinstance(outputs[0].error, KeyError)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert (outputs[1].error, outputs[1].outputs[0].token_ids) == (None, want)
@@ -298,7 +298,7 @@ def test_no_output_tokens_at_all(kv: str, scheduling: str) -> None:
     with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16, scheduling=scheduling) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     for output in outputs[:2]:
         for completion in output.outputs:
             assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "length")

@@ -50,8 +50,8 @@ def drain(llm: LLM) -> dict[str, RequestOutput]:
 def assert_idle(llm: LLM) -> None:
     llm.check()
     assert not llm.has_unfinished()
-    assert llm.kv.available() == llm.kv.total()
-    assert llm.kv.stats().live_bytes == 0
+    assert llm.core.kv.available() == llm.core.kv.total()
+    assert llm.core.kv.stats().live_bytes == 0
 
 
 def test_without_a_model_it_runs_the_one_that_ships() -> None:
@@ -289,7 +289,7 @@ def test_a_request_that_could_never_fit_is_refused(growing_kv: str) -> None:
     good = make_prompts([9])[0]
     options = {"page_size": 4096} if growing_kv == "virtual" else {}
     with make_llm(growing_kv, memory_budget=32 << 10, kv_options=options) as llm:
-        assert llm.kv.needed(128) > llm.kv.total()
+        assert llm.core.kv.needed(128) > llm.core.kv.total()
         with pytest.raises(InvalidRequest, match=r"may grow to 128 tokens, .* in all"):
             llm.generate([good, good], [GREEDY, SamplingParams(max_tokens=1000)])
         assert_idle(llm)
@@ -298,13 +298,15 @@ def test_a_request_that_could_never_fit_is_refused(growing_kv: str) -> None:
 
 def test_the_budget_may_be_automatic(kv: str) -> None:
     with make_llm(kv, memory_budget="auto", max_num_seqs=2) as llm:
-        assert llm.kv.total() >= llm.kv.needed(128)  # no more than every request can use, of half of the machine
+        assert llm.core.kv.total() >= llm.core.kv.needed(
+            128
+        )  # no more than every request can use, of half of the machine
         assert llm.generate(make_prompts([9])[0], GREEDY, use_tqdm=False)[0].finished
 
 
 def test_a_share_of_the_memory(kv: str) -> None:
     with LLM(make_model("llama"), **chosen(kv, max_num_seqs=4, max_model_len=64, gpu_memory_utilization=0.001)) as llm:
-        assert llm.kv.total() > 0
+        assert llm.core.kv.total() > 0
         llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
 
 
@@ -357,14 +359,14 @@ def test_a_failing_forward_fails_its_batch_only(kv: str, fail_at: int) -> None:
 def test_a_failing_prepare_fails_its_batch_only(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts([5, 6, 7])
     with make_llm(kv, max_num_seqs=2) as llm:
-        prepare, calls = llm.kv.prepare, iter(range(1000))
+        prepare, calls = llm.core.kv.prepare, iter(range(1000))
 
         def failing(*args: Any) -> None:
             if next(calls) == 3:
                 raise VattnError("the driver is unwell")
             prepare(*args)
 
-        monkeypatch.setattr(llm.kv, "prepare", failing)
+        monkeypatch.setattr(llm.core.kv, "prepare", failing)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert_idle(llm)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error", "length"]
@@ -376,14 +378,14 @@ def test_a_backend_that_refuses_more_than_it_said(kv: str, most: int, monkeypatc
     """Memory runs out although the accounts said that it would not: preempt, go on, and fail only what is alone."""
     prompts = make_prompts([5, 30, 7, 8])
     with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
-        prepare = llm.kv.prepare
+        prepare = llm.core.kv.prepare
 
         def refusing(lengths: dict[int, int], next_lengths: dict[int, int]) -> None:
             if len(lengths) > most:
                 raise OutOfPages("the table of mappings is full", missing_pages=1, missing_bytes=4096)
             prepare(lengths, next_lengths)
 
-        monkeypatch.setattr(llm.kv, "prepare", refusing)
+        monkeypatch.setattr(llm.core.kv, "prepare", refusing)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert_idle(llm)
     for output, prompt in zip(outputs, prompts, strict=True):
@@ -409,7 +411,7 @@ def test_step_records(kv: str) -> None:
     records: list[StepRecord] = []
     with make_llm(kv, max_num_seqs=2, max_num_batched_tokens=8, on_step=records.append) as llm:
         llm.generate(make_prompts([12, 5, 3]), GREEDY, use_tqdm=False)
-        most = llm.kv.stats().peak_physical_bytes
+        most = llm.core.kv.stats().peak_physical_bytes
     assert sum(record.prefill_tokens for record in records) == 20
     assert sum(record.decode_tokens for record in records) == 3 * (GREEDY.max_tokens - 1)
     assert (records[0].num_running, records[0].num_waiting) == (1, 2)
@@ -479,6 +481,7 @@ def untouched(model: PreTrainedModel) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_interrupted_constructor_leaves_the_model_as_it_was(dtype: torch.dtype) -> None:
     model = copy.deepcopy(make_model("llama")).to(dtype)
+    LLM(model, kv="static").close()  # imports what is imported on first use
     count = entries(lambda: LLM(model, kv="static").close())
     assert untouched(model)
     for place in range(0, count, count // 15):
@@ -492,7 +495,7 @@ def test_an_engine_that_is_dropped_leaves_the_model_as_it_was() -> None:
     model = copy.deepcopy(make_model("llama"))
     llm = LLM(model, kv="virtual")
     llm.generate(make_prompts([9])[0], GREEDY, use_tqdm=False)
-    alive = weakref.ref(llm.kv)
+    alive = weakref.ref(llm.core.kv)
     del llm
     gc.collect()
     assert untouched(model)

@@ -63,7 +63,7 @@ def test_a_generation_config_that_cannot_be_read_or_used(checkpoint: Path) -> No
 
 def test_fields_of_the_config_can_be_overridden() -> None:
     with LLM(MODEL, hf_overrides={"max_position_embeddings": 77}, **OPTIONS) as llm:
-        assert llm.model.config.max_position_embeddings == llm.max_model_len == 77
+        assert llm.model.config.max_position_embeddings == llm.core.loaded.max_model_len == 77
     with pytest.raises(ConfigError, match="hf_overrides has 'max_positions', which is no field"):
         LLM(MODEL, hf_overrides={"max_positions": 77}, **OPTIONS)
 

@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_outputs() -> None:
     prompts = make_prompts([20, 33, 7])
     options = {"max_model_len": 128, "memory_budget": "256KiB", "kv_options": {"page_size": 4096}}
     with LLM(make_model("llama"), preemption_mode="recompute", **options) as llm:  # type: ignore[arg-type]
-        assert set(values(llm).values()) <= {0.0, 1.0, float(llm.kv.stats().reserved_bytes)}
+        assert set(values(llm).values()) <= {0.0, 1.0, float(llm.core.kv.stats().reserved_bytes)}
         params = [SamplingParams(n=2, seed=1, max_tokens=5), *[SamplingParams(temperature=0, max_tokens=60)] * 2]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.add_request("x", prompts[0])
@@ -47,7 +47,7 @@ def test_counts_are_those_of_the_outputs() -> None:
         assert 0 < now["vllm:kv_cache_usage_perc"] <= 1
         sizes = [now[f"vattn:memory_bytes:{kind}"] for kind in ("live", "used", "physical")]
         assert 0 < sizes[0] <= sizes[1] <= sizes[2]
-        running = sum(bool(request.output_token_ids) for request in llm.scheduler.running)
+        running = sum(bool(request.output_token_ids) for request in llm.core.scheduler.running)
         llm.abort("x")
         llm.abort("y")
         now = values(llm)
@@ -61,7 +61,7 @@ def test_counts_are_those_of_the_outputs() -> None:
         assert now["vllm:request_success:abort"] == 2
         assert now["vllm:request_success:stop"] == now["vllm:request_success:error"] == 0
         assert now["vllm:num_preemptions"] == sum(output.metrics.num_preemptions for output in outputs)
-        assert now["vllm:prefix_cache_queries"] == llm.scheduler.query_tokens > 0
+        assert now["vllm:prefix_cache_queries"] == llm.core.scheduler.query_tokens > 0
     with pytest.raises(EngineClosed):
         llm.get_metrics()
 

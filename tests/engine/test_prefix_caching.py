@@ -86,7 +86,7 @@ def test_a_start_that_is_computed_in_chunks_is_computed_once(caching_kv: str) ->
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
         prompts = [PREFIX + tail for tail in make_prompts([5] * 4)]
         outputs = run(llm, prompts)
-        block = llm.kv.prefix_block_tokens
+        block = llm.core.kv.prefix_block_tokens
     assert tokens(outputs) == [expected("llama", prompt, MAX_TOKENS) for prompt in prompts]
     assert [output.num_cached_tokens for output in outputs] == [0] + [len(PREFIX) // block * block] * 3
     assert sum(computed) == 4 * len(prompts[0]) - 3 * (len(PREFIX) // block * block)
@@ -101,14 +101,14 @@ def test_requests_with_a_cached_start_are_computed_together(caching_kv: str, com
     with make_llm("llama", caching_kv, **options) as llm:
         llm.on_step = lambda record: computed.append(record.prefill_tokens)
         outputs = run(llm, [start + tail for tail in make_prompts([60] * 6)])
-        found = common // llm.kv.prefix_block_tokens * llm.kv.prefix_block_tokens
+        found = common // llm.core.kv.prefix_block_tokens * llm.core.kv.prefix_block_tokens
     assert [output.num_cached_tokens for output in outputs] == [0] + [found] * 5
     assert computed[:3] == [common + 60, 5 * (common - found + 60), 0]
 
 
 def test_hits_are_counted_once_per_request(caching_kv: str) -> None:
     with make_llm("llama", caching_kv, max_model_len=200, max_num_seqs=2) as llm:
-        scheduler = llm.scheduler
+        scheduler = llm.core.scheduler
         run(llm, [PREFIX])
         assert (scheduler.query_tokens, scheduler.hit_tokens) == (len(PREFIX), 0)
         llm.add_request("again", PREFIX, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
@@ -158,16 +158,16 @@ def test_preempted_requests_with_shared_prefixes(caching_kv: str, mode: str) -> 
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             llm.check()
             assert tokens(outputs) == want
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
 
 
 def test_a_failed_forward_publishes_nothing(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = expected("llama", PREFIX, MAX_TOKENS)
     with make_llm("llama", caching_kv, max_model_len=200) as llm:
-        run_step = llm.runner.run
-        monkeypatch.setattr(llm.runner, "run", lambda entries: 1 / 0)
+        run_step = llm.core.runner.run
+        monkeypatch.setattr(llm.core.runner, "run", lambda entries: 1 / 0)
         assert run(llm, [PREFIX])[0].outputs[0].finish_reason == "error"
-        monkeypatch.setattr(llm.runner, "run", run_step)
+        monkeypatch.setattr(llm.core.runner, "run", run_step)
         output = run(llm, [PREFIX])[0]
         assert output.num_cached_tokens == 0
         assert output.outputs[0].token_ids == want
@@ -209,7 +209,7 @@ def test_a_prefill_that_is_not_finite_is_not_published(caching_kv: str, chunk: i
         with poisoned(llm.model.get_input_embeddings()):
             failed = run(llm, [prompt])[0]
         assert failed.outputs[0].finish_reason == "error"
-        assert llm.scheduler.hit_tokens == 0
+        assert llm.core.scheduler.hit_tokens == 0
         first, second = run(llm, [prompt])[0], run(llm, [prompt])[0]
     assert tokens([first, second]) == [want, want]
     assert first.num_cached_tokens == 0
@@ -247,7 +247,7 @@ def test_a_failed_request_takes_back_what_it_published(caching_kv: str) -> None:
         llm.check()
         again = run(llm, [prompt])[0]
         assert again.num_cached_tokens == 0
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert tokens([again]) == [want]
 
 

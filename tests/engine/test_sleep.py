@@ -45,22 +45,22 @@ def test_all_memory_is_given_back_and_requests_go_on(kv: str, options: dict[str,
             llm.add_request(str(name), prompt, GREEDY)
         for _ in range(9):
             llm.step()
-        before = llm.kv.stats().physical_bytes
+        before = llm.core.kv.stats().physical_bytes
         assert before > 0
         freed = llm.sleep()
         assert freed == (0 if kv == "dynamic" else before)
-        assert llm.kv.stats().physical_bytes == 0
+        assert llm.core.kv.stats().physical_bytes == 0
         assert llm.is_sleeping()
         llm.check()
         llm.add_request("late", prompts[0], GREEDY)
         llm.abort("1")
         assert llm.sleep(1) == 0
-        assert llm.kv.stats().physical_bytes == 0
+        assert llm.core.kv.stats().physical_bytes == 0
         assert llm.wake_up() is True
         assert llm.wake_up() is True
         assert not llm.is_sleeping()
         assert finish(llm) == {"0": want[0], "2": want[2], "3": want[3], "4": want[4], "late": want[0]}
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
 
 
 def test_nothing_computes_while_it_sleeps() -> None:
@@ -91,8 +91,8 @@ def test_waking_up_in_parts() -> None:
             assert llm.is_sleeping()
         tags: Any
         for tags, message in (
-            (["kv-cache"], "a tag to wake up='kv-cache' is not one of weights, kv_cache, scheduling"),
-            (["kv_cache", 5], "a tag to wake up=5 is not one of"),
+            (["kv-cache"], "tags='kv-cache' is not one of weights, kv_cache, scheduling"),
+            (["kv_cache", 5], "tags=5 is not one of"),
             ("kv_cache", "tags is 'kv_cache'; give a list of weights"),
             (5, "tags is 5; give a list"),
         ):
@@ -175,12 +175,12 @@ def test_the_asynchronous_engine_sleeps_between_steps() -> None:
             first = [await anext(stream) for stream in streams]
             assert await engine.sleep() > 0
             assert await engine.is_sleeping()
-            assert engine.llm.kv.stats().physical_bytes == 0
+            assert engine.core.kv.stats().physical_bytes == 0
             streams.append(await engine.add(prompts[0], GREEDY))
             with pytest.raises(ConfigError, match="the only one is 1"):
                 await engine.sleep(2)
             await asyncio.sleep(0.05)
-            assert engine.llm.kv.stats().physical_bytes == 0, "nothing runs"
+            assert engine.core.kv.stats().physical_bytes == 0, "nothing runs"
             metrics = {metric.name: metric for metric in await engine.get_metrics()}
             assert metrics["vllm:num_requests_waiting"].value == 3  # type: ignore[attr-defined]
             assert await engine.wake_up(["weights"]) is False

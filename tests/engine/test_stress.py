@@ -23,7 +23,7 @@ from target import EXAMPLES
 from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
-from vattn.engine.model.rows import Forward
+from vattn.engine.model.forward import Forward
 from vattn.engine.scheduling.scheduler import Entry, Scheduler
 
 MAX_MODEL_LEN = 256
@@ -187,7 +187,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
     """Drive the engine step by step through all jobs to their ends; asserts what must hold at every moment."""
     rng = random.Random(seed)
     run = Run()
-    compute = llm.runner.run
+    compute = llm.core.runner.run
 
     def fail_at_times(entries: Sequence[Entry]) -> Forward:
         if rng.random() < failure_rate:
@@ -206,7 +206,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
                 handle.remove()
         return compute(entries)
 
-    llm.runner.run = fail_at_times  # type: ignore[method-assign]
+    llm.core.runner.run = fail_at_times  # type: ignore[method-assign]
     llm.on_step = lambda record: setattr(run, "num_preempted", run.num_preempted + record.num_preempted)
     to_come = list(reversed(jobs))
     aborts: dict[int, list[str]] = {}
@@ -222,7 +222,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
                 continue
             if job.abort_after is not None:
                 aborts.setdefault(step + job.abort_after, []).append(job.name)
-            deadlines[job.name] = step + serial_steps(llm.scheduler)
+            deadlines[job.name] = step + serial_steps(llm.core.scheduler)
         for name in aborts.pop(step, ()):
             aborted = llm.abort(name)
             assert (aborted is None) == (name in run.ended)
@@ -232,7 +232,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
             for output in llm.step():
                 if output.finished:
                     run.end(output)
-                    if llm.scheduler.policy == "fcfs":
+                    if llm.core.scheduler.policy == "fcfs":
                         assert step <= deadlines[output.request_id], "others were served out of turn"
             run.num_steps += 1
         if step % 25 == 0:
@@ -240,12 +240,12 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], seed: int, failure_rate: float, nan_
         if not llm.has_unfinished():
             assert_idle(llm)
         step += 1
-    llm.runner.run = compute  # type: ignore[method-assign]
+    llm.core.runner.run = compute  # type: ignore[method-assign]
     llm.on_step = None
-    swap = llm.scheduler.swap
+    swap = llm.core.scheduler.swap
     assert swap is not None
     run.num_saved = swap.num_saved
-    run.hit_tokens = llm.scheduler.hit_tokens
+    run.hit_tokens = llm.core.scheduler.hit_tokens
     return run
 
 
@@ -260,14 +260,14 @@ def serial_steps(scheduler: Scheduler) -> int:
 
 def assert_idle(llm: LLM) -> None:
     llm.check()
-    assert llm.kv.available() == llm.kv.total()
-    stats = llm.kv.stats()
+    assert llm.core.kv.available() == llm.core.kv.total()
+    stats = llm.core.kv.stats()
     assert stats.used_bytes == stats.live_bytes == 0
-    swap = llm.scheduler.swap
+    swap = llm.core.scheduler.swap
     assert swap is not None
     assert swap.used_bytes == 0
-    assert not llm.scheduler.running
-    assert not llm.scheduler.waiting
+    assert not llm.core.scheduler.running
+    assert not llm.core.scheduler.waiting
 
 
 def assert_right(run: Run, jobs: Sequence[Job], want: Tokens) -> None:

@@ -94,8 +94,10 @@ def test_a_queue_of_requests(kv: str) -> None:
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
             llm.check()
-            graphs = llm.runner.graphs
-            assert (graphs is not None and graphs.captured) == (not enforce_eager and llm.runner.attention.capturable)
+            graphs = llm.core.runner.graphs
+            assert (graphs is not None and graphs.captured) == (
+                not enforce_eager and llm.core.runner.attention.capturable
+            )
         tokens.append([output.outputs[0].token_ids for output in outputs])
     assert [len(found) for found in tokens[1]] == [300, 40, 120, 10, 77]
     # In bfloat16 greedy tokens part at a near tie sooner or later; not in all requests at once.

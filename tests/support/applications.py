@@ -23,7 +23,7 @@ async def client(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
     """A client of an application in this process, whose engine must be idle in the end."""
     llm = LLM(MODEL, **{"memory_budget": "8MiB", "max_num_seqs": 8, **(config or {})})
-    service = make_service(llm, ServerSettings(**settings), "tiny")
+    service = make_service(llm.core, ServerSettings(**settings), "tiny")
     app = make_app(service)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,18 @@ def test_the_memory_of_caches_has_three_floors(graph):
     assert "vattn.pool" not in reach(rooms, "vattn.drivers")
 
 
+def test_the_modules_of_the_engine_name_each_others_types_one_way():
+    graph = draw_imports.import_graph(types=True)
+    inside = {name for name in graph if name.startswith("vattn.engine.")}
+    assert draw_imports.find_cycle({name: graph[name] & inside for name in inside}) is None
+
+
+def test_relative_imports_are_seen(graph):
+    assert {"vattn.engine.kv.base", "vattn.engine.kv.spec"} <= graph["vattn.engine.kv.paged"]
+    assert "vattn.engine.scheduling.scheduler" in graph["vattn.engine.core"]
+    assert "vattn.engine.metrics" in graph["vattn.engine.server.prometheus"], "of the folder above"
+
+
 def test_a_cycle_is_found():
     cycle = draw_imports.find_cycle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}})
     assert cycle == ["b", "d", "b"]
@@ -77,6 +90,31 @@ def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
     rooms = draw_imports.rooms(graph)
     assert "vattn.packed" not in reach(rooms, "vattn.hf")
     assert "vattn.hf" not in reach(rooms, "vattn.packed") | reach(rooms, "vattn.engine.llm")
+
+
+def test_the_server_knows_the_core_and_no_backend(graph):
+    served = {name for name in graph if name.startswith("vattn.engine.server")} | {"vattn.engine.async_engine"}
+    known = set().union(*(graph[name] for name in served))
+    assert "vattn.engine.core" in known
+    assert "vattn.engine.llm" not in known
+    assert {name for name in known if name.startswith("vattn.engine.kv.")} == {"vattn.engine.kv.base"}
+
+
+def test_the_rooms_of_the_engine_are_in_the_order_of_their_table(graph):
+    page = (_SCRIPT.parent / "engine.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|", page.partition("## A request's life")[0], re.MULTILINE)
+    order = [name.removesuffix(".py").strip("/") for row in rows for name in re.findall(r"`(.*?)`", row)]
+    small = {"absent", "checks", "progress", "shipped_model"}
+    rooms = {
+        name.removeprefix("vattn.engine."): {
+            target.removeprefix("vattn.engine.") for target in targets if target.startswith("vattn.engine.")
+        }
+        for name, targets in draw_imports.rooms(graph).items()
+        if name.startswith("vattn.engine.")
+    }
+    assert set(order) == rooms.keys() - small
+    for name in order:
+        assert not rooms[name] & {*order[: order.index(name)]}, name
 
 
 def test_only_public_names_are_imported_by_name():

@@ -23,7 +23,6 @@ from vattn.attention.native import Native
 from vattn.attention.plain import attend
 from vattn.attention.storage import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
-from vattn.attention.torch_matmul import TorchMatmul
 from vattn.attention.torch_sdpa import TorchSDPA
 from vattn.errors import ConfigError
 
@@ -38,7 +37,6 @@ __all__ = [
     "PackedBatch",
     "Reads",
     "Span",
-    "TorchMatmul",
     "TorchSDPA",
     "adapters",
     "attend",
@@ -54,8 +52,7 @@ decode = attend  # another name: most calls are decode steps
 
 # In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
-    adapter.name: adapter
-    for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, Native, TorchMatmul, TorchSDPA)
+    adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, Native, TorchSDPA)
 }
 
 

@@ -45,11 +45,11 @@ def run(quick: bool) -> Report:
             options["kv_options"] = {"layout": "fused", "kv_order": "NHD"}
         with engine(model, kv, used[kv], prefixes=prefixes, on_step=steps.append, **options) as llm:
             llm.generate([tokens(own) for _ in range(requests)], sampling, use_tqdm=False)  # warms up
-            llm.kv.evict_prefixes()
+            llm.core.kv.evict_prefixes()
             alone = llm.generate(system, sampling, use_tqdm=False)
             steps.clear()
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            block = llm.kv.prefix_block_tokens
+            block = llm.core.kv.prefix_block_tokens
         firsts = [out.metrics.time_to_first_token or 0.0 for out in outputs]
         figures.append(
             {

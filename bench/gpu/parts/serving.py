@@ -59,7 +59,7 @@ def run(quick: bool) -> Report:
                 llm.generate([arrival.prompt for arrival in arrivals[:2]], warm, use_tqdm=False)
                 steps.clear()
                 seconds, outputs = _play(llm, arrivals)
-                captured = llm.runner.graphs is not None and llm.runner.graphs.captured
+                captured = llm.core.runner.graphs is not None and llm.core.runner.graphs.captured
             name = kv if graphs else f"{kv}, eager"
             row = _row(name, attention, arrivals, outputs, steps, seconds)
             rates[name] = float(row["output tokens/s"])

@@ -124,7 +124,7 @@ def any_draft() -> None:
 def one_stream() -> None:
     from vattn.engine.requests.intake import Intake
 
-    _replaced(Intake, "make_group", "seed=seed + index", "seed=seed")
+    _replaced(Intake, "make_groups", "seed=seed + index", "seed=seed")
 
 
 @mutation(None, "a fork does not copy the block that is not whole", "engine")
@@ -144,8 +144,7 @@ def poisoned_prefixes() -> None:
     from vattn.engine.scheduling.scheduler import Scheduler
 
     _replaced(Scheduler, "release", "request.finish_reason is FinishReason.ERROR", "False")
-    _replaced(EngineCore, "_publish", "if finite is False:", "if finite is None:")
-    _replaced(EngineCore, "_publish", "elif finite:", "else:")
+    _replaced(EngineCore, "_publish", "forward.finite.get(request)", "request in forward.finite or None")
 
 
 @mutation(None, "sleep keeps the prefix cache", "engine")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
+import runpy
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from paths import ROOT
 from vattn.engine.cli import parser
 from vattn.engine.cli.engine_flags import chosen_model, engine_options
 from vattn.engine.cli.flags import add_fields, given
-from vattn.engine.config import EngineConfig, Flag
+from vattn.engine.config import EngineConfig
+from vattn.engine.options import option
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
@@ -69,6 +71,12 @@ def test_names_that_fingers_know() -> None:
     assert known <= command("generate")._option_string_actions.keys()
 
 
+def test_the_tables_of_the_reference_are_those_of_the_options() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "write_options.py"))
+    for page, text in tables["pages"]().items():
+        assert page.read_text() == text, "run: python docs/write_options.py"
+
+
 def test_every_flag_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     for leaf in leaves(parser()):
@@ -86,13 +94,12 @@ def test_help_is_printed_for_every_command(capsys: pytest.CaptureFixture[str]) -
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     hidden: int = 5
-    host: str = field(default="127.0.0.1", metadata={"flag": Flag(help="address, 100% yours")})
-    port: int = field(default=0, metadata={"flag": Flag(help="port", parse=int)})
-    api_keys: tuple[str, ...] = field(default=(), metadata={"flag": Flag(help="keys", name="api-key")})
-    tags: list[str] = field(default_factory=lambda: ["a"], metadata={"flag": Flag(help="tags")})
-    on: bool = field(default=True, metadata={"flag": Flag(help="on")})
-    off: bool = field(default=False, metadata={"flag": Flag(help="off")})
-    either: bool | None = field(default=None, metadata={"flag": Flag(help="either")})
+    host: str = option("127.0.0.1", "address, 100% yours")
+    port: int = option(0, "port", parse=int)
+    api_keys: tuple[str, ...] = option((), "keys", flag="api-key")
+    on: bool = option(True, "on")
+    off: bool = option(False, "off")
+    either: bool | None = option(None, "either")
 
 
 def settings(*argv: str) -> dict[str, Any]:
@@ -105,7 +112,6 @@ def test_only_what_was_given() -> None:
     assert settings() == {}
     assert settings("--host", "::1", "--port", "0") == {"host": "::1", "port": 0}
     assert settings("--api-key", "k", "--api-key", "l") == {"api_keys": ("k", "l")}
-    assert settings("--tags", "b") == {"tags": ["b"]}
     assert settings("--no-on", "--off", "--either") == {"on": False, "off": True, "either": True}
 
 
@@ -116,7 +122,7 @@ def test_the_help_states_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(capsys.readouterr().out.split())
     assert "100% yours (default: 127.0.0.1)" in shown
     assert "port (default: 0)" in shown
-    assert "keys; may be repeated --tags" in shown
+    assert "keys; may be repeated --on" in shown
     assert "off --either" in shown
 
 

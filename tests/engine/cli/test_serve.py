@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from vattn.engine.cli import main, parser
-from vattn.engine.config import EngineConfig, Flag
+from vattn.engine.config import EngineConfig
+from vattn.engine.options import option
 from vattn.engine.shipped_model import SHIPPED_MODEL
 from vattn.errors import ConfigError
 
@@ -22,11 +23,11 @@ from vattn.errors import ConfigError
 class ServerSettings:
     """Settings of a server that only notes them."""
 
-    host: str = field(default="127.0.0.1", metadata={"flag": Flag(help="address")})
-    port: int = field(default=8000, metadata={"flag": Flag(help="port", parse=int)})
-    api_key: tuple[str, ...] = field(default=(), metadata={"flag": Flag(help="keys")})
-    served_model_name: tuple[str, ...] = field(default=(), metadata={"flag": Flag(help="names")})
-    dashboard: bool = field(default=True, metadata={"flag": Flag(help="a page")})
+    host: str = option("127.0.0.1", "address")
+    port: int = option(8000, "port", parse=int)
+    api_key: tuple[str, ...] = option((), "keys")
+    served_model_name: tuple[str, ...] = option((), "names")
+    dashboard: bool = option(True, "a page")
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 65536:

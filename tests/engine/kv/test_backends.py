@@ -26,7 +26,7 @@ from vattn.engine.kv import make
 from vattn.engine.kv.base import KVBackend, NoPrefixCache
 from vattn.engine.kv.dynamic import DynamicKV
 from vattn.engine.kv.paged import PagedKV
-from vattn.engine.kv.slots import SlotBook
+from vattn.engine.kv.slot_book import SlotBook
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.static import StaticKV
 from vattn.engine.kv.virtual import VirtualKV

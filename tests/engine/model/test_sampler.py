@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from vattn.engine import SamplingParams
-from vattn.engine.model.rows import Row
+from vattn.engine.model.forward import Row
 from vattn.engine.model.sampler import Batch, Sampler, draw, filter_weights, uniform
 from vattn.engine.requests.request import Request
 

@@ -254,7 +254,7 @@ def test_an_engine_measures_when_it_is_made_and_counts_none_of_it(caplog: pytest
         assert set(llm.num_threads) == {"decode", "prefill"}
         assert any("computing threads: " in message for message in caplog.messages)
         assert llm.get_metrics()  # no step of a request was counted
-        assert llm.kv.stats().physical_bytes == 0
+        assert llm.core.kv.stats().physical_bytes == 0
         generate(llm)
 
 

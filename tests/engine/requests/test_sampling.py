@@ -89,8 +89,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("keywords", "message"), BAD)
 def test_bad_parameters(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         SamplingParams(**keywords)
+    assert raised.value.param in keywords
 
 
 def test_every_parameter_has_a_bad_value_above() -> None:

@@ -37,7 +37,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
             if output.finished:
                 finished[output.request_id] = output
         llm.check()
-    assert llm.kv.available() == llm.kv.total()
+    assert llm.core.kv.available() == llm.core.kv.total()
     return [finished[str(number)] for number in range(len(prompts))]
 
 
@@ -147,8 +147,8 @@ def test_repetitive_text_takes_fewer_steps() -> None:
 def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
     want = expected("llama", 8 * [5, 6, 7], 40)
     with make_llm("virtual") as llm:
-        compute, calls = llm.runner.run, iter(range(100))
-        monkeypatch.setattr(llm.runner, "run", lambda entries: compute(entries) if next(calls) != 6 else 1 / 0)
+        compute, calls = llm.core.runner.run, iter(range(100))
+        monkeypatch.setattr(llm.core.runner, "run", lambda entries: compute(entries) if next(calls) != 6 else 1 / 0)
         [output] = run(llm, [8 * [5, 6, 7]], SamplingParams(temperature=0, max_tokens=40))
         assert output.outputs[0].finish_reason == FinishReason.ERROR
         assert output.outputs[0].token_ids == want[: len(output.outputs[0].token_ids)]

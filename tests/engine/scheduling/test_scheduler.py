@@ -11,7 +11,7 @@ from vattn.engine import FinishReason, InvalidRequest, SamplingParams
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Plan, Policy, Scheduler
+from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Policy, Scheduler, StepPlan
 from vattn.errors import ConfigError
 from vattn.packed import KVShape
 
@@ -33,7 +33,7 @@ def make(name: str, prompt: int, max_tokens: int = 4) -> Request:
     return Request(name, [1] * prompt, params, max_total_tokens=prompt + max_tokens, seed=0)
 
 
-def run(scheduler: Scheduler, plan: Plan) -> None:
+def run(scheduler: Scheduler, plan: StepPlan) -> None:
     """What the engine does with a plan, without a model."""
     scheduler.kv.prepare(plan.lengths, plan.next_lengths)
     for entry in plan.entries:
@@ -47,7 +47,7 @@ def run(scheduler: Scheduler, plan: Plan) -> None:
     scheduler.kv.check()
 
 
-def shown(plan: Plan) -> list[tuple[str, int, int]]:
+def shown(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(entry.request.request_id, entry.start, entry.end) for entry in plan.entries]
 
 
@@ -231,9 +231,10 @@ def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
 def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:
     scheduler = make_scheduler(blocks=10)
     with pytest.raises(InvalidRequest, match=r"41 tokens, which takes 11 .* there are 10"):
-        scheduler.add(make("big", 37))
-    assert not scheduler.has_unfinished()
-    scheduler.add(make("fits", 36))
+        scheduler.check_fits(make("big", 37))
+    fits = make("fits", 36)
+    scheduler.check_fits(fits)
+    scheduler.add(fits)
     while scheduler.has_unfinished():
         run(scheduler, scheduler.schedule())
 
@@ -282,9 +283,10 @@ def test_random_loads_always_end(seed: int) -> None:
         request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
         request.priority = rng.randint(-2, 2)
         try:
-            scheduler.add(request)
+            scheduler.check_fits(request)
         except InvalidRequest:
             continue
+        scheduler.add(request)
         requests.append(request)
     aborted = set()
     for _ in range(5000):

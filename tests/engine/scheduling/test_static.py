@@ -12,7 +12,7 @@ from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, Step
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
-from vattn.engine.scheduling.scheduler import Plan
+from vattn.engine.scheduling.scheduler import StepPlan
 from vattn.engine.scheduling.static import StaticScheduler
 from vattn.errors import OutOfPages
 from vattn.packed import KVShape
@@ -35,7 +35,7 @@ def make(name: str, prompt: int, max_tokens: int) -> Request:
     return Request(name, [1] * prompt, params, max_total_tokens=prompt + max_tokens, seed=0)
 
 
-def run(scheduler: StaticScheduler, plan: Plan) -> list[str]:
+def run(scheduler: StaticScheduler, plan: StepPlan) -> list[str]:
     """What the engine does with a plan, without a model; the names of the requests that got a token."""
     if plan.reserve:
         scheduler.kv.prepare(plan.reserve)
@@ -123,9 +123,10 @@ def test_random_loads_always_end(seed: int) -> None:
     for i in range(rng.randint(1, 12)):
         request = make(str(i), rng.randint(1, 60), rng.randint(1, 150))
         try:
-            scheduler.add(request)
+            scheduler.check_fits(request)
         except InvalidRequest:
             continue
+        scheduler.add(request)
         requests.append(request)
     for _ in range(5000):
         if not scheduler.has_unfinished():
@@ -165,7 +166,7 @@ def test_tokens_are_those_of_generate_alone(kv: str) -> None:
                 if output.finished:
                     ended[output.request_id] = len(records)
             llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert list(got.values()) == [
         expected("llama", prompt, param.max_tokens) for prompt, param in zip(prompts, params, strict=True)
     ]
@@ -185,7 +186,7 @@ def test_prompts_in_chunks_where_layers_have_windows(family: str) -> None:
     with LLM(make_model(family), kv="virtual", scheduling="static", kv_options=options, **limits) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
         llm.check()
-        assert llm.kv.available() == llm.kv.total()
+        assert llm.core.kv.available() == llm.core.kv.total()
     assert [output.outputs[0].token_ids for output in outputs] == want
 
 
@@ -198,14 +199,14 @@ def test_preemption_where_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -
     """A refusal that the accounting could not foresee: the youngest leaves the batch, and runs in the next."""
     prompts = make_prompts([20, 21, 22])
     with LLM(make_model("llama"), kv="paged", scheduling="static", max_num_seqs=3) as llm:
-        prepare = llm.kv.prepare
+        prepare = llm.core.kv.prepare
 
         def refuse(lengths: dict[int, int], next_lengths: dict[int, int] | None = None) -> None:
             if len(lengths) > 2:
                 raise OutOfPages("not three", missing_pages=1, missing_bytes=1)
             prepare(lengths, next_lengths)
 
-        monkeypatch.setattr(llm.kv, "prepare", refuse)
+        monkeypatch.setattr(llm.core.kv, "prepare", refuse)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
         llm.check()
     assert [output.metrics.num_preemptions for output in outputs] == [0, 0, 1]

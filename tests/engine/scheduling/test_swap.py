@@ -86,7 +86,7 @@ def test_what_is_aborted_keeps_no_copy() -> None:
     ) as llm:
         for name in "abcd":
             llm.add_request(name, [3] * 20, SamplingParams(temperature=0, max_tokens=100))
-        swap = llm.scheduler.swap
+        swap = llm.core.scheduler.swap
         assert swap is not None
         while not swap.used_bytes:
             llm.step()

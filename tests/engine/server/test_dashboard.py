@@ -157,6 +157,6 @@ def test_watchers_do_not_keep_a_server_from_stopping() -> None:
 
 def test_it_can_be_left_out() -> None:
     llm = LLM(MODEL, memory_budget="4MiB", max_num_seqs=2)
-    with TestClient(make_app(make_service(llm, ServerSettings(dashboard=False), "tiny"))) as http:
+    with TestClient(make_app(make_service(llm.core, ServerSettings(dashboard=False), "tiny"))) as http:
         for path in (*FILES, "/dashboard/events"):
             assert http.get(path).status_code == 404

@@ -16,6 +16,9 @@ from servers import MODEL, metric
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from vattn.engine.requests.prompts import PromptReader
+from vattn.engine.scheduling.scheduler import Scheduler
+
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
 
@@ -45,6 +48,34 @@ def test_keys() -> None:
             for key in ("one", "two"):
                 answer = await http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert answer.status_code == 200
+
+    run(test())
+
+
+def test_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for kind, name in ((PromptReader, "check_token_ids"), (Scheduler, "check_fits")):
+        true = getattr(kind, name)
+
+        def counted(*args: Any, true: Callable[..., Any] = true, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return true(*args, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    async def test() -> None:
+        async with client() as (http, _):
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            for path, body in (
+                ("completions", PROMPT),
+                ("completions", {"prompt": [5, 6]}),
+                ("chat/completions", chat),
+            ):
+                answer = await http.post(f"/v1/{path}", json={**body, "max_tokens": 2, "cache_salt": "s"})
+                assert answer.status_code == 200
+                # Of the prompt, and three lists of `SamplingParams`.
+                assert sorted(calls) == ["check_fits"] + ["check_token_ids"] * 4
+                calls.clear()
 
     run(test())
 
@@ -292,7 +323,7 @@ def test_a_dead_engine_says_so_and_no_more() -> None:
             def on_step(_: object) -> None:
                 raise MemoryError("at 0xdeadbeef in /home/somebody")
 
-            service.engine.llm.on_step = on_step
+            service.engine.core.on_step = on_step
             for stream in (False, True):
                 answer = await http.post("/v1/completions", json={**PROMPT, "stream": stream})
                 assert "deadbeef" not in answer.text
@@ -323,7 +354,7 @@ def test_sleep_and_the_prefix_cache() -> None:
             assert (await http.post("/sleep?level=2")).status_code == 400
             assert (await http.post("/sleep")).status_code == 200
             assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
-            assert service.engine.llm.kv.stats().physical_bytes == 0
+            assert service.engine.core.kv.stats().physical_bytes == 0
             waiting = asyncio.create_task(cached())
             done, _ = await asyncio.wait([waiting], timeout=0.3)
             assert not done
@@ -402,7 +433,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
                 if next(calls) % 20 == 10:
                     raise RuntimeError("a broken kernel at 0xdeadbeef")
 
-            hook = service.engine.llm.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
+            hook = service.engine.core.loaded.model.get_output_embeddings().register_forward_hook(broken)  # type: ignore[operator]
             body = {**PROMPT, "ignore_eos": True, "max_tokens": 15}
             whole = await http.post("/v1/completions", json=body, headers={"X-Request-Id": "unlucky"})
             assert whole.status_code == 500
@@ -418,7 +449,7 @@ def test_a_failing_forward_reaches_its_clients_and_frees_its_memory(caplog: pyte
             hook.remove()
             answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 64})
             assert answer.json()["choices"][0]["text"] == ANSWER
-            kv = service.engine.llm.kv
+            kv = service.engine.core.kv
             assert await service.engine.call(kv.available) == kv.total()
 
     with caplog.at_level(logging.INFO, "vattn.engine.server"):

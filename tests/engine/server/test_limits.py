@@ -85,7 +85,7 @@ def test_a_long_text_is_tokenized_in_pieces(tokenized: list[int]) -> None:
             tokenized.clear()
             answer = await http.post("/v1/completions", json={**body, "truncate_prompt_tokens": 2000})
             assert sum(tokenized) < 120_000
-            whole = service.engine.llm.tokenizer(text)["input_ids"]  # type: ignore[misc]
+            whole = service.engine.core.loaded.tokenizer(text)["input_ids"]  # type: ignore[misc]
             assert answer.json()["choices"][0]["prompt_token_ids"] == whole[-2000:]
 
     run(test())

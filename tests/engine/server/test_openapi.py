@@ -37,7 +37,7 @@ def app() -> Iterator[Any]:
     llm = LLM(MODEL, memory_budget="8MiB", max_num_seqs=8, max_model_len=64)
     # The model's own template knows three roles, of which random text is none.
     template = "{% for message in messages %}{{ message.content }}{% endfor %}Answer:"
-    service = make_service(llm, ServerSettings(admin_endpoints=True, chat_template=template), "tiny")
+    service = make_service(llm.core, ServerSettings(admin_endpoints=True, chat_template=template), "tiny")
     made = make_app(service)
     with TestClient(made):
         yield made

@@ -26,11 +26,11 @@ PROMPT = "Question: " + " ".join(str(i) for i in range(250)) + "\nAnswer:"
 
 def make(kv: str, **config: Any) -> Service:
     llm = LLM(MODEL, **chosen(kv, memory_budget="32MiB", **{"max_num_seqs": 4, **config}))
-    return make_service(llm, ServerSettings(), "tiny")
+    return make_service(llm.core, ServerSettings(), "tiny")
 
 
 async def until_running(service: Service, count: int) -> None:
-    while len(service.engine.llm.scheduler.running) < count:
+    while len(service.engine.core.scheduler.running) < count:
         await asyncio.sleep(0.01)
 
 
@@ -54,7 +54,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
             assert 0 < state["memory"]["usage"] <= 1
             memory = state["memory"]
             assert memory["live_bytes"] <= memory["used_bytes"] <= memory["physical_bytes"]
-            assert memory["static_bytes"] == 4 * 2048 * engine.llm.token_bytes
+            assert memory["static_bytes"] == 4 * 2048 * engine.core.kv.token_bytes
             if kv == "virtual":
                 slots = [slot for slot in state["slots"] if slot["active"]]
                 assert len(slots) == 4
@@ -82,7 +82,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 assert {slot["mapped"] - slot["length"] == 0 for slot in state["slots"]} == {kv == "dynamic"}
             assert await service.state.read() is state, "a state is shown for a while"
 
-            figures = engine.llm.core.figures
+            figures = engine.core.figures
             generated = figures.generation_tokens
             while figures.generation_tokens == generated:
                 await asyncio.sleep(0.01)

@@ -244,7 +244,7 @@ class TestChoice:
         assert attention.get("auto").name == "native"
         assert attention.get("auto", Case(head_dim=20)).name == "torch_sdpa"
         assert [kernel.name for kernel in attention.adapters()] == list(attention.names())
-        assert {*KERNELS, "native", "torch_matmul", "torch_sdpa"} <= {*attention.names()}
+        assert {*KERNELS, "native", "torch_sdpa"} <= {*attention.names()}
         with pytest.raises(
             ConfigError, match="unknown attention kernel 'flash_attention_9'; choose one of auto, torch_fl"
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +10,16 @@ import torch
 from torch import Tensor
 
 from vattn import attention
-from vattn.attention import AttentionParams, PackedBatch, Span, torch_matmul
+from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.attention.native import Native
 
 HEADS, LONGEST = 2, 64
 
 
-@pytest.fixture(params=["torch_sdpa", "torch_matmul", "native"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> attention.Attention:
-    """Each adapter; the one that works in blocks with such small ones that every chunk here is cut."""
-    monkeypatch.setattr(torch_matmul, "_LEAST", 2)
-    monkeypatch.setattr(torch_matmul, "_BLOCK", 8)
-    return {"torch_sdpa": attention.TorchSDPA, "torch_matmul": attention.TorchMatmul, "native": Native}[request.param]()
+@pytest.fixture(params=[attention.TorchSDPA, Native], ids=lambda kind: kind.name)
+def kernel(request: pytest.FixtureRequest) -> attention.Attention:
+    made: attention.Attention = request.param()
+    return made
 
 
 class Store:
@@ -132,31 +129,6 @@ def test_queries_that_torch_negates(kernel: attention.Attention) -> None:
     query = torch.randn(batch.num_tokens, HEADS, 8)
     got = kernel(torch._neg_view(query), store, 3, batch, AttentionParams())
     torch.testing.assert_close(got.double(), by_hand(-query, store, batch, AttentionParams()), atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_long_heads_that_share_their_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """Decodes and short chunks as products, where 16 heads of 256 have one KV head; shorter ones are not."""
-    monkeypatch.setitem(globals(), "HEADS", 1)
-    fused: list[None] = []
-    for name in ("_single", "_chunk"):
-        monkeypatch.setattr(attention.TorchSDPA, name, _noting(getattr(attention.TorchSDPA, name), fused))
-    batch = PackedBatch.pack([Span(0, 0, 1), Span(1, 40, 41), Span(2, 20, 29)])
-    for dim in (248, 256):
-        store = Store(3, dim, dim, torch.float32)
-        query = torch.randn(batch.num_tokens, 16, dim, generator=torch.Generator().manual_seed(1))
-        params = AttentionParams(window=window)
-        got = attention.TorchMatmul()(query, store, 3, batch, params)
-        torch.testing.assert_close(got.double(), by_hand(query, store, batch, params), atol=1e-5, rtol=1e-5)
-        assert len(fused) == 3  # those of the shorter heads
-
-
-def _noting(function: Callable[..., Tensor], calls: list[None]) -> Callable[..., Tensor]:
-    def noting(*args: Any) -> Tensor:
-        calls.append(None)
-        return function(*args)
-
-    return noting
 
 
 def test_a_batch_of_one_kind(kernel: attention.Attention) -> None:

@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import aiohttp
 
-from vattn.engine.benchmark.metrics import Timing
-from vattn.engine.benchmark.samples import Sample
-from vattn.engine.benchmark.sse import EventReader, error_message
 from vattn.errors import ConfigError
+
+from .samples import Sample
+from .sse import EventReader, error_message
+from .summary import Timing
 
 Backend: TypeAlias = Literal["openai", "openai-chat"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vattn.engine.requests.request import Request
+from ..requests.request import Request
 
 
 class Row(NamedTuple):

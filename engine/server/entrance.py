@@ -1,4 +1,4 @@
-"""`Gate`: what every HTTP request passes first: its id, the key, the limit on its body, the log."""
+"""`Entrance`: what every HTTP request passes first: its id, the key, the limit on its body, the log."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import uuid
 from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vattn.engine.server.errors import ApiError, error_response
-from vattn.engine.server.settings import ServerSettings
+from .errors import ApiError, error_response
+from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds
 _REQUEST_ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 
 
-class Gate:
+class Entrance:
     """An ASGI middleware; puts the request's id into its scope as `request_id`."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, most_body_bytes: int) -> None:

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vattn.engine.async_engine import AsyncEngine
-from vattn.engine.metrics import Counter, Histogram, Vector, counted
-from vattn.engine.metrics import Metric as Figure
+from ..async_engine import AsyncEngine
+from ..metrics import Counter, Histogram, Vector
+from ..metrics import Metric as Figure
 
 _HELP = {
     "vllm:prompt_tokens": "Tokens of prompts that were computed.",
@@ -46,7 +46,7 @@ _OLDER = {
 }
 
 
-class Metrics(Collector):
+class Exporter(Collector):
     """A collector of an engine's figures.
 
     Attributes:
@@ -70,14 +70,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._of_engine()
         yield self._counter("vattn:requests_refused", "Requests that found the queue full.", self.refused)
-        unfinished, running = self._engine.num_unfinished, len(self._engine.llm.scheduler.running)
+        unfinished, running = self._engine.num_unfinished, len(self._engine.core.scheduler.running)
         yield self._gauge("vllm:num_requests_running", "Requests that run.", min(running, unfinished))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", max(0, unfinished - running))
         yield from self._of_memory()
 
     def _of_engine(self) -> Iterator[Metric]:
         """One family for the metrics of each name."""
-        for name, same in groupby(counted(self._engine.llm.core), key=lambda metric: metric.name):
+        for name, same in groupby(self._engine.core.counted(), key=lambda metric: metric.name):
             metrics = list(same)
             yield self._family(name, _HELP[name], metrics)
             if name in _OLDER:

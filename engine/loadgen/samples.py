@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vattn.engine.checks import checked_whole
 from vattn.errors import ConfigError
+
+from ..checks import checked_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

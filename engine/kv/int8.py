@@ -12,11 +12,12 @@ from torch import Tensor
 
 from vattn.attention import Contiguous, PackedBatch
 from vattn.config import KVConfig
-from vattn.engine.kv.base import StoredAs, register, to_host
-from vattn.engine.kv.contiguous import ContiguousKV
-from vattn.engine.kv.virtual import VirtualKV
 from vattn.errors import ConfigError
 from vattn.quantised import KVCacheDtype, dequantise, quantise, quantised_groups
+
+from .base import StoredAs, register, to_host
+from .contiguous import ContiguousKV
+from .virtual import VirtualKV
 
 
 @register

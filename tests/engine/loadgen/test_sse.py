@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vattn.engine.benchmark.sse import EventReader, error_message
+from vattn.engine.loadgen.sse import EventReader, error_message
 
 STREAM = (
     ': a comment\n\nevent: message\ndata: {"a": 1}\r\n\r\ndata:no space\n\n\n\ndata: two\ndata: lines\nid: 3\n\n'

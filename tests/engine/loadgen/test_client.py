@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fake_openai import DONE, FakeOpenAI, delta, event, refusal, text, usage
 
-from vattn.engine.benchmark.client import ENDPOINTS, Backend, Target, list_models, send_all
-from vattn.engine.benchmark.metrics import Timing, summarize
-from vattn.engine.benchmark.samples import Sample
+from vattn.engine.loadgen.client import ENDPOINTS, Backend, Target, list_models, send_all
+from vattn.engine.loadgen.samples import Sample
+from vattn.engine.loadgen.summary import Timing, summarize
 from vattn.errors import ConfigError
 
 SAMPLE = Sample("w5 w6", 2, 4)

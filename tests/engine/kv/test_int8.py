@@ -14,7 +14,7 @@ from demo.prompts import prompts as demo_prompts
 from vattn import KVConfig, TensorGroup
 from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span, whole_layer
 from vattn.engine import LLM, SamplingParams
-from vattn.engine.kv.quantised import QuantisedKV
+from vattn.engine.kv.int8 import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
@@ -51,14 +51,14 @@ def test_close_to_float_on_a_trained_model() -> None:
             MODEL, dtype="float32", kv_cache_dtype=kv_cache_dtype, max_num_seqs=1, max_num_batched_tokens=16
         ) as llm:  # type: ignore[arg-type]
             seen = []
-            run = llm.runner.run
+            run = llm.core.runner.run
 
             def note(entries: Any, run: Any = run, seen: list[Tensor] = seen) -> Any:
                 forward = run(entries)
                 seen.append(forward.prompt_logits)
                 return forward
 
-            llm.runner.run = note  # type: ignore[method-assign]
+            llm.core.runner.run = note  # type: ignore[method-assign]
             params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
             llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
             assert (llm.token_bytes < 0.35 * token_bytes) == (kv_cache_dtype == "int8")
@@ -102,13 +102,13 @@ def test_preemption_and_windows(family: str, mode: PreemptionMode) -> None:
         def preempt(_: object) -> None:
             nonlocal steps
             steps += 1
-            if steps % 20 == 0 and llm.scheduler.running:
-                llm.scheduler.preempt_last()
+            if steps % 20 == 0 and llm.core.scheduler.running:
+                llm.core.scheduler.preempt_last()
 
         llm.on_step = preempt
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.check()
-        swap = llm.scheduler.swap
+        swap = llm.core.scheduler.swap
         assert swap is not None
         assert (swap.num_loaded > 0) == (mode == "swap")
     assert sum(output.metrics.num_preemptions for output in outputs) > 1

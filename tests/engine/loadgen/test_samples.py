@@ -11,7 +11,7 @@ from paths import ROOT
 from tiny_models import make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vattn.engine.benchmark.samples import random_samples, read_samples
+from vattn.engine.loadgen.samples import random_samples, read_samples
 from vattn.errors import ConfigError
 
 

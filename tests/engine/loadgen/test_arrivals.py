@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from vattn.engine.benchmark.arrivals import arrival_times
+from vattn.engine.loadgen.arrivals import arrival_times
 from vattn.errors import ConfigError
 
 

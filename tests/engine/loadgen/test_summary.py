@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vattn.engine.benchmark.metrics import (
+from vattn.engine.loadgen.summary import (
     DETAILS,
     Timing,
     parse_goodput,

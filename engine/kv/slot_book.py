@@ -6,9 +6,10 @@ import heapq
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from vattn.engine.checks import whole
 from vattn.errors import InvalidLength, InvalidSlot, NoFreeSlot
 from vattn.integers import shown
+
+from ..checks import whole
 
 State = TypeVar("State")
 
