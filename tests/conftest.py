@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS
-from effort import LONG, effort
 
+from tests.support.backends import PAGED_WINDOWS
+from tests.support.effort import LONG, effort
 from vattn.engine.kv.make import BACKENDS
 
 collect_ignore = ["clients"]  # they run in an environment of their own: `make clients`

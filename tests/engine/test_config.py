@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_model
 
+from tests.support.tiny_models import make_model
 from vattn.engine import LLM
 from vattn.engine.config import EngineConfig
 from vattn.errors import ConfigError

@@ -12,19 +12,16 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import httpx
 import numpy as np
-from servers import Server, running
+
+from tests.support.servers import Server, running
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vattn:pages_owned")
 PARTS = ("owned", "parked", "cached", "other", "free")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from servers import Server
 
 from tests.engine.server.day import live
+from tests.support.servers import Server
 
 
 @pytest.mark.slow

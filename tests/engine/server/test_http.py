@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import client, error_of, run
-from servers import MODEL, metric
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
+
+from tests.support.applications import client, error_of, run
+from tests.support.servers import MODEL, metric
 
 PROMPT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."
