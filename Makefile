@@ -35,7 +35,7 @@ test-fast: $(VENV)/.dev
 # The dashboard in headless Chromium, which has to be on PATH or named by CHROMIUM; it is no part of `make test`.
 dashboard-test: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet "playwright>=1.50"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/engine/browse_dashboard.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
 
 # The tests that concern versions, in throw-away environments: with the oldest torch and transformers that pyproject.toml
 # declares, with those of the GPU's machine, and with the newest. ROWS=oldest for one of them; TESTS=tests for all tests.

@@ -11,7 +11,7 @@ from tests.support.backends import PAGED_WINDOWS
 from tests.support.effort import LONG, effort
 from vattn.engine.kv.make import BACKENDS
 
-collect_ignore = ["clients"]  # they run in an environment of their own: `make clients`
+collect_ignore = ["browser", "clients"]  # each needs what `make dashboard-test` and `make clients` install
 
 # The models are tiny: a second thread costs more than it brings, above all on a machine that others use.
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A few seconds of the mixed day, which `python -m tests.engine.server.day` runs for longer."""
+"""A few seconds of the mixed day, which `python -m tests.support.day` runs for longer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.server.day import live
+from tests.support.day import live
 from tests.support.servers import Server
 
 

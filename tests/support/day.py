@@ -1,4 +1,4 @@
-"""A mixed day, scaled to minutes: `python -m tests.engine.server.day --minutes 10 --seed 1`.
+"""A mixed day, scaled to minutes: `python -m tests.support.day --minutes 10 --seed 1`.
 
 Requests arrive at random (Poisson), with bursts and pauses: short and long ones, streamed and whole, many with a common
 start, some of tenants with a salt, and some of clients that leave. In each pause, once nothing runs, the pages that
