@@ -52,7 +52,7 @@ def import_graph() -> Graph:
     graph: Graph = {}
     for name, path in known.items():
         tree = ast.parse(path.read_text(), str(path))
-        targets = {target for found in imported(name, tree) for target in _runs(found, known)}
+        targets = {target for imported in _imported(name, tree) for target in _runs(imported, known)}
         graph[name] = {target for target in targets if target != name and not name.startswith(target + ".")}
     return graph
 
@@ -102,7 +102,7 @@ def find_cycle(graph: Mapping[str, set[str]]) -> list[str] | None:
     return next((cycle for node in sorted(graph) if (cycle := visit(node))), None)
 
 
-def imported(module: str, tree: ast.Module) -> Iterator[str]:
+def _imported(module: str, tree: ast.Module) -> Iterator[str]:
     """Absolute names that a module imports: of modules, and of what is taken from them."""
 
     def visit(node: ast.AST) -> Iterator[str]:
@@ -121,10 +121,10 @@ def imported(module: str, tree: ast.Module) -> Iterator[str]:
     yield from visit(tree)
 
 
-def _runs(name: str, known: Mapping[str, Path]) -> Iterator[str]:
+def _runs(imported: str, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of ours that an import of this name runs."""
-    parts = name.split(".")
-    yield from (part for end in range(1, len(parts) + 1) if (part := ".".join(parts[:end])) in known)
+    parts = imported.split(".")
+    yield from (name for end in range(1, len(parts) + 1) if (name := ".".join(parts[:end])) in known)
 
 
 def draw(graph: Mapping[str, set[str]]) -> str:

@@ -77,12 +77,15 @@ def within(module: str, *packages: str) -> bool:
 def test_what_tests_share_is_imported_by_its_full_name():
     """The graph would not see it otherwise."""
     shared = {path.stem for path in (draw_imports.ROOT / "tests" / "support").glob("*.py")}
-    flat = {
-        (name, imported)
-        for name, path in draw_imports.modules().items()
-        for imported in draw_imports.imported(name, ast.parse(path.read_text()))
-        if imported.partition(".")[0] in shared
-    }
+    flat = set()
+    for name, path in draw_imports.modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                flat |= {(name, alias.name) for alias in node.names if alias.name.partition(".")[0] in shared}
+            elif (
+                isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in shared
+            ):
+                flat.add((name, node.module))
     assert flat == set()
 
 
