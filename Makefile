@@ -13,7 +13,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(shell $(PYTHON) -c 'import urllib.request as r; \
   r.urlopen("$(TORCH_CPU)/torch/", timeout=10); print("--extra-index-url $(TORCH_CPU)")' 2>/dev/null))
 TRANSFORMERS ?= transformers
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp tests/stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
 .PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
 
@@ -35,7 +35,7 @@ test-fast: $(VENV)/.dev
 # The dashboard in headless Chromium, which has to be on PATH or named by CHROMIUM; it is no part of `make test`.
 dashboard-test: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet "playwright>=1.50"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/engine/browse_dashboard.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
 
 # The tests that concern versions, in throw-away environments: with the oldest torch and transformers that pyproject.toml
 # declares, with those of the GPU's machine, and with the newest. ROWS=oldest for one of them; TESTS=tests for all tests.

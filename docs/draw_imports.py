@@ -1,8 +1,8 @@
-"""The import graph of vattn, read from the source: `python docs/draw_imports.py` draws docs/img/imports.svg.
+"""The import graph of the project, read from the source: `python docs/draw_imports.py` draws docs/img/imports.svg.
 
-A node of the picture is a room: a package, or a module that is in none. An arrow goes from the room that imports to the
-one that is imported, always downwards; one that other arrows imply is left out. tests/vattn/test_imports.py asserts on
-the same graph that no arrow turns back.
+A node of the picture is a room: a package, or a module that is in none; of tests, what they share, the campaign, and
+the rest together. An arrow goes from the room that imports to the one that is imported, always downwards; one that
+other arrows imply is left out. tests/vattn/test_imports.py asserts on the same graph that no arrow turns back.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ PICTURE = ROOT / "docs" / "img" / "imports.svg"
 
 Graph = dict[str, set[str]]
 
-_PACKAGES = {"vattn": "vattn", "engine": "vattn.engine"}  # folder -> how it is imported
+# Folder -> how it is imported.
+_PACKAGES = {
+    "vattn": "vattn",
+    "engine": "vattn.engine",
+    "bench": "bench",
+    "demo": "demo",
+    "stub_cuda": "stub_cuda",
+    "tests": "tests",
+}
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the library and the engine, by its full name; a package is its `__init__`."""
+    """Every module of the project, by its full name; a package is its `__init__`."""
     found = {}
     for folder, package in _PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if "engine" not in parts:  # vattn/engine is a link to engine/
+            if folder != "vattn" or parts[0] != "engine":  # vattn/engine is a link to engine/
                 found[".".join((package, *parts)).removesuffix(".__init__")] = path
     return found
 
@@ -51,13 +59,20 @@ def import_graph(*, types: bool = False) -> Graph:
 
 
 def rooms(graph: Mapping[str, set[str]]) -> Graph:
-    """The graph between rooms; without `vattn` and `vattn.engine` themselves, which show the public names."""
+    """The graph between rooms; without the packages `vattn`, `vattn.engine` and `bench` themselves, which only name
+    what is in them. A command of `bench` is a room: it imports what the rest of its folder must not.
+    """
     packages = {name.rpartition(".")[0] for name in graph}
-    outside = {"vattn", "vattn.engine"}
+    outside = {"vattn", "vattn.engine", "bench"}
 
     def room(name: str) -> str:
-        parent = name.rpartition(".")[0]
-        return name if name in packages or parent in outside else parent
+        top, _, rest = name.partition(".")
+        if top == "tests":
+            shared = rest.partition(".")[0]
+            return f"tests.{shared}" if shared in ("support", "campaign") else "tests"
+        parent, _, own = name.rpartition(".")
+        alone = name in packages or parent in outside or (top == "bench" and own == "__main__")
+        return name if alone else parent or name
 
     between: Graph = {room(name): set() for name in graph if name not in outside}
     for name, targets in graph.items():
@@ -149,7 +164,7 @@ def draw(graph: Mapping[str, set[str]]) -> str:
             x, y = end, top + _BOX
         lines.append(f'<path d="{line}" fill="none" stroke="#777" marker-end="url(#tip)"/>')
     for node in sorted(graph):
-        x, y, fill = left[node], _top(row[node]), "#fbe3d0" if node.startswith("vattn.engine") else "#dbe8f5"
+        x, y, fill = left[node], _top(row[node]), _fill(node)
         lines.append(
             f'<rect x="{x:.0f}" y="{y}" width="{_width(node)}" height="{_BOX}" rx="5" fill="{fill}" stroke="#555"/>'
             f'<text x="{x + _width(node) / 2:.0f}" y="{y + 19}" text-anchor="middle">{escape(_label(node))}</text>'
@@ -162,6 +177,13 @@ _BOX, _LEVEL, _GAP = 28, 78, 22  # heights of a box and of a level, and what lie
 
 def _top(row: int) -> int:
     return row * _LEVEL + (_LEVEL - _BOX) // 2
+
+
+def _fill(node: str) -> str:
+    """One colour for the engine, one for the library, one for what is built on them."""
+    if node.startswith("vattn."):
+        return "#fbe3d0" if node.startswith("vattn.engine.") else "#dbe8f5"
+    return "#e3efdc"
 
 
 def _label(node: str) -> str:

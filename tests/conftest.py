@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS
-from effort import LONG, effort
 
+from tests.support.backends import PAGED_WINDOWS
+from tests.support.effort import LONG, effort
 from vattn.engine.kv.make import BACKENDS
 
-collect_ignore = ["clients"]  # they run in an environment of their own: `make clients`
+collect_ignore = ["browser", "clients"]  # each needs what `make dashboard-test` and `make clients` install
 
 # Every engine checks its books whenever it becomes idle, those of servers in other processes too.
 os.environ["VATTN_CHECK"] = "1"

@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import scripts
-from paths import ROOT
 
 import vattn
+from tests.support import scripts
+from tests.support.paths import ROOT
 from vattn import attention, engine, errors, packed
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

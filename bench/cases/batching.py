@@ -12,8 +12,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from bench.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
 from bench.harness import theme
-from bench.harness.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave

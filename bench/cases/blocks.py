@@ -10,8 +10,8 @@ from contextlib import closing
 from statistics import median
 from typing import Any
 
+from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness import theme
-from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import packed

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness import theme
-from bench.harness.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.make import BACKENDS

@@ -168,7 +168,7 @@ def _compute(name: str, count: str) -> None:
 
     import numpy as np
 
-    from bench.harness.demo_queue import MODEL
+    from bench.demo_queue import MODEL
     from bench.harness.models import QWEN2, qwen2
     from vattn.engine.llm import LLM
     from vattn.engine.requests.sampling import SamplingParams

@@ -32,7 +32,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.gpu import parts as folder
+from bench.gpu import figures
 from bench.gpu.lifetime import end_with
 from bench.gpu.parts import find_parts
 from bench.harness.discovery import Case
@@ -162,7 +162,7 @@ def _run_apart(
         process = subprocess.Popen(
             command,
             cwd=_ROOT,
-            env={**environment, folder.ROWS: str(rows.resolve())},
+            env={**environment, figures.ROWS: str(rows.resolve())},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -233,7 +233,7 @@ def _run_here(part: Case, quick: bool, file: Path) -> int:
 
     stub = device.over_stub()  # before the part: it makes torch pass for one that has CUDA
     quick |= stub  # whose times mean nothing
-    os.environ[folder.OUT] = str(file.parent)
+    os.environ[figures.OUT] = str(file.parent)
     module = part.load()
     load = LoadMeter()
     report: Report = module.run(quick)
@@ -300,7 +300,7 @@ def _is_wrong(record: Mapping[str, Any]) -> bool:
 
 
 def _missing(record: Mapping[str, Any]) -> list[str]:
-    missing: list[str] = record.get("parameters", {}).get(folder.MISSING, [])
+    missing: list[str] = record.get("parameters", {}).get(figures.MISSING, [])
     return missing
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import stub_cuda
 from bench.gpu import flash_attn_2
 from bench.harness.timing import Key, interleave
 from vattn.attention import Attention, Case, adapters, get
 
-_STUB = Path(__file__).parents[2] / "tests" / "support"
-STUB = "VATTN_STUB_CUDA" in os.environ
+STUB = stub_cuda.ACTIVE in os.environ
 DEVICE = "cpu" if STUB else "cuda"  # of all tensors but a cache's; the stub's memory is the host's
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -28,22 +25,14 @@ _HEAD_START = 8_000_000  # clock cycles of the device, about 4 ms
 def over_stub() -> bool:
     """Whether this process runs over the stub driver; if so, makes torch pass for a build with CUDA."""
     if STUB:
-        _stub().stand_in()
+        stub_cuda.stand_in()
     return STUB
 
 
 def stub_environment() -> dict[str, str]:
     """Builds the stub driver; returns the environment of a process that loads it."""
-    stub = _stub()
-    environment: dict[str, str] = stub.environment()
-    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take ten times as long on busy cores
-    return environment
-
-
-def _stub() -> Any:
-    if str(_STUB) not in sys.path:
-        sys.path.insert(0, str(_STUB))
-    return importlib.import_module("stub")
+    # Threads that wait for each other take ten times as long on busy cores.
+    return {**stub_cuda.environment(), "OMP_NUM_THREADS": "1"}
 
 
 def usable_kernels(block_size: int | None = None) -> list[Attention]:

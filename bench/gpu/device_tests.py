@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
+from bench.gpu.figures import OUT, Figures
 from bench.gpu.lifetime import end_with
-from bench.gpu.parts import OUT, Figures
 from bench.harness.report import Goal, Report
 
 _ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from bench.gpu.signatures import SIGNATURES
+from stub_cuda.signatures import SIGNATURES
 from vattn import drivers
 from vattn.drivers.cuda import CudaDevice
 

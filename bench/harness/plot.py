@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import overview
-from bench.harness import theme
+from bench.harness import overview, theme
 from bench.harness.discovery import Case
 from bench.harness.records import Record, Records, source
 

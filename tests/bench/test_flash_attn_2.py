@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import kernel_fakes
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from bench.gpu import engines, flash_attn_2, sides
 from bench.gpu.parts import attention as attention_part
 from bench.gpu.parts import engine as engine_part
+from tests.support import kernel_fakes
 from vattn import KVConfig, attention
 from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend

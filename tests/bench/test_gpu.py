@@ -14,14 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from waiting import SECONDS, wait_until
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import device
-from bench.gpu import parts as folder
+from bench.gpu import device, figures
 from bench.gpu.parts import sanitizer
 from bench.harness.discovery import Case
 from bench.harness.report import Report
+from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +69,7 @@ for name, part in find_parts().items():
             measured = {row["cache"] for row in report.figures if row["kernel"] == "torch_sdpa"}
             assert measured == {"virtual", "static", "paged", "paged, blocks of 16"}
         print(name)
-import tails  # what tests/gpu runs in processes of their own
+from tests.gpu import tails  # what tests/gpu runs in processes of their own
 assert max(tails.check("torch_sdpa", kind) for kind in tails.KINDS) <= tails.TOLERANCE
 """
 
@@ -92,9 +91,9 @@ STALLS = """
 import json, sys
 from bench.gpu import device
 assert device.over_stub()
-import stub
+import stub_cuda
 from bench.gpu.parts import stalls
-control = stub.Stub()
+control = stub_cuda.Stub()
 control.latencies({"cuMemSetAccess": 2000})
 control.locking(sys.argv[1] == "locked")
 report = stalls.run(True)
@@ -161,7 +160,7 @@ def test_the_commit_of_a_checkout_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carried: str | None, commit: str, dirty: bool
 ) -> None:
     monkeypatch.setenv("PATH", "")  # no git: a record then has no commit of its own
-    monkeypatch.setenv(folder.OUT, "restored afterwards")
+    monkeypatch.setenv(figures.OUT, "restored afterwards")
     monkeypatch.setenv("VATTN_COMMIT", carried) if carried else monkeypatch.delenv("VATTN_COMMIT", raising=False)
     report = Report({}, [{"figure": 1}], [], timed=False)
     monkeypatch.setattr(Case, "load", lambda _: SimpleNamespace(run=lambda quick: report))
@@ -251,7 +250,7 @@ def test_a_side_that_is_missing_fails_the_run(
 ) -> None:
     missing = ["paged with flash_attn_2: it is not installed"]
     goal = {"what": "decode", "value": 1.0, "relation": ">=", "bound": 0.99, "met": True}
-    record = {"parameters": {folder.MISSING: missing}, "goals": [goal], "stub": False}
+    record = {"parameters": {figures.MISSING: missing}, "goals": [goal], "stub": False}
     record |= {"contended": False, "timed": True}
     monkeypatch.setattr(gpu, "_place", lambda: ({}, "A GPU"))
     monkeypatch.setattr(gpu, "_run_apart", lambda *_: record)
@@ -260,7 +259,7 @@ def test_a_side_that_is_missing_fails_the_run(
     table = capsys.readouterr().out.splitlines()[-2:]
     assert table[0].endswith(" met")
     assert "MISSING: " + missing[0] in table[1]
-    record["parameters"] = {folder.MISSING: []}
+    record["parameters"] = {figures.MISSING: []}
     assert gpu.main(["--out", str(tmp_path), "attention"]) == 0
     goal["met"] = False  # a time: it is shown, and fails nothing
     assert gpu.main(["--out", str(tmp_path), "attention"]) == 0
@@ -271,9 +270,8 @@ def test_a_side_that_is_missing_fails_the_run(
 
 
 ROWS_AND_NO_END = """
-import pathlib, os, sys, time
-sys.path.insert(0, os.environ["ROOT"])
-from bench.gpu.parts import ROWS, Figures
+import os, time
+from bench.gpu.figures import ROWS, Figures
 figures = Figures()
 figures.append({"us": 1.5})
 figures.append({"us": 2.5})
@@ -291,7 +289,7 @@ def test_a_part_that_is_stopped_leaves_the_rows_that_it_has_measured(
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("rows", "bench.gpu.parts.rows", {"ABOUT": "a part that hangs"}, None)
-    environment = {"PATH": os.environ["PATH"], "ROOT": str(ROOT)}
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     record = gpu._run_apart(part, True, tmp_path / "rows.json", 20, environment, tmp_path / "running")
     assert record["failed"] == "stopped after 20 s"
     assert record["figures"] == [{"us": 1.5}, {"us": 2.5}]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench import cases, overview
+from bench import cases
 from bench.__main__ import publish
-from bench.harness import plot, records, report, theme
+from bench.harness import overview, plot, records, report, theme
 from bench.harness.discovery import Case, find
 from bench.harness.report import Goal, Report, Row
 

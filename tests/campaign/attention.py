@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_kernels import KERNELS, asking_for
 from torch import Tensor
 
 import vattn
 from tests.campaign.attention_arguments import odd_call
 from tests.campaign.play import Played, journal
+from tests.support.cpu_kernels import KERNELS, asking_for
 from vattn.attention import AttentionParams, Blocks, Case, Contiguous, PackedBatch, Span, decode, get
 
 PAGE = 4096

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import regex
 import torch
-from tiny_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.support.tiny_models import random_model
 
 BYTES = 256
 BOS, EOS, PAD, OTHER_EOS = 256, 257, 258, 259

@@ -14,7 +14,7 @@ def script(played: Played) -> str:
     used = [contents, *([injection] if "interrupted(" in lines else [])]
     parts = [f'"""{_plain(played.detail)}"""']
     if "FaultyTable" in lines:
-        parts.append("import sys\n\nsys.path += ['.', 'tests/support']\nfrom faults import FaultyTable")
+        parts.append("import sys\n\nsys.path.append('.')\nfrom tests.support.faults import FaultyTable")
     parts += [inspect.getsource(module).replace("from __future__ import annotations\n", "") for module in used]
     if "Index" in lines:
         from tests.campaign import fuzz

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from effort import effort
-from paths import ROOT
-from waiting import SECONDS
+
+from tests.support.effort import effort
+from tests.support.paths import ROOT
+from tests.support.waiting import SECONDS
 
 # Calls on the public interface, per mode: less than a minute in all.
 BUDGETS = effort(

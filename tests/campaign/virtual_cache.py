@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from faults import FaultyTable
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,6 +30,7 @@ from tests.campaign.injection import interrupted
 from tests.campaign.plain import Plain, same
 from tests.campaign.play import Played, journal
 from tests.campaign.world import Found, Stopped, left, usage
+from tests.support.faults import FaultyTable
 
 _PAGE = 4096
 _MOST_ROWS = 8
@@ -210,7 +210,10 @@ class World:
                 self.names["FaultyTable"] = FaultyTable
                 self.run("table = FaultyTable()")
                 # Destructors call it, where an error may be on its way, with which no Python code can run.
-                self.run("import target\ntable.addresses['cuMemAddressFree'] = target.table()['cuMemAddressFree']")
+                self.run(
+                    "from tests.support import target\n"
+                    "table.addresses['cuMemAddressFree'] = target.table()['cuMemAddressFree']"
+                )
                 table = ", table=table.addresses"
             pages = rng.choice((60, 150, 300)) if self.tight else 6000
             self.run(

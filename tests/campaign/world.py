@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from faults import FaultyTable
 
 import vattn
 from tests.campaign import blocks, books, contents
 from tests.campaign.blocks import BlockModel
 from tests.campaign.model import Model, Piece, Request
+from tests.support.faults import FaultyTable
 from vattn import _native
 
 _CHECKS_OF_BOOKS = 20  # one in so many compares what /proc says as well

@@ -19,7 +19,8 @@ os.environ |= {
 
 import httpx
 import pytest
-from servers import MODEL, Server, started
+
+from tests.support.servers import MODEL, Server, started
 
 VATTN = str(Path(__file__).parents[2] / ".venv" / "bin" / "vattn")
 SERVE = [VATTN, "serve", MODEL, "--port", "0", "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB"]

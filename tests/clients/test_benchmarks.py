@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import MODEL, Server
+
+from tests.support.servers import MODEL, Server
 
 VLLM = os.environ.get("VATTN_VLLM_PYTHON")
 needs_vllm = pytest.mark.skipif(VLLM is None, reason="VATTN_VLLM_PYTHON is not set")

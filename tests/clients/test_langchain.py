@@ -11,7 +11,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
-from servers import Server
+
+from tests.support.servers import Server
 
 ANSWER = "7 + 5 = 12, so 17 + 25 = 42."
 QUESTION = "What is 17 + 25?"

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import litellm
 import pytest
-from servers import Server
+
+from tests.support.servers import Server
 
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 QUESTION = "Question: What is 17 + 25?\nAnswer:"

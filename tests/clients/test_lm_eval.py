@@ -12,7 +12,8 @@ from typing import Any
 import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
-from servers import MODEL, Server
+
+from tests.support.servers import MODEL, Server
 
 FACTS = [
     {

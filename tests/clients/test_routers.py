@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 from conftest import SERVE
-from servers import Server, metric, started
+
+from tests.support.servers import Server, metric, started
 
 STACK = os.environ.get("PRODUCTION_STACK")
 QUESTION = {"model": "tiny", "prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0, "max_tokens": 64}

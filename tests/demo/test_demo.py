@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import corpus, run, shows, sides
 from demo.prompts import prompts, questions_about_the_story
+from tests.support.paths import ROOT
 from vattn.engine import LLM, SamplingParams
 
 

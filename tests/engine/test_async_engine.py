@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-from backends import chosen
-from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import (
     LLM,
     AsyncEngine,

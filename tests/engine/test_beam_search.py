@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import chosen
-from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.beam_search import make_beams
 from vattn.engine.requests.prompts import TokenizedPrompt

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paths import ROOT
-from tiny_models import make_model
 
+from tests.support.paths import ROOT
+from tests.support.tiny_models import make_model
 from vattn.engine import LLM
 from vattn.engine.config import EngineConfig
 from vattn.engine.options import options_of

@@ -14,12 +14,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import scripts
-from backends import PAGED_WINDOWS, chosen
-from target import EXAMPLES
-from tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 
 from tests.campaign.injection import interrupted
+from tests.support import scripts
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.target import EXAMPLES
+from tests.support.tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 from vattn import engine as engine_package
 from vattn.engine import (
     LLM,
@@ -240,8 +240,7 @@ def test_an_async_engine_has_its_llm_alone() -> None:
 def test_an_engine_thread_at_the_interpreters_exit() -> None:
     """It is stopped before memory is given back, without a word."""
     code = """
-import asyncio, sys
-sys.path.insert(0, "tests/support")
+import asyncio
 from tests.engine.test_exclusive import make_llm, AsyncEngine, SamplingParams
 
 async def main():

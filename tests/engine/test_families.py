@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS, chosen
-from tiny_models import FAMILIES, expected, make_model, make_prompts
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.virtual import VirtualKV

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import chosen
-from tiny_models import make_model, make_prompts
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams
 from vattn.errors import NoFreeSlot
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends import chosen
-from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from torch import Tensor
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, InvalidRequest, RequestOutput, RequestOutputKind, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import chosen
-from interruption import entries, interrupted
-from tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from transformers import LogitsProcessor, PreTrainedModel
 
+from tests.support.backends import chosen
+from tests.support.interruption import entries, interrupted
+from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import (
     LLM,
     BeamSearchParams,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import transformers
-from paths import ROOT
 
+from tests.support.paths import ROOT
 from vattn.engine import LLM, SamplingParams
 from vattn.errors import ConfigError
 

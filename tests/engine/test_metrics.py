@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tiny_models import make_model, make_prompts
 
+from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, Counter, EngineClosed, Gauge, Histogram, RequestOutput, SamplingParams, Vector
 from vattn.engine.metrics import Buckets
 

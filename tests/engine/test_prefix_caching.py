@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS, chosen
-from tiny_models import FAMILIES, expected, make_model, make_prompts
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.scheduling.scheduler import HEAD_TOKENS
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_models import make_model
 
+from tests.support.tiny_models import make_model
 from vattn.engine import LLM, SamplingParams
 from vattn.engine import progress as module
 

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from backends import PAGED_WINDOWS, chosen
-from tiny_models import expected, make_model, make_prompts, make_tokenizer
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, AsyncEngine, BeamSearchParams, EngineAsleep, SamplingParams
 from vattn.errors import ConfigError
 

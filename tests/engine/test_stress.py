@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from backends import PAGED_WINDOWS, chosen
-from effort import effort
-from target import EXAMPLES
-from tiny_models import VOCAB, make_smallest_model, make_tokenizer
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.effort import effort
+from tests.support.target import EXAMPLES
+from tests.support.tiny_models import VOCAB, make_smallest_model, make_tokenizer
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.model.forward import Forward
 from vattn.engine.scheduling.scheduler import Entry, Scheduler

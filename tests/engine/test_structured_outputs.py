@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from backends import chosen
-from paths import ROOT
 from transformers import AutoModelForCausalLM
 
+from tests.support.backends import chosen
+from tests.support.paths import ROOT
 from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError

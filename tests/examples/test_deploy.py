@@ -8,8 +8,8 @@ import re
 import shlex
 
 import pytest
-from paths import ROOT
 
+from tests.support.paths import ROOT
 from vattn.engine.cli import parser
 
 DEPLOY = ROOT / "examples" / "deploy"

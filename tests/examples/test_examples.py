@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import scripts
-from paths import ROOT
+
+from tests.support import scripts
+from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 SHOWN = {

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vmm_contract import Provider
 
 from bench.gpu import flash_attn_2
+from tests.support.vmm_contract import Provider
 from vattn import VattnError, drivers
 from vattn.drivers.cuda import CudaDevice, call
 

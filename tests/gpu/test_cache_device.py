@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from exports import export
 
 import vattn
+from tests.support.exports import export
 from vattn.drivers import cuda
 from vattn.pool import leftovers
 

@@ -6,13 +6,13 @@ from contextlib import closing
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS, chosen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.gpu.caches import paged, virtual
 from bench.gpu.device import HEAD_DIM, KV_HEADS, best
 from bench.harness.decode_loop import DecodeLoop
+from tests.support.backends import PAGED_WINDOWS, chosen
 from vattn import VattnError, drivers, packed
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model.runner import ModelRunner

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import tails
 import torch
-from backends import PAGED_WINDOWS
 
 from bench.gpu import flash_attn_2
+from tests.gpu import tails
+from tests.support.backends import PAGED_WINDOWS
 from vattn import KVConfig, VattnError, attention, drivers
 from vattn.attention import Attention, AttentionParams, Case, PackedBatch, Span
 from vattn.engine.kv.base import KVBackend

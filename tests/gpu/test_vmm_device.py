@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vmm_contract import Provider, VmmContract
+from tests.support.vmm_contract import Provider, VmmContract
 
 
 class TestDevice(VmmContract):

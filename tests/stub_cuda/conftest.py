@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import os
 
-import stub
+import stub_cuda
 
-collect_ignore_glob = [] if stub.ACTIVE in os.environ else ["inner/*"]
+collect_ignore_glob = [] if stub_cuda.ACTIVE in os.environ else ["inner/*"]

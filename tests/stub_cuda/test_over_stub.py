@@ -2,7 +2,7 @@
 hold on any device.
 
 By hand, for one of them:
-    PYTHONPATH=tests/support python tests/stub_cuda/test_over_stub.py tests/stub_cuda/inner/test_fences.py -k name
+    python -m tests.stub_cuda.test_over_stub tests/stub_cuda/inner/test_fences.py -k name
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import stub
-from paths import ROOT
-from waiting import SECONDS
+
+import stub_cuda
+from tests.support.paths import ROOT
+from tests.support.waiting import SECONDS
 
 INNER = "tests/stub_cuda/inner"
 LIBRARY = "tests/vattn"
@@ -43,7 +44,7 @@ PARTS = {
 
 def run(arguments: list[str], **options: int) -> subprocess.CompletedProcess[str]:
     small = any(LIBRARY in argument or "test_random_kernels" in argument for argument in arguments)
-    environment = stub.environment(**options, **({"granularity_log2": 12} if small else {"devices": 2}))
+    environment = stub_cuda.environment(**options, **({"granularity_log2": 12} if small else {"devices": 2}))
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
     options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300"]  # which test hangs, if one does
@@ -56,7 +57,7 @@ def run(arguments: list[str], **options: int) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("part", PARTS)
 def test_over_the_stub(part: str) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    assert stub.ACTIVE not in os.environ, "already over the stub"
+    assert stub_cuda.ACTIVE not in os.environ, "already over the stub"
     done = run(PARTS[part], read_only=int("without" not in part))
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
 

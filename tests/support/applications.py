@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from servers import MODEL
-from waiting import SECONDS
 
+from tests.support.servers import MODEL
+from tests.support.waiting import SECONDS
 from vattn.engine import LLM
 from vattn.engine.server.app import make_app, make_service
 from vattn.engine.server.service import Service

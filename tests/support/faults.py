@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import target
-
-from bench.gpu.signatures import SIGNATURES
+from stub_cuda.signatures import SIGNATURES
+from tests.support import target
 
 _COUNTED = (
     "cuMemAddressReserve",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
-from faults import FaultyTable
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize
-from target import DEVICE, EXAMPLES
 
 import vattn
+from tests.support.faults import FaultyTable
+from tests.support.target import DEVICE, EXAMPLES
 
 SLOTS = 4
 PAGE = 4096

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import stub_cuda
+from tests.support.paths import ROOT
+
 SECONDS = 600  # that a script may take
 
 
@@ -42,12 +45,23 @@ def run(
         return subprocess.CompletedProcess(script, int(answer), out.read_text(), err.read_text())
 
 
+def over_stub(script: str, **options: int) -> subprocess.CompletedProcess[str]:
+    """Runs a script over a fresh stub driver with these `STUB_CUDA_*` variables, from a process over the stub."""
+    assert stub_cuda.ACTIVE in os.environ, "libcuda.so.1 is not the stub"
+    return run(script, variables=stub_cuda.variables(options))
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """It ends with its input, which ends with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-u", __file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-u", "-m", "tests.support.scripts"],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     atexit.register(server.communicate)
     return server

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from waiting import SECONDS
+
+from tests.support.waiting import SECONDS
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
 

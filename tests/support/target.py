@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from effort import effort
 
+from tests.support.effort import effort
 from vattn import CacheStats, CallStats, _native, drivers
 
 DEVICE = os.environ.get("VATTN_TEST_DEVICE", "cpu")
@@ -17,9 +17,9 @@ EXAMPLES = int(os.environ.get("VATTN_TEST_EXAMPLES", effort(25, 200)))  # runs o
 host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about the host driver")
 
 if DEVICE != "cpu":
-    import stub
+    import stub_cuda
 
-    stub.stand_in()
+    stub_cuda.stand_in()
 
 
 def table() -> dict[str, int]:
@@ -32,12 +32,12 @@ def usage() -> tuple[int, ...]:
     if DEVICE == "cpu":
         held = _native.host_usage()
         return held.kernel_mappings, held.physical_bytes, held.handles, held.reservations
-    return stub.Stub().usage().memory
+    return stub_cuda.Stub().usage().memory
 
 
 def violations() -> list[str]:
     """Preconditions of CUDA's calls that were not kept."""
-    return [] if DEVICE == "cpu" else stub.Stub().violations()
+    return [] if DEVICE == "cpu" else stub_cuda.Stub().violations()
 
 
 def memory_calls(stats: CacheStats) -> dict[str, CallStats]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.signatures import SIGNATURES
+from stub_cuda.signatures import SIGNATURES
 
 OUT_OF_MEMORY = 2
 READ_WRITE = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
-import cpu_kernels
 import pytest
-import target
+
+from tests.support import cpu_kernels, target
 
 
 @pytest.fixture(autouse=True)

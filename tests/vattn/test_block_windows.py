@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scripts
 import torch
-from faults import FaultyTable
-from interruption import entries, interrupted
-from target import DEVICE, host_only, memory_calls
 
 import vattn
+from tests.support import scripts
+from tests.support.faults import FaultyTable
+from tests.support.interruption import entries, interrupted
+from tests.support.target import DEVICE, host_only, memory_calls
 from vattn import BlockWindows
 
 PAGE = 4096

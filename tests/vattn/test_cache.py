@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from target import DEVICE, host_only, memory_calls
 
 import vattn
+from tests.support.target import DEVICE, host_only, memory_calls
 
 BASE: dict[str, Any] = {
     "num_layers": 2,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cpu_kernels import KERNELS, asking_for
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.support.cpu_kernels import KERNELS, asking_for
 from vattn import cpu
 from vattn.errors import ConfigError
 

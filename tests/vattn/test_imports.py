@@ -1,4 +1,4 @@
-"""Imports go one way: from the engine to the library, and within both without a circle."""
+"""Imports go one way: from tests to benchmarks, the engine and the library, and nowhere in a circle."""
 
 from __future__ import annotations
 
@@ -75,14 +75,44 @@ def test_a_cycle_is_found():
     assert cycle == ["b", "d", "b"]
 
 
-def test_the_library_does_not_import_the_engine(graph):
+@pytest.mark.parametrize(
+    ("lower", "upper"),
+    [
+        ("vattn", ("vattn.engine", "bench", "demo", "tests", "stub_cuda")),
+        ("vattn.engine", ("bench", "demo", "tests", "stub_cuda")),
+        ("stub_cuda", ("bench", "demo", "tests")),
+        ("bench", ("tests",)),
+        ("demo", ("tests",)),
+        ("tests.support", ("bench", "demo", "tests.campaign")),
+    ],
+)
+def test_no_arrow_points_up(graph, lower, upper):
     back = {
         (module, target)
         for module, targets in graph.items()
         for target in targets
-        if target.startswith("vattn.engine") and not module.startswith("vattn.engine")
+        if within(module, lower) and not within(module, *upper) and within(target, *upper)
     }
     assert back == set()
+
+
+def within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_what_tests_share_is_imported_by_its_full_name():
+    """The graph would not see it otherwise."""
+    shared = {path.stem for path in (draw_imports.ROOT / "tests" / "support").glob("*.py")}
+    flat = set()
+    for name, path in draw_imports.modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                flat |= {(name, alias.name) for alias in node.names if alias.name.partition(".")[0] in shared}
+            elif (
+                isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in shared
+            ):
+                flat.add((name, node.module))
+    assert flat == set()
 
 
 def test_the_cache_of_generate_and_packed_steps_are_apart(graph):
@@ -119,9 +149,17 @@ def test_the_rooms_of_the_engine_are_in_the_order_of_their_table(graph):
 
 def test_only_public_names_are_imported_by_name():
     """The graph does not show such imports."""
-    by_name = {name for name, path in draw_imports.modules().items() if "import_module" in path.read_text()}
-    # The last two import files of their own folder: the command that is asked for, and all backends.
-    assert by_name == {"vattn", "vattn.engine", "vattn.engine.cli", "vattn.engine.kv.make"}
+    others = {name: path for name, path in draw_imports.modules().items() if path != Path(__file__)}
+    by_name = {name for name, path in others.items() if "import_module(" in path.read_text()}
+    # All but the first two import the files of one folder: commands, backends, benchmarks, mutations.
+    assert by_name == {
+        "vattn",
+        "vattn.engine",
+        "vattn.engine.cli",
+        "vattn.engine.kv.make",
+        "bench.harness.discovery",
+        "tests.campaign.mutations.__main__",
+    }
 
 
 def test_the_picture_is_that_of_the_source(graph):

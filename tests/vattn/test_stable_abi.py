@@ -9,7 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+
+from tests.support.paths import ROOT
 
 HEADERS = Path(sysconfig.get_path("include"))
 

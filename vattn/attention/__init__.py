@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 
 from vattn.attention.base import Attention, AttentionParams, Case, KVSource, Reads, whole_layer
-from vattn.attention.batch import Group, PackedBatch, Span
+from vattn.attention.batch import Group, PackedBatch, Span, SpanColumns
 from vattn.attention.flash_attn_2 import FlashAttn2
 from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
@@ -37,6 +37,7 @@ __all__ = [
     "PackedBatch",
     "Reads",
     "Span",
+    "SpanColumns",
     "TorchSDPA",
     "adapters",
     "attend",

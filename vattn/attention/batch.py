@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+
+_ZERO = torch.zeros(1, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,46 @@ class Span:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class SpanColumns(Sequence[Span]):
+    """Spans as tensors, for engines that have them so: a batch makes its index tensors of them, and no object per span.
+
+    Attributes:
+        slots, starts, ends: `[n]` int32 on the CPU.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    ends: Tensor
+
+    def __post_init__(self) -> None:
+        assert bool((self.starts >= 0).all()), "negative spans"
+        assert bool((self.lengths > 0).all()), "empty spans"
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return self.ends - self.starts
+
+    @property
+    def num_singles(self) -> int:
+        """The number of spans of one token at the front."""
+        return int((self.lengths == 1).cumprod(0).sum())
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, self.slots.tolist(), self.starts.tolist(), self.ends.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> SpanColumns: ...
+    def __getitem__(self, index: int | slice) -> Span | SpanColumns:
+        columns = self.slots[index], self.starts[index], self.ends[index]
+        return SpanColumns(*columns) if isinstance(index, slice) else Span(*map(int, columns))
 
 
 @dataclass(frozen=True)
@@ -52,6 +94,8 @@ class Group:
 
     @classmethod
     def of(cls, spans: Sequence[Span], first_row: int, device: torch.device) -> Group:
+        if isinstance(spans, SpanColumns):
+            return cls._of_columns(spans, first_row, device)
         starts = [0]
         for span in spans:
             starts.append(starts[-1] + len(span))
@@ -60,6 +104,16 @@ class Group:
         packed = _to_device([span.slot for span in spans] + ends + starts, torch.int32, device)
         slots, lengths, offsets = packed[: len(spans)], packed[len(spans) : -len(starts)], packed[-len(starts) :]
         return cls(slice(first_row, first_row + starts[-1]), slots, lengths, offsets, max(map(len, spans)), max(ends))
+
+    @classmethod
+    def _of_columns(cls, spans: SpanColumns, first_row: int, device: torch.device) -> Group:
+        n, starts = len(spans), spans.lengths.cumsum(0, dtype=torch.int32)
+        packed = torch.cat((spans.slots, spans.ends, _ZERO, starts))
+        if device.type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        rows = slice(first_row, first_row + int(starts[-1]))
+        most, longest = int(spans.lengths.max()), int(spans.ends.max())
+        return cls(rows, packed[:n], packed[n : 2 * n], packed[2 * n :], most, longest)
 
 
 @dataclass(frozen=True)
@@ -71,7 +125,7 @@ class PackedBatch:
     and masks are built once and shared by all layers.
     """
 
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -82,6 +136,8 @@ class PackedBatch:
     @cached_property
     def num_singles(self) -> int:
         """The number of spans of one token at the front; they are rows `[0, num_singles)`."""
+        if isinstance(self.spans, SpanColumns):
+            return self.spans.num_singles
         return sum(1 for _ in itertools.takewhile(lambda span: len(span) == 1, self.spans))
 
     @cached_property

@@ -11,6 +11,8 @@ expanded with stride 0 and is never slower than repeated ones. Calling the aten 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,7 +42,7 @@ class TorchSDPA:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(
-        self, query: Tensor, kv: KVSource, layer: int, spans: tuple[Span, ...], params: AttentionParams
+        self, query: Tensor, kv: KVSource, layer: int, spans: Sequence[Span], params: AttentionParams
     ) -> Tensor:
         """One query per span: it sees every key from `first_key` on, so no mask; its heads fold into rows."""
         count, num_heads, head_dim = query.shape

@@ -10,7 +10,7 @@ import time
 from statistics import median
 
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.harness.report import Goal, Report
 from vattn import KVCache, KVConfig
 

@@ -34,7 +34,7 @@ from bench.gpu.device import (
     random,
     times,
 )
-from bench.gpu.parts import MISSING, Figures
+from bench.gpu.figures import MISSING, Figures
 from bench.gpu.sides import CACHES, Side, sides
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import AttentionParams, PackedBatch, Span

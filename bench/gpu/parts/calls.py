@@ -12,7 +12,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.gpu.raw import Calls
 from bench.harness.report import Goal, Report
 

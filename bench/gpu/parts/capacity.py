@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.caches import BLOCK_SIZE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, empty_cache
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.harness.report import Goal, Report, Row
 from vattn import drivers
 from vattn.engine.kv.make import make_backend

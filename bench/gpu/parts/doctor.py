@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.harness.report import Report
 from vattn.doctor import doctor
 

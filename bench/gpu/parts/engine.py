@@ -13,8 +13,8 @@ from statistics import median
 
 from bench.gpu.caches import BLOCK_SIZE
 from bench.gpu.device import empty_cache, synchronize
+from bench.gpu.figures import MISSING, Figures
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING, Figures
 from bench.gpu.sides import CACHES, Side, sides
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row

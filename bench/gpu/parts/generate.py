@@ -14,8 +14,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, STUB, empty_cache, synchronize
+from bench.gpu.figures import Figures
 from bench.gpu.models import llama
-from bench.gpu.parts import Figures
 from bench.harness.report import Goal, Report
 from vattn import VirtualCache
 

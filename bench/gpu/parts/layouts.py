@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.caches import fill, static, virtual
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, best, empty_cache, random, times
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.harness.report import Goal, Report
 from vattn.attention import AttentionParams, PackedBatch, Span
 

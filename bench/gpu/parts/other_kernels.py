@@ -14,7 +14,7 @@ import torch
 from bench.gpu import flash_attn_2
 from bench.gpu.caches import BLOCK_SIZE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, STUB, copy_bandwidth, empty_cache
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.gpu.parts.attention import SMALL_BLOCKS, Work, measure, row
 from bench.gpu.sides import Side
 from bench.harness.report import Report, Row

@@ -16,8 +16,8 @@ from typing import Any
 from bench.gpu import PAGE
 from bench.gpu.caches import static, virtual
 from bench.gpu.device import best, synchronize
+from bench.gpu.figures import Figures
 from bench.gpu.models import llama
-from bench.gpu.parts import Figures
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.report import Goal, Report, Row
 

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from bench.gpu.engines import engine, kernels
+from bench.gpu.figures import MISSING, Figures
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING, Figures
 from bench.harness.report import Goal, Report
 from vattn.engine import SamplingParams
 from vattn.engine.scheduling.record import StepRecord

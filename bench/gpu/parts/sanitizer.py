@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu.device import STUB
+from bench.gpu.figures import MISSING, OUT
 from bench.gpu.lifetime import end_with
-from bench.gpu.parts import MISSING, OUT
 from bench.harness.report import Goal, Report
 
 ABOUT = "compute-sanitizer over the cache's device tests"

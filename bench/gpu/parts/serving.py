@@ -17,8 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from bench.gpu.engines import engine, kernels
+from bench.gpu.figures import MISSING, Figures
 from bench.gpu.models import llama
-from bench.gpu.parts import MISSING, Figures
 from bench.harness.report import Goal, Report, Row
 from vattn.attention import Attention
 from vattn.engine import LLM, SamplingParams

@@ -18,7 +18,7 @@ import torch
 
 from bench.gpu.caches import virtual
 from bench.gpu.device import DEVICE, STUB
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.gpu.raw import Calls
 from bench.harness.report import Goal, Report, Row
 

@@ -6,7 +6,7 @@ import torch
 
 from bench.gpu import PAGE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, STUB, random, usable_kernels
-from bench.gpu.parts import Figures
+from bench.gpu.figures import Figures
 from bench.harness.report import Goal, Report
 from vattn import KVConfig
 from vattn.attention import AttentionParams, PackedBatch, Span

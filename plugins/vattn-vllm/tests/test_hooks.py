@@ -7,8 +7,10 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import vllm.version
 from vattn_vllm import hooks
+from vattn_vllm.attention import on_host
 from vattn_vllm.options import selected
 from vattn_vllm.refusals import TRIED
 from vllm.config import SchedulerConfig, get_layers_from_vllm_config
@@ -76,9 +78,34 @@ def test_where_layers_lie() -> None:
 
 
 def test_what_metadata_are_built_from() -> None:
-    assert {"query_start_loc_cpu", "seq_lens", "num_reqs", "block_table_tensor", "slot_mapping"} <= {
+    assert {"query_start_loc_cpu", "seq_lens", "max_seq_len", "num_reqs", "block_table_tensor", "slot_mapping"} <= {
         field.name for field in fields(CommonAttentionMetadata)
     }
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, and counts how often such ones are copied to the host."""
+
+    device = torch.device("cuda")
+    copies = 0
+
+    def cpu(self) -> torch.Tensor:
+        OnDevice.copies += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def test_table_and_lengths_come_to_the_host_together() -> None:
+    table = torch.tensor([[5, 6, 7], [8, 0, 0]], dtype=torch.int32)
+    lengths = torch.tensor([33, 9], dtype=torch.int32)
+    here = on_host(table, lengths)
+    assert here[0] is table
+    assert here[1] is lengths
+    there = on_host(table.as_subclass(OnDevice), lengths.as_subclass(OnDevice))
+    assert OnDevice.copies == 1
+    for got, expected in zip(there, (table, lengths), strict=True):
+        assert type(got) is torch.Tensor
+        assert got.dtype == torch.int32
+        assert torch.equal(got, expected)
 
 
 def test_other_engines_have_their_own_scheduler() -> None:

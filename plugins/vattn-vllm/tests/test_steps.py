@@ -112,7 +112,7 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
         blocks = torch.tensor(tables[number], dtype=torch.int32)
         step.add(number, group.rows(blocks, torch.tensor([11, 0]), torch.tensor([12, 2]), has))
     assert not step.shown
-    found = [step.windows(number) for number in range(2)]
+    found = [step.windows(number).tolist() for number in range(2)]
     assert step.shown
     assert windows.stats().shows == 1
     assert [windows.shown(window) for window in found[0]] == [[5, 6, 7], [8]]

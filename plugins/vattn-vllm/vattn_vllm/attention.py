@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 import vattn.attention
-from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
+from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, SpanColumns
 from vattn.errors import ConfigError
 from vattn_vllm.memory import KVMemory
 from vattn_vllm.options import Options
@@ -83,15 +83,14 @@ class WindowMetadata:
     slots: Tensor
     _step: Step
     _group: int
-    _starts: list[int]
-    _ends: list[int]
+    _starts: Tensor
+    _ends: Tensor
     _device: torch.device
 
     @cached_property
     def batch(self) -> PackedBatch:
         """The rows' windows, lengths and new tokens; to be asked for when all groups have their metadata."""
-        spans = map(Span, self._step.windows(self._group), self._starts, self._ends)
-        return PackedBatch(tuple(spans), self._device)
+        return PackedBatch(SpanColumns(self._step.windows(self._group), self._starts, self._ends), self._device)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -108,6 +107,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._layers = vllm_config.compilation_config.static_forward_context
         self._name = layer_names[0]
+        self._block_size = kv_cache_spec.block_size
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -116,19 +116,28 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         counts = step.query_start_loc_cpu[: step.num_reqs + 1].diff()
         rows = int(counts.count_nonzero())  # without padding, which comes last
         tokens = int(step.query_start_loc_cpu[rows])
-        ends = step.seq_lens[:rows].cpu().long()
+        blocks = -(-step.max_seq_len // self._block_size)
+        table, ends = on_host(step.block_table_tensor[:rows, :blocks], step.seq_lens[:rows])
         starts = ends - counts[:rows]
         attention: WindowAttention = self._layers[self._name].impl
-        shown, offsets = attention.memory.rows(attention.group, step.block_table_tensor[:rows].cpu(), starts, ends)
+        shown, offsets = attention.memory.rows(attention.group, table, starts, ends)
         return WindowMetadata(
             tokens,
             step.slot_mapping[:tokens].long(),
             shown,
             attention.group,
-            (starts - offsets).tolist(),
-            (ends - offsets).tolist(),
+            starts - offsets,
+            ends - offsets,
             self.device,
         )
+
+
+def on_host(table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """A block table and the lengths of its rows, int32 on the CPU; by one transfer, since each waits for the device."""
+    if table.device.type == "cpu":
+        return table, lengths
+    both = torch.cat((lengths[:, None], table), 1).cpu()
+    return both[:, 1:], both[:, 0]
 
 
 class WindowAttention(AttentionImpl[WindowMetadata]):

@@ -105,7 +105,7 @@ class KVMemory:
 
         Args:
             table: `[rows, blocks]` int32.
-            starts, ends: the new tokens of each row, int64.
+            starts, ends: the new tokens of each row, `[rows]` int32.
 
         Returns:
             The step, which knows the rows' windows when all groups have theirs; and the token with which each begins.

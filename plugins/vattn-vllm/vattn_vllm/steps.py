@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Group:
 
         Args:
             table: vLLM's block table, `[rows, blocks]` int32.
-            starts, ends: the new tokens of each row, int64.
+            starts, ends: the new tokens of each row, `[rows]` int32.
             has: for each block, whether it has memory.
         """
         counts = (ends + (self.block_size - 1)) // self.block_size
@@ -105,7 +104,7 @@ class Step:
         self._windows = windows
         self._back = back
         self._rows: dict[int, Rows] = {}
-        self._found: dict[int, list[int]] = {}
+        self._found: dict[int, Tensor] = {}
 
     @property
     def shown(self) -> bool:
@@ -115,14 +114,15 @@ class Step:
         """Adds the rows of a group, or replaces them."""
         self._rows[group] = rows
 
-    def windows(self, group: int) -> list[int]:
-        """The window of each row of a group."""
+    def windows(self, group: int) -> Tensor:
+        """The window of each row of a group, `[rows]` int32."""
         if not self.shown:
             parts = list(self._rows.values())
             if any(part.null for part in parts):
                 self._back([NULL_BLOCK])
             width = max(part.blocks.shape[1] for part in parts)
             blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
-            found = iter(self._windows.show(torch.cat(blocks), torch.cat([part.counts for part in parts])))
-            self._found = {number: list(islice(found, len(part.counts))) for number, part in self._rows.items()}
+            counts = [part.counts for part in parts]
+            found = torch.tensor(self._windows.show(torch.cat(blocks), torch.cat(counts)), dtype=torch.int32)
+            self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
         return self._found[group]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import make_model, make_tokenizer
 
+from tests.support.tiny_models import make_model, make_tokenizer
 from vattn.engine.cli import main
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_openai import DONE, FakeOpenAI, delta, refusal, text, usage
 
+from tests.support.fake_openai import DONE, FakeOpenAI, delta, refusal, text, usage
 from vattn.engine.cli import main
 
 # The keys that tools which read vLLM's results expect.

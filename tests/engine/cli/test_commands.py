@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import VOCAB, expected, make_tokenizer
 
+from tests.support.tiny_models import VOCAB, expected, make_tokenizer
 from vattn.engine.cli import main
 
 

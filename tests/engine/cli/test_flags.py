@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
 
+from tests.support.paths import ROOT
 from vattn.engine.cli import parser
 from vattn.engine.cli.engine_flags import chosen_model, engine_options
 from vattn.engine.cli.flags import add_fields, given

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_openai import DONE, FakeOpenAI, delta, event, refusal, text
-from tiny_models import expected, make_model, make_tokenizer
 
+from tests.support.fake_openai import DONE, FakeOpenAI, delta, event, refusal, text
+from tests.support.tiny_models import expected, make_model, make_tokenizer
 from vattn.engine.cli import main
 from vattn.engine.cli.remote import api_root
 from vattn.errors import ConfigError

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import PAGED_WINDOWS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.backends import PAGED_WINDOWS
 from vattn import drivers
 from vattn.attention import PackedBatch, Span
 from vattn.engine.kv import make

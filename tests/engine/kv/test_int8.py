@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from paths import ROOT
-from tiny_models import make_model, make_prompts
 from torch import Tensor
 
 from demo.prompts import prompts as demo_prompts
+from tests.support.paths import ROOT
+from tests.support.tiny_models import make_model, make_prompts
 from vattn import KVConfig, TensorGroup
 from vattn.attention import AttentionParams, Case, KVSource, PackedBatch, Reads, Span, whole_layer
 from vattn.engine import LLM, SamplingParams

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-from fake_openai import DONE, FakeOpenAI, delta, event, refusal, text, usage
 
+from tests.support.fake_openai import DONE, FakeOpenAI, delta, event, refusal, text, usage
 from vattn.engine.loadgen.client import ENDPOINTS, Backend, Target, list_models, send_all
 from vattn.engine.loadgen.samples import Sample
 from vattn.engine.loadgen.summary import Timing, summarize

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paths import ROOT
-from tiny_models import make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.support.paths import ROOT
+from tests.support.tiny_models import make_tokenizer
 from vattn.engine.loadgen.samples import random_samples, read_samples
 from vattn.errors import ConfigError
 

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-import kernel_fakes
 import pytest
 import torch
-from backends import chosen
-from tiny_models import make_model, make_prompts
 from torch import Tensor
 
+from tests.support import kernel_fakes
+from tests.support.backends import chosen
+from tests.support.tiny_models import make_model, make_prompts
 from vattn import attention
 from vattn.attention import Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams

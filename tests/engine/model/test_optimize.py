@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import FAMILIES, make_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.tiny_models import FAMILIES, make_model
 from vattn import packed
 from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention

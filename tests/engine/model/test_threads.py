@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_model
 
+from tests.support.tiny_models import random_model
 from vattn.cores import _quotas, thread_counts
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model import threads as module

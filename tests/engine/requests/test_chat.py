@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_models import make_tokenizer
 
+from tests.support.tiny_models import make_tokenizer
 from vattn.engine import InvalidRequest
 from vattn.engine.requests.chat import render
 from vattn.errors import ConfigError

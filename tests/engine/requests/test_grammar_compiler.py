@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import regex
 from llguidance import LLMatcher, LLParserLimits
-from paths import ROOT
-from tiny_models import make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.support.paths import ROOT
+from tests.support.tiny_models import make_tokenizer
 from vattn.engine import InvalidRequest, StructuredOutputs
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError

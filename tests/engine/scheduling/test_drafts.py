@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from backends import PAGED_WINDOWS, chosen
-from tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts, make_smallest_model, make_tokenizer
 from transformers import PreTrainedModel
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.tiny_models import (
+    FAMILIES,
+    VOCAB,
+    expected,
+    make_model,
+    make_prompts,
+    make_smallest_model,
+    make_tokenizer,
+)
 from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams, StepRecord
 from vattn.engine.requests.request import Request
 from vattn.engine.scheduling.drafts import NgramProposer, SpeculativeConfig

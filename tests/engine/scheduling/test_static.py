@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from backends import chosen
-from tiny_models import expected, make_model, make_prompts
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import expected, make_model, make_prompts
 from vattn.engine import LLM, FinishReason, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec

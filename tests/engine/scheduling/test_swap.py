@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import make_model
 
+from tests.support.tiny_models import make_model
 from vattn.attention import PackedBatch, Span
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.paged import PagedKV

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from servers import Server, running
+
+from tests.support.servers import Server, running
 
 
 @pytest.fixture(scope="session")

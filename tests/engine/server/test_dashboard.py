@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import MODEL, Server, running
 from starlette.testclient import TestClient
 
+from tests.support.servers import MODEL, Server, running
 from vattn.engine import LLM
 from vattn.engine.server.app import make_app, make_service
 from vattn.engine.server.dashboard import MOST_WATCHERS

@@ -1,13 +1,13 @@
-"""A few seconds of the mixed day, which `python -m tests.engine.server.day` runs for longer."""
+"""A few seconds of the mixed day, which `python -m tests.support.day` runs for longer."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from servers import Server
 
-from tests.engine.server.day import live
+from tests.support.day import live
+from tests.support.servers import Server
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import client, error_of, run
-from servers import MODEL, metric
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from tests.support.applications import client, error_of, run
+from tests.support.servers import MODEL, metric
 from vattn.engine.requests.prompts import PromptReader
 from vattn.engine.scheduling.scheduler import Scheduler
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import client, error_of, run
-from waiting import SECONDS
 
+from tests.support.applications import client, error_of, run
+from tests.support.waiting import SECONDS
 from vattn.engine.server.answers import LIGHT
 from vattn.engine.server.limits import Limits
 from vattn.engine.server.prompts import Prompts

@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from servers import MODEL, Server
 from transformers import AutoTokenizer
 
+from tests.support.servers import MODEL, Server
 from vattn.engine import LLM, SamplingParams
 
 QUESTION = "Question: What is 17 + 25?\nAnswer:"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import schemathesis
-from effort import effort
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -21,9 +20,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from servers import MODEL
 from starlette.testclient import TestClient
 
+from tests.support.effort import effort
+from tests.support.servers import MODEL
 from vattn.engine import LLM
 from vattn.engine.server.app import make_app, make_service
 from vattn.engine.server.settings import ServerSettings

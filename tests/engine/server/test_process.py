@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from effort import effort
-from servers import MODEL, Server, metric, running
-from waiting import SECONDS, wait_until
 
+from tests.support.effort import effort
+from tests.support.servers import MODEL, Server, metric, running
+from tests.support.waiting import SECONDS, wait_until
 from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
 from vattn.errors import ConfigError

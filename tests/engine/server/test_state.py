@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import PAGED_WINDOWS, chosen
 from prometheus_client.parser import text_string_to_metric_families
-from servers import MODEL, metric
 
+from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.servers import MODEL, metric
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.server.app import make_service
 from vattn.engine.server.service import Service

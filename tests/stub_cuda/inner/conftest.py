@@ -6,19 +6,19 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import stub as stub_module
-from vmm_contract import Provider
 
+import stub_cuda
+from tests.support.vmm_contract import Provider
 from vattn import drivers
 from vattn.drivers.cuda import CudaDevice
 
-stub_module.stand_in()
+stub_cuda.stand_in()
 gc.freeze()  # torch's objects are nearly all that a collection looks at
 
 
 @pytest.fixture
-def stub() -> Iterator[stub_module.Stub]:
-    control = stub_module.Stub()
+def stub() -> Iterator[stub_cuda.Stub]:
+    control = stub_cuda.Stub()
     gc.collect()
     before = control.usage().memory
     yield control
@@ -30,7 +30,7 @@ def stub() -> Iterator[stub_module.Stub]:
 
 
 @pytest.fixture
-def vmm(stub: stub_module.Stub) -> Iterator[Provider]:
+def vmm(stub: stub_cuda.Stub) -> Iterator[Provider]:
     """The cuda driver's table, with its context current. Violations are forgiven: tests of a contract break it."""
     device = drivers.find("cuda")
     assert isinstance(device, CudaDevice)

@@ -8,13 +8,12 @@ import gc
 from functools import partial
 from typing import Any
 
-import one_layer
 import pytest
-import stub as stub_module
-from one_layer import PAGE, TOKENS
-from stub import Stub
 
 import vattn
+from stub_cuda import Stub
+from tests.support import one_layer, scripts
+from tests.support.one_layer import PAGE, TOKENS
 
 make = partial(one_layer.make, overlap=False)
 
@@ -132,12 +131,11 @@ def test_a_capture_that_begins_before_the_worker_waits(stub: Stub) -> None:
 
 
 EXIT = """
-import atexit, sys; sys.path.insert(0, "tests/support")
-import stub
-control = stub.Stub()
+import atexit, stub_cuda
+control = stub_cuda.Stub()
 atexit.register(lambda: print(control.usage().memory, control.calls("cuCtxSynchronize"), control.violations()))
 import vattn
-stub.stand_in()
+stub_cuda.stand_in()
 cache = vattn.KVCache(vattn.KVConfig(
     num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=1, max_context_len=8192, device="cuda",
     memory_budget="16MiB", eager_pages=0, overlap=False))
@@ -156,5 +154,5 @@ del cache
     ],
 )
 def test_the_end_of_the_process_gives_everything_back(stub: Stub, script: str, left: str) -> None:
-    done = stub_module.python(script)
+    done = scripts.over_stub(script)
     assert (done.returncode, done.stdout, done.stderr) == (0, left + "\n", "")

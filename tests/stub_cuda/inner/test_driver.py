@@ -9,12 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-import stub as stub_module
 import torch
-from stub import Stub
 
 import vattn
 from bench.gpu.parts.calls import PAPER
+from stub_cuda import Stub
+from tests.support import scripts
 from vattn import _native, drivers
 from vattn.doctor import doctor
 from vattn.drivers import cuda
@@ -152,11 +152,11 @@ def test_the_doctor_says_what_it_finds(stub: Stub) -> None:
 
 
 REFUSED = """
-import logging, sys; sys.path.insert(0, "tests/support")
+import logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
-import stub, vattn
-stub.stand_in()
-control, prompt = stub.Stub(), list(range(5000))  # a block of 4096 tokens, and a part of one
+import stub_cuda, vattn
+stub_cuda.stand_in()
+control, prompt = stub_cuda.Stub(), list(range(5000))  # a block of 4096 tokens, and a part of one
 cache = vattn.KVCache(vattn.KVConfig(
     num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=3, max_context_len=8192, device="cuda",
     memory_budget="32MiB", eager_pages=0))
@@ -183,7 +183,7 @@ print(control.usage().memory, control.violations())
 
 
 def test_pages_are_shared_by_writable_mappings_if_the_driver_has_no_others(stub: Stub) -> None:
-    done = stub_module.python(REFUSED, read_only=0, devices=1)
+    done = scripts.over_stub(REFUSED, read_only=0, devices=1)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "WARNING cuda:0 maps no memory read-only: shared pages are writable in every slot that has them, so a stray "
@@ -236,11 +236,10 @@ SETUP = [
     "cuCtxGetCurrent",
 ]
 FRESH = """
-import sys; sys.path.insert(0, "tests/support")
-import stub, vattn
+import stub_cuda, vattn
 from vattn import drivers
-stub.stand_in()
-control = stub.Stub()
+stub_cuda.stand_in()
+control = stub_cuda.Stub()
 def attempt(device="cuda"):
     try:
         drivers.find(device).available_memory()
@@ -253,7 +252,7 @@ def attempt(device="cuda"):
 
 @pytest.mark.parametrize("call", SETUP)
 def test_every_call_of_the_setup_can_fail_and_be_tried_again(call: str) -> None:
-    done = stub_module.python(FRESH + f"drivers.cuda.start(); control.fail({call!r}, 1, 46); attempt(); attempt()")
+    done = scripts.over_stub(FRESH + f"drivers.cuda.start(); control.fail({call!r}, 1, 46); attempt(); attempt()")
     assert done.stdout == f"DriverError: {call} failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)\nfine\n", done.stderr
 
 
@@ -268,7 +267,7 @@ def test_every_call_of_the_setup_can_fail_and_be_tried_again(call: str) -> None:
     ],
 )
 def test_what_is_missing_is_said(options: dict[str, int], says: tuple[str, ...]) -> None:
-    done = stub_module.python(FRESH + "attempt(); from vattn.doctor import doctor; print(doctor())", **options)
+    done = scripts.over_stub(FRESH + "attempt(); from vattn.doctor import doctor; print(doctor())", **options)
     assert done.stdout.startswith("ConfigError: "), done.stdout + done.stderr
     for words in says:
         assert words in done.stdout.splitlines()[0]

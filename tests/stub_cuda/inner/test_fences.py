@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from one_layer import BASE, PAGE, TOKENS, make
-from stub import Stub
-from waiting import Background, wait_until
 
 import vattn
+from stub_cuda import Stub
+from tests.support.one_layer import BASE, PAGE, TOKENS, make
+from tests.support.waiting import Background, wait_until
 from vattn.drivers import cuda
 from vattn.slots.bands import Bands
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import stub as stub_module
 from cuda.bindings import driver as bindings
-from exports import export
-from one_layer import PAGE, TOKENS, make
-from stub import Stub
 
 import vattn
+from stub_cuda import Stub
+from tests.support import scripts
+from tests.support.exports import export
+from tests.support.one_layer import PAGE, TOKENS, make
 from vattn import drivers
 from vattn.drivers import cuda
 
@@ -151,16 +151,15 @@ def test_a_trial_that_fails_leaves_nothing_and_is_made_again(
 
 
 ELSEWHERE = """
-import sys; sys.path.insert(0, "tests/support")
-import stub, vattn
-stub.stand_in()
+import stub_cuda, vattn
+stub_cuda.stand_in()
 for options in ({"handle_type": "posix_fd"}, {"handle_type": "fabric"}, {"peers": [1]}):
     try:
         vattn.PagePool("64MiB", device="cuda", **options).close()
         print("fine")
     except vattn.ConfigError as error:
         print(error)
-print(stub.Stub().usage().memory, stub.Stub().violations())
+print(stub_cuda.Stub().usage().memory, stub_cuda.Stub().violations())
 """
 
 
@@ -173,7 +172,7 @@ print(stub.Stub().usage().memory, stub.Stub().violations())
     ],
 )
 def test_what_a_machine_lacks_is_said(stub: Stub, machine: dict[str, int], says: tuple[str, ...]) -> None:
-    done = stub_module.python(ELSEWHERE, devices=2, **machine)
+    done = scripts.over_stub(ELSEWHERE, devices=2, **machine)
     *lines, usage = done.stdout.splitlines()
     assert len(lines) == len(says), done.stdout + done.stderr
     for line, words in zip(lines, says, strict=True):

@@ -7,9 +7,10 @@ import os
 import threading
 
 import pytest
-from stub import Stub
-from vmm_contract import PER_THREAD, READ_WRITE, Provider
-from waiting import Background, wait_until
+
+from stub_cuda import Stub
+from tests.support.vmm_contract import PER_THREAD, READ_WRITE, Provider
+from tests.support.waiting import Background, wait_until
 
 HANDLE, INVALID, NO_CONTEXT = 400, 1, 201
 

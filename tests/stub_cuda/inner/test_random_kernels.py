@@ -12,10 +12,10 @@ import time
 
 import hypothesis.strategies as st
 from hypothesis.stateful import initialize, invariant, rule
-from machines import examples
-from stub import Stub
-from target import EXAMPLES
 
+from stub_cuda import Stub
+from tests.support.machines import examples
+from tests.support.target import EXAMPLES
 from tests.vattn.slots.test_state_machine import CacheMachine
 
 

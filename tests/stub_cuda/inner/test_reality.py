@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import stub as stub_module
 import torch
-from effort import effort
-from one_layer import PAGE, TOKENS, make
-from stub import Stub
-from waiting import Background, wait_until
 
 import vattn
+from stub_cuda import Stub
+from tests.support import scripts
+from tests.support.effort import effort
+from tests.support.one_layer import PAGE, TOKENS, make
+from tests.support.waiting import Background, wait_until
 
 FRESH = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.float32).item()
 
@@ -87,11 +87,10 @@ def test_guard_rows_that_cannot_be_zeroed_fail_the_step(stub: Stub) -> None:
 # Kernels that fail
 
 SCRIPT = """
-import sys; sys.path.insert(0, "tests/support")
-import atexit, gc, os, stub
-control = stub.Stub()
+import atexit, gc, os, stub_cuda
+control = stub_cuda.Stub()
 import vattn
-stub.stand_in()
+stub_cuda.stand_in()
 config = vattn.KVConfig(num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=2,
                         max_context_len=32768, device="cuda", memory_budget=16 * 2**21, zero_on_free={zero_on_free})
 cache = vattn.KVCache(config)
@@ -109,7 +108,7 @@ def attempt(call, *arguments):
 @pytest.mark.parametrize("ending", ["attempt(cache.close)", "pass"])
 def test_a_kernel_that_writes_to_a_shared_block_fails_every_later_call(zero_on_free: bool, ending: str) -> None:
     """What needs the driver says what it reports, what does not goes on, and the process ends in silence."""
-    done = stub_module.python(
+    done = scripts.over_stub(
         SCRIPT.replace("{zero_on_free}", str(zero_on_free))
         + """
 prompt = list(range(4097))
@@ -137,7 +136,7 @@ attempt(cache.trim)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("drop", ["del cache", "cycle = [cache]; cycle.append(cycle); del cycle, cache; gc.collect()"])
 def test_a_cache_that_is_dropped_after_a_kernel_failed_stays_behind_in_silence(drop: str, overlap: bool) -> None:
-    done = stub_module.python(
+    done = scripts.over_stub(
         SCRIPT.replace("{zero_on_free}", f"False, overlap={overlap}")
         + f"""
 pool = vattn.PagePool(16 * 2**21, device="cuda")
@@ -295,7 +294,7 @@ def test_the_driver_ends_before_the_objects(body: str, first: bool, zero_on_free
     """At the exit of a process: before Python's own end, or with the libraries. Nothing crashes, hangs or prints."""
     end = "atexit.register(control.end)\n"
     script = SCRIPT.replace("{zero_on_free}", str(zero_on_free)) + (end if first else "")
-    done = stub_module.python(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
+    done = scripts.over_stub(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
     assert (done.returncode, done.stdout, without_leaks_of_triton(done.stderr)) == (0, "", "")
 
 
@@ -332,7 +331,7 @@ def test_leaks_of_others_than_triton_are_seen() -> None:
 
 @pytest.mark.parametrize("zero_on_free", [False, True])
 def test_calls_after_the_end_of_the_driver_say_so(zero_on_free: bool) -> None:
-    done = stub_module.python(
+    done = scripts.over_stub(
         SCRIPT.replace("{zero_on_free}", str(zero_on_free))
         + """
 reqid = cache.alloc_reqid()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vmm_contract import VmmContract
+from tests.support.vmm_contract import VmmContract
 
 
 class TestStub(VmmContract):

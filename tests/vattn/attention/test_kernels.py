@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import kernel_fakes
 import pytest
 import torch
-from backends import chosen
-from tiny_models import make_model
 
+from tests.support import kernel_fakes
+from tests.support.backends import chosen
+from tests.support.tiny_models import make_model
 from vattn import KVConfig, attention
 from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
 from vattn.engine import LLM, SamplingParams

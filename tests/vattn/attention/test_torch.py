@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vattn import attention
-from vattn.attention import AttentionParams, PackedBatch, Span
+from vattn.attention import AttentionParams, PackedBatch, Span, SpanColumns
 from vattn.attention.native import Native
 
 HEADS, LONGEST = 2, 64
@@ -157,6 +157,44 @@ def test_a_batch_in_another_order_has_single_tokens_among_its_chunks() -> None:
     assert [(group.rows, group.max_query) for group in batch.groups] == [(slice(0, 1), 1), (slice(1, 4), 2)]
     uniform = [(group.rows, group.slots.tolist()) for group in batch.uniform_groups]
     assert uniform == [(slice(0, 1), [3]), (slice(1, 3), [0]), (slice(3, 4), [1])]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(3, 0, 1), Span(5, 8, 9), Span(0, 0, 2), Span(1, 4, 5)],
+        [Span(0, 4, 8)],
+        [Span(2, 6, 7), Span(1, 0, 1)],
+    ],
+)
+def test_a_batch_of_columns_is_that_of_its_spans(spans: list[Span]) -> None:
+    columns = SpanColumns(*torch.tensor([[s.slot, s.start, s.end] for s in spans], dtype=torch.int32).unbind(1))
+    one, other = PackedBatch(tuple(spans)), PackedBatch(columns)
+    assert list(other.spans) == [other.spans[i] for i in range(len(spans))] == spans
+    assert (other.num_singles, other.num_tokens) == (one.num_singles, one.num_tokens)
+    assert other.chunks() == one.chunks()
+    for name in ("slots", "positions"):
+        assert torch.equal(getattr(other, name), getattr(one, name))
+    for got, expected in zip(
+        (other.together, *other.groups, *other.uniform_groups),
+        (one.together, *one.groups, *one.uniform_groups),
+        strict=True,
+    ):
+        for name in ("slots", "lengths", "starts"):
+            assert getattr(got, name).dtype == torch.int32
+            assert torch.equal(getattr(got, name), getattr(expected, name))
+        assert (got.rows, got.max_query, got.max_length) == (expected.rows, expected.max_query, expected.max_length)
+
+
+def test_a_kernel_that_takes_tensors_makes_no_span_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SpanColumns, "__iter__")
+    monkeypatch.delattr(SpanColumns, "__getitem__")
+    columns = (torch.tensor(values, dtype=torch.int32) for values in ([1, 0], [2, 0], [3, 4]))
+    batch = PackedBatch(SpanColumns(*columns))
+    assert batch.together.lengths.tolist() == [3, 4]
+    for values, what in (((0, 3, 3), "empty"), ((0, -1, 3), "negative")):
+        with pytest.raises(AssertionError, match=f"{what} spans"):
+            SpanColumns(*(torch.tensor([value], dtype=torch.int32) for value in values))
 
 
 def test_masks_are_built_once_per_step() -> None:

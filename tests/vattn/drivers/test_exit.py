@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import scripts
-import target
+
+from tests.support import scripts, target
 
 pytestmark = target.host_only
 

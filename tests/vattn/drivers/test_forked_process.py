@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import target
 import torch
-from waiting import wait_until
 
 import vattn
+from tests.support import target
+from tests.support.waiting import wait_until
 
 pytestmark = target.host_only
 

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import scripts
-import target
-from waiting import SECONDS
 
 import vattn
+from tests.support import scripts, target
+from tests.support.waiting import SECONDS
 from vattn import _native
 from vattn.drivers.failure import failure
 

@@ -6,8 +6,8 @@ import ctypes
 import os
 
 import pytest
-from vmm_contract import Provider, VmmContract
 
+from tests.support.vmm_contract import Provider, VmmContract
 from vattn import _native
 
 

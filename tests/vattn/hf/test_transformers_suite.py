@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import SECONDS
+
+from tests.support.waiting import SECONDS
 
 SCRIPT = Path(__file__).with_name("transformers_suite.py")
 TESTS = """

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import target
 import torch
 import transformers
-from paths import ROOT
-from tiny_models import make_model, make_prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
+from tests.support import target
+from tests.support.paths import ROOT
+from tests.support.tiny_models import make_model, make_prompts
 from vattn import cpu
 from vattn.hf.batch_rows import BatchRows
 from vattn.pool.fences import sync_refusal

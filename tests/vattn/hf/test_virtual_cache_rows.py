@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import scripts
 import torch
-from effort import effort
-from interruption import entries, interrupted
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
 
 import vattn
+from tests.support import scripts
+from tests.support.effort import effort
+from tests.support.interruption import entries, interrupted
 
 HEADS = 2
 LIMIT = 200

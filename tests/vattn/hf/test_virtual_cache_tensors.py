@@ -12,15 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import scripts
-import target
 import torch
 import transformers
-from tiny_models import make_model, make_prompts
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig
 
 import vattn
+from tests.support import scripts, target
+from tests.support.tiny_models import make_model, make_prompts
 from vattn.pool import shared as shared_pool
 
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}

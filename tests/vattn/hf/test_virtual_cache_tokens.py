@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import vattn
+from tests.support.tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts
 from vattn.hf.virtual_cache import VirtualLayer
 
 # Small pages, so that every block boundary is crossed.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from backends import chosen
-from tiny_models import expected, make_model, make_prompts
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from tests.support.backends import chosen
+from tests.support.tiny_models import expected, make_model, make_prompts
 from vattn import packed
 from vattn.attention import AttentionParams, PackedBatch, Span, TorchSDPA
 from vattn.engine import LLM, SamplingParams

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, VOCAB, make_model, make_prompts
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts
 from vattn import attention, packed
 from vattn.attention import AttentionParams
 from vattn.engine import LLM

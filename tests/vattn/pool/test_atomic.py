@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from effort import effort
-from faults import FaultyTable
-from interruption import entries, interrupted
-from target import DEVICE, host_only
-from waiting import wait_until
 
 import vattn
+from tests.support.effort import effort
+from tests.support.faults import FaultyTable
+from tests.support.interruption import entries, interrupted
+from tests.support.target import DEVICE, host_only
+from tests.support.waiting import wait_until
 
 PAGE = 4096
 BUDGET = 70 * PAGE

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import scripts
-from faults import FaultyTable
-from paths import ROOT
-from target import DEVICE, host_only
 
 import vattn
+from tests.support import scripts
+from tests.support.faults import FaultyTable
+from tests.support.paths import ROOT
+from tests.support.target import DEVICE, host_only
 from vattn import drivers
 
 PAGE = 4096
@@ -321,11 +321,10 @@ def test_any_address_space_of_several_may_be_refused() -> None:
 
 
 UNSTOPPED = """
-import signal, sys, time
+import signal, time
 from vattn import _native, drivers
-sys.path.insert(0, sys.argv[1])
-from faults import FaultyTable
-from target import DEVICE
+from tests.support.faults import FaultyTable
+from tests.support.target import DEVICE
 
 signal.alarm(20)  # where the worker waits for the interpreter's lock, and its last owner, who has it, for the worker
 table, source = FaultyTable(), drivers.find(DEVICE)
@@ -340,7 +339,7 @@ assert table.ended["cuMemRelease"] == table.ended["cuMemCreate"] == 4, table.end
 
 
 def test_a_worker_that_nobody_stopped_ends_with_its_last_reference() -> None:
-    done = scripts.run(UNSTOPPED, str(ROOT / "tests" / "support"))
+    done = scripts.run(UNSTOPPED, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

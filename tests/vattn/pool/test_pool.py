@@ -8,11 +8,11 @@ import threading
 from typing import Any
 
 import pytest
-import scripts
 import torch
-from target import DEVICE, host_only
 
 import vattn
+from tests.support import scripts
+from tests.support.target import DEVICE, host_only
 from vattn import drivers
 
 PAGE = 4096

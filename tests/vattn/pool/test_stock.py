@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from faults import FaultyTable
-from target import DEVICE
-from waiting import wait_until
 
 import vattn
+from tests.support.faults import FaultyTable
+from tests.support.target import DEVICE
+from tests.support.waiting import wait_until
 from vattn.slots.prefixes import Prefixes
 
 PAGE = 4096

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import FaultyTable
-from target import DEVICE, host_only
 
 import vattn
+from tests.support.faults import FaultyTable
+from tests.support.target import DEVICE, host_only
 
 WINDOW = 4
 GLOBAL, LOCAL = 0, 1  # the layers

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import scripts
 import torch
-from faults import FaultyTable
-from target import DEVICE, host_only, memory_calls
 
 import vattn
+from tests.support import scripts
+from tests.support.faults import FaultyTable
+from tests.support.target import DEVICE, host_only, memory_calls
 
 PAGE = 4096
 BLOCK = 64  # tokens; 4 pages

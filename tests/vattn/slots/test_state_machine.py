@@ -7,9 +7,9 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 from hypothesis.stateful import invariant, precondition, rule
-from machines import SLOTS, Machine, examples, makes_cache
 
 import vattn
+from tests.support.machines import SLOTS, Machine, examples, makes_cache
 
 CONTEXT = 40
 BUDGET_PAGES = 40

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from target import DEVICE, host_only
 
 import vattn
+from tests.support.target import DEVICE, host_only
 
 PAGE = 4096
 BLOCK = 64  # tokens of a page, in every layer here

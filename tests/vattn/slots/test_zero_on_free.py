@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import target
-from faults import FaultyTable
 
 import vattn
+from tests.support import target
+from tests.support.faults import FaultyTable
 from vattn import _native, drivers
 from vattn.slots.table import SlotTable
 

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import hypothesis.strategies as st
 import torch
-from faults import FaultyTable
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from machines import PAGE, examples
-from target import DEVICE
 
 import vattn
+from tests.support.faults import FaultyTable
+from tests.support.machines import PAGE, examples
+from tests.support.target import DEVICE
 
 T = TypeVar("T")
 BLOCKS, WINDOWS, MOST = 24, 5, 6

@@ -17,7 +17,7 @@ from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.requests.sampling import SamplingParams
 from vattn.engine.scheduling.record import StepRecord
 
-MODEL = Path(__file__).parents[2] / "demo" / "model"
+MODEL = Path(__file__).parents[1] / "demo" / "model"
 MAX_TOKENS = 600
 
 

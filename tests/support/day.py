@@ -1,4 +1,4 @@
-"""A mixed day, scaled to minutes: `python -m tests.engine.server.day --minutes 10 --seed 1`.
+"""A mixed day, scaled to minutes: `python -m tests.support.day --minutes 10 --seed 1`.
 
 Requests arrive at random (Poisson), with bursts and pauses: short and long ones, streamed and whole, many with a common
 start, some of tenants with a salt, and some of clients that leave. In each pause, once nothing runs, the pages that
@@ -12,19 +12,16 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import httpx
 import numpy as np
-from servers import Server, running
+
+from tests.support.servers import Server, running
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vattn:pages_owned")
 PARTS = ("owned", "parked", "cached", "other", "free")

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from servers import Server, running
+
+from tests.support.servers import Server, running
 
 NAME = "<img src=x onerror=alert(1)>"
 PROMPT = "Question: " + " ".join(str(i) for i in range(250)) + "\nAnswer:"

@@ -1,4 +1,7 @@
-"""The stub libcuda.so.1: how it is built, and its controls. Only processes that have it on LD_LIBRARY_PATH load it."""
+"""The stub libcuda.so.1: how it is built, and its controls. Only processes that have it on LD_LIBRARY_PATH load it.
+
+Tests and bench.gpu run over it where there is no GPU; `signatures` is for both, and for a real driver.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,16 @@ import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import scripts
 import torch
-from paths import ROOT
 
+ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "build" / "stub_cuda" / "libcuda.so.1"
 SOURCES = [
-    ROOT / "tests" / "stub_cuda" / "libcuda.cpp",
+    Path(__file__).with_name("libcuda.cpp"),
     *(ROOT / "csrc" / name for name in ("available_memory.cpp", "fork_guard.cpp", "host_vmm.cpp")),
 ]
 ACTIVE = "VATTN_STUB_CUDA"  # set in the processes that run over the stub
@@ -51,17 +53,12 @@ def build() -> Path:
 def environment(**options: int) -> dict[str, str]:
     """The environment of a process over the stub; `options` are the STUB_CUDA_* variables, in lower case."""
     path = os.pathsep.join(filter(None, (str(build()), os.environ.get("LD_LIBRARY_PATH"))))
-    return {**os.environ, "LD_LIBRARY_PATH": path, ACTIVE: "1", **_variables(options)}
+    return {**os.environ, "LD_LIBRARY_PATH": path, ACTIVE: "1", **variables(options)}
 
 
-def _variables(options: dict[str, int]) -> dict[str, str]:
+def variables(options: Mapping[str, int]) -> dict[str, str]:
+    """The STUB_CUDA_* variables of these options, whose names are in lower case."""
     return {f"STUB_CUDA_{name.upper()}": str(value) for name, value in options.items()}
-
-
-def python(script: str, **options: int) -> subprocess.CompletedProcess[str]:
-    """Runs a script over a fresh stub with these `STUB_CUDA_*` variables, from a process over the stub."""
-    assert ACTIVE in os.environ, "libcuda.so.1 is not the stub"
-    return scripts.run(script, variables=_variables(options))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Kernels with an unmapped page, or with NaN, right after the end of a request's tokens.
 
-    python tests/support/tails.py KERNEL unmapped|nan    prints the largest error against float64, or dies
+    python -m tests.gpu.tails KERNEL unmapped|nan    prints the largest error against float64, or dies
 
 Each case is a process of its own, since a stray read ends the CUDA context of its process. KERNEL is an adapter's name
 or "cudnn": torch's SDPA by cuDNN alone, which the engine leaves out and a user of torch may not.
@@ -15,13 +15,13 @@ import sys
 from functools import partial
 
 import torch
-from paths import ROOT
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu import PAGE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, HEADS, KV_HEADS, random, usable_kernels
 from bench.gpu.lifetime import end_with
+from tests.support.paths import ROOT
 from vattn import KVConfig
 from vattn.attention import AttentionParams, Contiguous, KVSource, PackedBatch, Span, get
 from vattn.engine.kv.virtual import VirtualKV
@@ -34,13 +34,11 @@ _SECONDS = 40 if DEVICE == "cuda" else 600
 
 def in_a_process(kernel: str, kind: str) -> float:
     """The largest error of a case; infinite if the process died."""
-    command = [sys.executable, __file__, kernel, kind]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.gpu.tails", kernel, kind]
     try:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=variables,
             capture_output=True,
             text=True,
             timeout=_SECONDS,
