@@ -65,6 +65,7 @@ struct Item {
 
 constexpr int kBlock = 128;  // keys between two updates of a row's maximum
 constexpr int kPanels = 4;   // vectors of keys that are scored together
+constexpr int kFewRows = 16;  // that values are unpacked for without being laid out
 constexpr int kMaxLanes = 16;
 
 // Memory of a thread for one item, in elements of four bytes.
@@ -77,6 +78,8 @@ struct Scratch {
   std::uint32_t* weights;  // [rows of a head, kWeightStride]
   float* sums;             // [rows, sum_stride]
   float *maximum, *total, *factor, *next, *rescale;
+  std::uint32_t* few;        // [num_kv_heads, head_dim, 16]
+  float* zeros;              // [sum_stride]
   const std::byte** places;  // [5, kBlock]
   float* scales;             // [2, kBlock]
 };

@@ -126,6 +126,96 @@ struct Avx512 {
   }
 };
 
+// As many neighbours as there are lanes for each of `kRows` rows, for all rows.
+template <int kRows>
+__m512 for_rows(const std::byte* at) {
+  const float* x = reinterpret_cast<const float*>(at);
+  if constexpr (kRows == 1)
+    return _mm512_loadu_ps(x);
+  else if constexpr (kRows == 2)
+    return _mm512_broadcast_f32x8(_mm256_loadu_ps(x));
+  else if constexpr (kRows == 4)
+    return _mm512_broadcast_f32x4(_mm_loadu_ps(x));
+  else if constexpr (kRows == 8)
+    return _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+  else
+    return _mm512_castsi512_ps(_mm512_broadcastd_epi32(_mm_loadu_si32(at)));
+}
+
+// Every second lane of two vectors within groups of four, or every second group of two: the even or the odd ones.
+template <int kLevel, int kOdd>
+__m512 half(__m512 x, __m512 y) {
+  constexpr int kOrder = kOdd ? 0xdd : 0x88;
+  if constexpr (kLevel < 2)
+    return _mm512_shuffle_ps(x, y, kOrder);
+  else
+    return _mm512_shuffle_f32x4(x, y, kOrder);
+}
+
+// Sixteen vectors, one of each key, hold parts of the sums of `kRows` rows. They become a vector for each row, of the
+// keys' sums. Each level takes a bit off the numbers of the lanes: parts are added, then rows are told apart.
+template <int kRows, int kLevel = 0, int kGroups = 1, int kVectors = 16>
+void by_rows(__m512 (&x)[16]) {
+  if constexpr (kLevel < 4) {
+    constexpr bool kParts = (kRows << kLevel) < 16;
+    constexpr int kLeft = kVectors / 2;
+    __m512 y[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroups * kLeft; ++i) {
+      const __m512 even = half<kLevel, 0>(x[2 * i], x[2 * i + 1]), odd = half<kLevel, 1>(x[2 * i], x[2 * i + 1]);
+      if constexpr (kParts) {
+        y[i] = _mm512_add_ps(even, odd);
+      } else {
+        y[i] = even;
+        y[i + kGroups * kLeft] = odd;
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < (kParts ? 1 : 2) * kGroups * kLeft; ++i) x[i] = y[i];
+    by_rows<kRows, kLevel + 1, kParts ? 1 : 2 * kGroups, kLeft>(x);
+  }
+}
+
+// The scores of up to `kRows` rows of queries, which share the lanes: keys are used as they lie. `queries` has, for
+// each vector of keys, `16 / kRows` elements of each row. The lines at the distance `ahead` are fetched.
+template <class Kind, int kRows, class Rows>
+void score_rows(const Rows& keys, int count, int steps, const std::uint32_t* queries, std::int64_t ahead,
+                float* scores) {
+  constexpr int kKeys = 8, kBytes = 64 / kRows;  // keys at a time; bytes of each per step
+  for (int i = 0; i < count; i += 16) {
+    __m512 sums[16];
+#pragma GCC unroll 2
+    for (int half = 0; half < 16; half += kKeys) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) sums[half + j] = _mm512_setzero_ps();
+      if (i + half >= count) break;
+      const std::byte* row[kKeys];
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeys; ++j) row[j] = keys[smaller(i + half + j, count - 1)];
+      const std::uint32_t* q = queries;
+      const auto step = [&](int at) {
+        const __m512 x = _mm512_loadu_ps(reinterpret_cast<const float*>(q));
+        q += 16;
+#pragma GCC unroll 8
+        for (int j = 0; j < kKeys; ++j)
+          sums[half + j] = Kind::dot(sums[half + j], x, for_rows<kRows>(row[j] + at));
+      };
+      int at = 0;
+      for (; at + 64 <= steps * kBytes; at += 64)
+#pragma GCC unroll 16
+        for (int s = 0; s < kRows; ++s) {
+#pragma GCC unroll 8
+          for (int j = s * kKeys / kRows; j < (s + 1) * kKeys / kRows; ++j) fetch(row[j] + ahead + at);
+          step(at + s * kBytes);
+        }
+      for (; at < steps * kBytes; at += kBytes) step(at);
+    }
+    by_rows<kRows>(sums);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(scores + r * kBlock + i, sums[r]);
+  }
+}
+
 // Panels of two neighbours of bfloat16 per element, as they are stored.
 template <class Isa_>
 struct Neighbours {

@@ -13,6 +13,10 @@ struct Quads {
   static constexpr int kElements = 4;
   static constexpr int kTokens = 4;
   static constexpr int kVectors = 4;
+  static int lane_rows(int, int) { return 0; }
+  template <class Rows>
+  static void score(int, const Rows&, int, int, const std::uint32_t*, std::int64_t, float*) {}
+  static constexpr int kElementBytes = 4, kVectorBytes = 16;
   static constexpr bool kScaled = true;
   static constexpr int kHead = 2;
   static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
