@@ -1,5 +1,5 @@
 // AVX-512 with products of floats.
-#include "avx512.h"
+#include "avx512_lanes.h"
 
 #include "layer_rows.h"
 #include "linear_tile.h"
@@ -11,10 +11,7 @@ namespace {
 struct Widened : Neighbours<Avx512> {
   static constexpr int kTokens = 1;
   static constexpr int kVectors = 2;
-  static int lane_rows(int, int) { return 0; }
-  template <class Rows>
-  static void score(int, const Rows&, int, int, const std::uint32_t*, std::int64_t, float*) {}
-  static constexpr int kElementBytes = 4, kVectorBytes = 32;
+  static constexpr int kVectorBytes = 32;
 
   static F even(F pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
   static F odd(F pairs) {
@@ -29,6 +26,18 @@ struct Widened : Neighbours<Avx512> {
     }
   };
   using ForValues = FloatOperands<Avx512>::Product;
+
+  using Lanes = RowLanes<Widened>;
+  static constexpr int kLaneRows = 4, kQueryParts = 2, kHead = 0;
+  struct LaneSum {
+    F sum;
+    void start(const std::uint32_t*) { sum = Isa::zero(); }
+    void step(const std::uint32_t* queries, int part, F keys) {
+      const float* q = reinterpret_cast<const float*>(queries);
+      sum = Isa::fma(Isa::load(q + part), odd(keys), Isa::fma(Isa::load(q), even(keys), sum));
+    }
+    F finish() const { return sum; }
+  };
 
   static int query_stride(int head_dim) { return head_dim; }
   static int query_gap(int head_dim) { return head_dim / 2; }

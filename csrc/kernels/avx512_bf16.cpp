@@ -1,7 +1,7 @@
 // AVX-512 with products of pairs of bfloat16.
 #include <chrono>
 
-#include "avx512.h"
+#include "avx512_lanes.h"
 
 namespace vattn::kernels {
 namespace {
@@ -10,30 +10,18 @@ namespace {
 struct Pairs : Neighbours<Avx512> {
   static constexpr int kTokens = 2;
   static constexpr int kVectors = 2;
-  static int lane_rows(int rows, int head_dim) {
-    int lanes = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : rows <= 8 ? 8 : rows <= 16 ? 16 : 0;
-    while (lanes && head_dim / kElements * lanes % Isa::kLanes) lanes *= 2;
-    return lanes;
-  }
-  template <class Rows>
-  static void score(int rows, const Rows& keys, int count, int steps, const std::uint32_t* queries,
-                    std::int64_t ahead, float* scores) {
-    switch (rows) {
-      case 1:
-        return score_rows<Pairs, 1>(keys, count, steps, queries, ahead, scores);
-      case 2:
-        return score_rows<Pairs, 2>(keys, count, steps, queries, ahead, scores);
-      case 4:
-        return score_rows<Pairs, 4>(keys, count, steps, queries, ahead, scores);
-      case 8:
-        return score_rows<Pairs, 8>(keys, count, steps, queries, ahead, scores);
-      default:
-        return score_rows<Pairs, 16>(keys, count, steps, queries, ahead, scores);
-    }
-  }
-  static constexpr int kElementBytes = 4, kVectorBytes = 32;
+  static constexpr int kVectorBytes = 32;
 
-  static F dot(F sum, F queries, F keys) { return _mm512_dpbf16_ps(sum, (__m512bh)queries, (__m512bh)keys); }
+  using Lanes = RowLanes<Pairs>;
+  static constexpr int kLaneRows = 16, kQueryParts = 1, kHead = 0;
+  struct LaneSum {
+    F sum;
+    void start(const std::uint32_t*) { sum = Isa::zero(); }
+    void step(const std::uint32_t* queries, int, F keys) {
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_ps(queries), (__m512bh)keys);
+    }
+    F finish() const { return sum; }
+  };
 
   struct Product : PlainProduct<Isa> {
     static F step(F sum, const std::uint32_t* a, int, F b) {

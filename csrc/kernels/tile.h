@@ -130,17 +130,23 @@ struct FloatOperands {
   }
 };
 
+// Of kinds whose keys are always laid out as panels.
+struct NoLanes {
+  static int count(int, int) { return 0; }
+  static int size(int, int) { return 0; }
+  static void add(const std::uint32_t*, int, int, int, std::uint32_t*) {}
+  template <class Rows>
+  static void score(int, const Rows&, int, int, const std::uint32_t*, const float*, std::int64_t, float*) {}
+};
+
 // Of a stored type.
 template <class Isa, Type kStored>
 struct Floats : FloatOperands<Isa> {
   using F = typename Isa::F;
   static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
   static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
-  // How many rows share the lanes of a vector where keys are used as they lie; 0 where they are not.
-  static int lane_rows(int, int) { return 0; }
-  template <class Rows>
-  static void score(int, const Rows&, int, int, const std::uint32_t*, std::int64_t, float*) {}
-  static constexpr int kElementBytes = size_of(kStored), kVectorBytes = Isa::kLanes * size_of(kStored);
+  using Lanes = NoLanes;
+  static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of rows of values, for a vector
   static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
   static constexpr bool kScaled = kStored == Type::kInt8;
 
@@ -376,12 +382,13 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, const Plac
   const std::byte* rows[kLanes];
   for (int i = 0; i < kLanes; ++i) rows[i] = keys[first + smaller(i, count - 1)];
   const int steps = head_dim / Kind::kElements;
+  constexpr int kBytes = Kind::kElements * Kind::kVectorBytes / kLanes;  // of a step
   for (int k = 0; k < steps; k += kLanes) {
     typename Isa::F x[kLanes];
     const int rest = smaller(kLanes, steps - k);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) x[i] = Kind::keys(rows[i], k * Kind::kElements, rest);
-    for (int i = 0; i < count; ++i) fetch(next[first + i] + k * Kind::kElementBytes);
+    for (int i = 0; i < count; ++i) fetch(next[first + i] + k * kBytes);
     Isa::transpose(x);
     float* out = reinterpret_cast<float*>(panel) + k * kLanes;
     if (rest == kLanes) {
@@ -537,17 +544,12 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         s.maximum[r] = sink ? Softmax<Isa>::sink(a, head) : kLowest;
         s.total[r] = sink ? 1 + 0 * a.sinks[head] : 0;  // NaN if it is not finite
       }
-  const int lanes = Kind::lane_rows(rows, a.head_dim);
-  const int parts = lanes ? kLanes / lanes : 1;  // elements of a row in a vector
-  const int few_stride = a.head_dim / Kind::kElements * lanes;
-  for (int h = 0; h < (lanes ? item.num_heads : 0); ++h) {
-    std::uint32_t* few = s.few + h * few_stride;
-    std::memset(few, 0, sizeof(*few) * few_stride);
-    for (int r = 0; r < rows; ++r) {
-      const std::uint32_t* query = s.queries + (h * rows + r) * static_cast<std::int64_t>(stride);
-      for (int k = 0, i = r * parts; i < few_stride; k += parts, i += kLanes)
-        std::memcpy(few + i, query + k, sizeof(*few) * parts);
-    }
+  const int lanes = Kind::Lanes::count(rows, a.head_dim), lane_size = Kind::Lanes::size(lanes, a.head_dim);
+  if (lanes) {
+    std::memset(s.lanes, 0, sizeof(*s.lanes) * item.num_heads * lane_size);
+    for (int r = 0; r < all; ++r)
+      Kind::Lanes::add(s.queries + r * static_cast<std::int64_t>(stride), r % rows, lanes, a.head_dim,
+                       s.lanes + r / rows * lane_size);
   }
   const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
   std::memset(s.zeros, 0, sizeof(float) * width);
@@ -585,9 +587,9 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
       const float* value_scales = Kind::kScaled ? s.scales + kBlock : nullptr;
 
       if (lanes)
-        keys.visit([&]<class Rows>(const Rows& places) {
-          Kind::score(lanes, places, count, few_stride / kLanes, s.few + h * few_stride,
-                      together ? distance(a.key, a.value) : 0, s.scores);
+        keys.visit([&](const auto& places) {
+          Kind::Lanes::score(lanes, places, count, a.head_dim, s.lanes + h * lane_size, s.factor + h * rows,
+                             together ? distance(a.key, a.value) : 0, s.scores);
         });
       const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
       const std::int64_t panel = a.head_dim / Kind::kElements * kLanes;
