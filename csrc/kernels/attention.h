@@ -65,7 +65,6 @@ struct Item {
 
 constexpr int kBlock = 128;  // keys between two updates of a row's maximum
 constexpr int kPanels = 4;   // vectors of keys that are scored together
-constexpr int kFewRows = 16;  // that values are unpacked for without being laid out
 constexpr int kMaxLanes = 16;
 
 // Memory of a thread for one item, in elements of four bytes.

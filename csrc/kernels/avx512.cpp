@@ -1,6 +1,5 @@
 // AVX-512 with products of floats.
 #include "avx512_lanes.h"
-
 #include "layer_rows.h"
 #include "linear_tile.h"
 

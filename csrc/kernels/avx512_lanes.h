@@ -1,8 +1,8 @@
 // Scores of a few rows of queries by vectors of sixteen lanes, with keys as they lie.
 //
-// The rows share the lanes: each has `16 / rows` neighbouring lanes, for as many neighbouring elements. Keys need not be
-// transposed then: what a step reads of a key is repeated for every row by the load itself. The lanes of a row are added
-// at the end, for sixteen keys at once. With more than sixteen rows, panels take fewer products.
+// The rows share the lanes: each has `16 / rows` neighbouring lanes, for as many neighbouring elements. Keys need not
+// be transposed then: what a step reads of a key is repeated for every row by the load itself. The lanes of a row are
+// added at the end, for sixteen keys at once. With more than sixteen rows, panels take fewer products.
 #pragma once
 
 #include "avx512.h"

@@ -49,7 +49,7 @@ struct Quads {
   };
 
   using Lanes = RowLanes<Quads>;
-  static constexpr int kLaneRows = 16, kQueryParts = 2;
+  static constexpr int kLaneRows = 4, kQueryParts = 2;
   struct LaneSum {
     Product::Sum sum;
     void start(const std::uint32_t* queries) {

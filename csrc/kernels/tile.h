@@ -2,9 +2,10 @@
 //
 // Keys are taken in blocks of 128 tokens. Within a block, `lanes` keys at a time are transposed into a panel, in which
 // a vector holds the same element of each; then a tile of query rows is multiplied with the panels, one element of a
-// row against a vector of keys, so that scores need no sum across lanes. Values are laid out as panels too, and the
-// weights multiplied with them by the same product. All query heads of a KV head, and all new tokens, are rows of the
-// product, so each key and value is read from memory once.
+// row against a vector of keys, so that scores need no sum across lanes. For a few rows, some kinds use keys and values
+// as they lie (`Kind::Lanes`): laying them out would take longer than the products. Otherwise values are laid out as
+// panels too, and the weights multiplied with them by the same product. All query heads of a KV head, and all new
+// tokens, are rows of the product, so each key and value is read from memory once.
 //
 // `Isa` has vectors of floats and conversions, `Kind` the format of the operands: floats, pairs of bfloat16, or codes
 // of eight bits. Everything is in an anonymous namespace: each instruction set has its own copy, compiled with its
@@ -146,8 +147,9 @@ struct Floats : FloatOperands<Isa> {
   static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
   static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
   using Lanes = NoLanes;
+  static constexpr int kLaneRows = 0;
   static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of rows of values, for a vector
-  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
+  static constexpr int kVectors = 1;  // of values, whose lanes are in an order of their own that `order` mends
   static constexpr bool kScaled = kStored == Type::kInt8;
 
   static F keys(const std::byte* row, int first, int count) {
@@ -259,7 +261,7 @@ struct Values {
   const Rows& rows;
   int count;
   const std::byte* zeros;  // in place of what comes after the last row
-  const Rows& next;  // are fetched, a line for each line that is read
+  const Rows& next;        // are fetched, a line for each line that is read
 
   template <int kColumns>
   void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
@@ -272,8 +274,7 @@ struct Values {
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; c += kTogether) {
 #pragma GCC unroll 4
-      for (int i = 0; i < Kind::kTokens; ++i)
-        fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
+      for (int i = 0; i < Kind::kTokens; ++i) fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
       typename Isa::F x[kTogether];
       Kind::values(row, Kind::kTokens, (first + c) * Isa::kLanes, kTogether * Isa::kLanes, x);
 #pragma GCC unroll 4
@@ -498,12 +499,12 @@ struct Softmax {
 // The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
 // shows it in whatever is computed with the row, and likewise a scale below 0, which no kernel of codes can use.
 inline void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
-  with_type(type, [&]<Type kType>() {
-    for (int i = 0; i < count; ++i) {
-      const float x = element<kType>(rows[i]);
-      out[i] = x < 0 ? __builtin_nanf("") : x + 0 * x;
-    }
+  rows.visit([&](const auto& places) {
+    with_type(type, [&]<Type kType>() {
+      for (int i = 0; i < count; ++i) out[i] = element<kType>(places[i]);
+    });
   });
+  for (int i = 0; i < count; ++i) out[i] = out[i] < 0 ? __builtin_nanf("") : out[i] + 0 * out[i];
   for (int i = count; i < padded; ++i) out[i] = 0;
 }
 
@@ -570,9 +571,8 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
     Place first_key_scales, first_value_scales;
     if constexpr (Kind::kScaled) {
       first_key_scales = Place(a, a.key_scale, request, item.head, begin, s.places + 3 * kBlock);
-      first_value_scales = scales_together
-                               ? first_key_scales + distance(a.key_scale, a.value_scale)
-                               : Place(a, a.value_scale, request, item.head, begin, s.places + 4 * kBlock);
+      first_value_scales = scales_together ? first_key_scales + distance(a.key_scale, a.value_scale)
+                                           : Place(a, a.value_scale, request, item.head, begin, s.places + 4 * kBlock);
     }
     for (int h = 0; h < item.num_heads; ++h) {
       const Place keys = first_keys + h * a.key.head_stride, values = first_values + h * a.value.head_stride;
@@ -629,7 +629,7 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
                                            s.sums + h * rows * width + first * kLanes, width);
       };
       int whole = 0;
-      if (Kind::kTokens == 1 || rows <= kFewRows) {
+      if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {
         whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
         values.visit([&]<class Rows>(const Rows& places) {
           weigh(Values<Kind, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
