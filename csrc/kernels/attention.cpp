@@ -115,6 +115,8 @@ std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* 
   take(s.weights, rows * kWeightStride);
   take(s.sums, rows * width);
   for (float** field : {&s.maximum, &s.total, &s.factor, &s.next, &s.rescale}) take(*field, rows);
+  take(s.lanes, std::int64_t{a.num_kv_heads} * a.head_dim * kMaxLanes);
+  take(s.zeros, width);
   take(s.places, 5 * kBlock);
   take(s.scales, 2 * kBlock);
   return used;

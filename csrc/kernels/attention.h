@@ -77,6 +77,8 @@ struct Scratch {
   std::uint32_t* weights;  // [rows of a head, kWeightStride]
   float* sums;             // [rows, sum_stride]
   float *maximum, *total, *factor, *next, *rescale;
+  std::uint32_t* lanes;      // [num_kv_heads, head_dim, kMaxLanes]; for heads of 4 and more
+  float* zeros;              // [sum_stride]
   const std::byte** places;  // [5, kBlock]
   float* scales;             // [2, kBlock]
 };

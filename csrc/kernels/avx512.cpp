@@ -1,6 +1,5 @@
 // AVX-512 with products of floats.
-#include "avx512.h"
-
+#include "avx512_lanes.h"
 #include "layer_rows.h"
 #include "linear_tile.h"
 
@@ -11,6 +10,7 @@ namespace {
 struct Widened : Neighbours<Avx512> {
   static constexpr int kTokens = 1;
   static constexpr int kVectors = 2;
+  static constexpr int kVectorBytes = 32;
 
   static F even(F pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
   static F odd(F pairs) {
@@ -26,6 +26,18 @@ struct Widened : Neighbours<Avx512> {
   };
   using ForValues = FloatOperands<Avx512>::Product;
 
+  using Lanes = RowLanes<Widened>;
+  static constexpr int kLaneRows = 4, kQueryParts = 2, kHead = 0;
+  struct LaneSum {
+    F sum;
+    void start(const std::uint32_t*) { sum = Isa::zero(); }
+    void step(const std::uint32_t* queries, int part, F keys) {
+      const float* q = reinterpret_cast<const float*>(queries);
+      sum = Isa::fma(Isa::load(q + part), odd(keys), Isa::fma(Isa::load(q), even(keys), sum));
+    }
+    F finish() const { return sum; }
+  };
+
   static int query_stride(int head_dim) { return head_dim; }
   static int query_gap(int head_dim) { return head_dim / 2; }
   static constexpr int kWeightGap = 0;
@@ -33,12 +45,11 @@ struct Widened : Neighbours<Avx512> {
     return FloatOperands<Avx512>::pack_weights(weights, vectors, out);
   }
 
-  // `first` is even.
-  static F value(const std::byte* row, int first, int c, int rest) {
-    const std::byte* at = row + 64 * (first / 2 + c / 2);
-    const int count = rest / 2 - Isa::kLanes * (c / 2);
-    const F pairs = count >= Isa::kLanes ? _mm512_loadu_ps(at) : Isa::dwords(at, count);
-    return c % 2 ? odd(pairs) : even(pairs);
+  static void values(const std::byte* const* rows, int, int first, int rest, F (&out)[2]) {
+    const std::byte* at = rows[0] + 2 * first;
+    const F pairs = rest >= 2 * Isa::kLanes ? _mm512_loadu_ps(at) : Isa::dwords(at, rest / 2);
+    out[0] = even(pairs);
+    out[1] = odd(pairs);
   }
   static void order(F (&x)[2]) {
     const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

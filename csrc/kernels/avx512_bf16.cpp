@@ -1,7 +1,7 @@
 // AVX-512 with products of pairs of bfloat16.
 #include <chrono>
 
-#include "avx512.h"
+#include "avx512_lanes.h"
 
 namespace vattn::kernels {
 namespace {
@@ -10,6 +10,18 @@ namespace {
 struct Pairs : Neighbours<Avx512> {
   static constexpr int kTokens = 2;
   static constexpr int kVectors = 2;
+  static constexpr int kVectorBytes = 32;
+
+  using Lanes = RowLanes<Pairs>;
+  static constexpr int kLaneRows = 16, kQueryParts = 1, kHead = 0;
+  struct LaneSum {
+    F sum;
+    void start(const std::uint32_t*) { sum = Isa::zero(); }
+    void step(const std::uint32_t* queries, int, F keys) {
+      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_ps(queries), (__m512bh)keys);
+    }
+    F finish() const { return sum; }
+  };
 
   struct Product : PlainProduct<Isa> {
     static F step(F sum, const std::uint32_t* a, int, F b) {

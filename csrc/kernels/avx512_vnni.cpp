@@ -1,5 +1,5 @@
 // AVX-512 with products of 8-bit quads.
-#include "avx512.h"
+#include "avx512_lanes.h"
 
 namespace vattn::kernels {
 namespace {
@@ -13,6 +13,7 @@ struct Quads {
   static constexpr int kElements = 4;
   static constexpr int kTokens = 4;
   static constexpr int kVectors = 4;
+  static constexpr int kVectorBytes = 16;
   static constexpr bool kScaled = true;
   static constexpr int kHead = 2;
   static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
@@ -45,6 +46,21 @@ struct Quads {
       return {_mm512_dpbusd_epi32(sum.high, broadcast(a[kHead]), codes),
               _mm512_dpbusd_epi32(sum.low, broadcast(a[kHead + gap]), codes)};
     }
+  };
+
+  using Lanes = RowLanes<Quads>;
+  static constexpr int kLaneRows = 4, kQueryParts = 2;
+  struct LaneSum {
+    Product::Sum sum;
+    void start(const std::uint32_t* queries) {
+      sum = {_mm512_loadu_si512(queries), _mm512_loadu_si512(queries + Isa::kLanes)};
+    }
+    void step(const std::uint32_t* queries, int part, F keys) {
+      const __m512i codes = unsigned_codes(keys);
+      sum = {_mm512_dpbusd_epi32(sum.high, codes, _mm512_loadu_si512(queries)),
+             _mm512_dpbusd_epi32(sum.low, codes, _mm512_loadu_si512(queries + part))};
+    }
+    F finish() const { return Product::finish(sum, 1); }
   };
 
   static int query_stride(int head_dim) { return kHead + head_dim / 2; }
@@ -85,9 +101,11 @@ struct Quads {
     return largest / kLargest + Isa::sum(poison);
   }
 
+  static __m512i unsigned_codes(F codes) {
+    return _mm512_xor_si512(_mm512_castps_si512(codes), _mm512_set1_epi8(-128));
+  }
   static F keys(const std::byte* row, int first, int count) {
-    const __m512i codes = _mm512_castps_si512(Isa::dwords(row + first, count));
-    return _mm512_castsi512_ps(_mm512_xor_si512(codes, _mm512_set1_epi8(-128)));
+    return _mm512_castsi512_ps(unsigned_codes(Isa::dwords(row + first, count)));
   }
 
   static void values(const std::byte* const* rows, int present, int first, int rest, F (&out)[4]) {

@@ -23,13 +23,12 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   constexpr int kLanes = Isa::kLanes;
   const int pairs = static_cast<int>(linear.in / 2);
   const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
-  Ahead none;
   for (int pair = 0; pair < pairs; pair += kPairs) {
     const Panels<Isa> weight{linear.panels + item.panel * panel + pair * kLanes, panel};
     multiply<typename Kind::ForKeys>(
         static_cast<int>(item.num_rows), reinterpret_cast<const std::uint32_t*>(item.input + pair),
         static_cast<int>(linear.in), pairs, weight, static_cast<int>(item.num_panels), smaller(kPairs, pairs - pair),
-        item.ones, pair ? item.ones : nullptr, item.sums, width, none);
+        item.ones, pair ? item.ones : nullptr, item.sums, width);
   }
   constexpr int kSize = size_of(Type::kBFloat16);
   const std::int64_t first = item.panel * kLanes;

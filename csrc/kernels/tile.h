@@ -2,9 +2,10 @@
 //
 // Keys are taken in blocks of 128 tokens. Within a block, `lanes` keys at a time are transposed into a panel, in which
 // a vector holds the same element of each; then a tile of query rows is multiplied with the panels, one element of a
-// row against a vector of keys, so that scores need no sum across lanes. Values are laid out as panels too, and the
-// weights multiplied with them by the same product. All query heads of a KV head, and all new tokens, are rows of the
-// product, so each key and value is read from memory once.
+// row against a vector of keys, so that scores need no sum across lanes. For a few rows, some kinds use keys and values
+// as they lie (`Kind::Lanes`): laying them out would take longer than the products. Otherwise values are laid out as
+// panels too, and the weights multiplied with them by the same product. All query heads of a KV head, and all new
+// tokens, are rows of the product, so each key and value is read from memory once.
 //
 // `Isa` has vectors of floats and conversions, `Kind` the format of the operands: floats, pairs of bfloat16, or codes
 // of eight bits. Everything is in an anonymous namespace: each instruction set has its own copy, compiled with its
@@ -12,6 +13,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "attention.h"
 
@@ -77,6 +79,10 @@ auto with_type(Type type, const Function& function) {
   }
 }
 
+// Brings the line that will be needed next into the second cache: the first one has no room for it beside what is read
+// meanwhile, and the hardware does not look further ahead than a few rows.
+inline void fetch(const std::byte* at) { __builtin_prefetch(at, 0, 2); }
+
 // A product whose sums are floats.
 template <class Isa_>
 struct PlainProduct {
@@ -125,21 +131,33 @@ struct FloatOperands {
   }
 };
 
+// Of kinds whose keys are always laid out as panels.
+struct NoLanes {
+  static int count(int, int) { return 0; }
+  static int size(int, int) { return 0; }
+  static void add(const std::uint32_t*, int, int, int, std::uint32_t*) {}
+  template <class Rows>
+  static void score(int, const Rows&, int, int, const std::uint32_t*, const float*, std::int64_t, float*) {}
+};
+
 // Of a stored type.
 template <class Isa, Type kStored>
 struct Floats : FloatOperands<Isa> {
   using F = typename Isa::F;
   static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
   static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
-  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
+  using Lanes = NoLanes;
+  static constexpr int kLaneRows = 0;
+  static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of rows of values, for a vector
+  static constexpr int kVectors = 1;  // of values, whose lanes are in an order of their own that `order` mends
   static constexpr bool kScaled = kStored == Type::kInt8;
 
   static F keys(const std::byte* row, int first, int count) {
     return Isa::template widen<kStored>(row + first * size_of(kStored), count);
   }
-  // The vector `first + c` of a row of values, which has `rest` elements from vector `first` on.
-  static F value(const std::byte* row, int first, int c, int rest) {
-    return keys(row, (first + c) * Isa::kLanes, smaller(Isa::kLanes, rest - c * Isa::kLanes));
+  // Vectors of the rows of `kTokens` tokens, of which `present` are there, which have `rest` elements from `first` on.
+  static void values(const std::byte* const* rows, int, int first, int rest, F (&out)[kVectors]) {
+    out[0] = keys(rows[0], first, smaller(Isa::kLanes, rest));
   }
   static void order(F (&)[kVectors]) {}
 };
@@ -154,31 +172,57 @@ struct Contiguous {
 // or in blocks that a table names, which are listed.
 struct Paged {
   const std::byte* const* rows;
-  const std::byte* operator[](int i) const { return rows[i]; }
+  std::int64_t offset;
+  const std::byte* operator[](int i) const { return rows[i] + offset; }
 };
+
+inline bool alike(const Rows& x, const Rows& y) {
+  return x.slot_stride == y.slot_stride && x.token_stride == y.token_stride && x.head_stride == y.head_stride;
+}
+
+// How far the rows of one are from those of another.
+inline std::int64_t distance(const Rows& from, const Rows& to) {
+  return reinterpret_cast<std::intptr_t>(to.data) - reinterpret_cast<std::intptr_t>(from.data);
+}
 
 // Either of them.
 class Place {
  public:
+  Place() = default;
   Place(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) {
     const std::byte* data = rows.data + head * rows.head_stride;
     if (!a.table) {
       contiguous_ = {data + a.slots[request] * rows.slot_stride + first * rows.token_stride, rows.token_stride};
       return;
     }
-    paged_ = {room};
+    paged_ = {room, 0};
+    const std::byte** end = room + kBlock;
     const std::int32_t* table = a.table + a.slots[request] * a.table_stride;
     int block = first / a.block_size, rest = first % a.block_size;
     for (int left = smaller(kBlock, a.lengths[request] - first); left > 0; ++block, rest = 0) {
       const std::byte* at = data + table[block] * rows.slot_stride;
       for (; left > 0 && rest < a.block_size; --left, ++rest) *room++ = at + rest * rows.token_stride;
     }
+    while (room < end) *room++ = data;  // fetched perhaps, never read
+  }
+
+  // The same rows at a distance.
+  Place operator+(std::int64_t offset) const {
+    Place other = *this;
+    other.contiguous_.data += offset;
+    other.paged_.offset += offset;
+    return other;
   }
 
   const std::byte* operator[](int i) const { return paged_.rows ? paged_[i] : contiguous_[i]; }
 
-  const std::byte* const* listed() const { return paged_.rows; }
-  std::int64_t stride() const { return contiguous_.stride; }
+  template <class Rows>
+  const Rows& as() const {
+    if constexpr (std::is_same_v<Rows, Paged>)
+      return paged_;
+    else
+      return contiguous_;
+  }
 
   // Calls a function with the rows as what they are.
   template <class Function>
@@ -194,38 +238,6 @@ class Place {
   Paged paged_{};
 };
 
-// Rows that will be needed next, fetched a few lines at a time while the products leave the memory idle: the hardware
-// does not look further ahead than a few rows.
-class Ahead {
- public:
-  Ahead() = default;  // nothing
-  Ahead(const Place& rows, int count, std::int64_t row_bytes)
-      : listed_(rows.listed()),
-        at_(count > 0 ? rows[0] : nullptr),
-        stride_(rows.stride()),
-        left_(count),
-        lines_(static_cast<int>((row_bytes + 63) / 64)) {}
-
-  void fetch() {
-    fetch_line();
-    fetch_line();
-  }
-
- private:
-  void fetch_line() {
-    if (left_ <= 0) return;
-    __builtin_prefetch(at_ + 64 * line_);
-    if (++line_ < lines_) return;
-    line_ = 0;
-    if (--left_) at_ = listed_ ? *++listed_ : at_ + stride_;
-  }
-
-  const std::byte* const* listed_ = nullptr;
-  const std::byte* at_ = nullptr;
-  std::int64_t stride_ = 0;
-  int left_ = 0, lines_ = 0, line_ = 0;
-};
-
 // The right side of a product: vectors that were laid out one after another,
 template <class Isa>
 struct Panels {
@@ -233,25 +245,47 @@ struct Panels {
   const std::uint32_t* data;
   std::int64_t stride;
 
-  typename Isa::F operator()(int first, int c, int k) const {
-    return Isa::load(reinterpret_cast<const float*>(data + (first + c) * stride + k * Isa::kLanes));
+  template <int kColumns>
+  void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c)
+      b[c] = Isa::load(reinterpret_cast<const float*>(data + (first + c) * stride + k * Isa::kLanes));
   }
 };
 
 // or values as they are stored, where they fill their vectors.
 template <class Kind, class Rows>
 struct Values {
+  using Isa = typename Kind::Isa;
   static constexpr int kTogether = Kind::kVectors;
   const Rows& rows;
+  int count;
+  const std::byte* zeros;  // in place of what comes after the last row
+  const Rows& next;        // are fetched, a line for each line that is read
 
-  typename Kind::Isa::F operator()(int first, int c, int k) const {
-    return Kind::value(rows[k], first, c, (c + Kind::kVectors) * Kind::Isa::kLanes);
+  template <int kColumns>
+  void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
+    const std::byte* row[Kind::kTokens];
+#pragma GCC unroll 4
+    for (int i = 0; i < Kind::kTokens; ++i) {
+      const int token = k * Kind::kTokens + i;
+      row[i] = i == 0 || token < count ? rows[token] : zeros;
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; c += kTogether) {
+#pragma GCC unroll 4
+      for (int i = 0; i < Kind::kTokens; ++i) fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
+      typename Isa::F x[kTogether];
+      Kind::values(row, Kind::kTokens, (first + c) * Isa::kLanes, kTogether * Isa::kLanes, x);
+#pragma GCC unroll 4
+      for (int i = 0; i < kTogether; ++i) b[c + i] = x[i];
+    }
   }
 };
 
 template <class Product, int kRows, int kColumns, class Right>
 void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, int first, int steps,
-             const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
+             const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   using Isa = typename Product::Isa;
   using F = typename Isa::F;
   typename Product::Sum sums[kRows][kColumns];
@@ -260,10 +294,8 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::start(a + r * a_stride);
   for (int k = 0; k < steps; ++k) {
-    next.fetch();
     F b[kColumns];
-#pragma GCC unroll 4
-    for (int c = 0; c < kColumns; ++c) b[c] = right(first, c, k);
+    right.load(first, k, b);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -282,28 +314,37 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
 
 template <class Product, int kRows, class Right>
 void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
-                     const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
+                     const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   constexpr int kColumns = Product::columns(kRows);
   int c = 0;
   const auto go = [&]<int kCount>() {
     for (; c + kCount <= columns; c += kCount)
-      product<Product, kRows, kCount>(a, a_stride, gap, right, c, steps, factor, rescale, out, out_stride, next);
+      product<Product, kRows, kCount>(a, a_stride, gap, right, c, steps, factor, rescale, out, out_stride);
   };
   go.template operator()<kColumns>();
-  if constexpr (kColumns > 2) go.template operator()<2>();
+  if constexpr (kColumns > 2 && Right::kTogether <= 2) go.template operator()<2>();
   if constexpr (Right::kTogether == 1) go.template operator()<1>();
+}
+
+// How many rows of sums fit beside what comes together.
+template <class Product, class Right>
+constexpr int most_rows() {
+  int rows = Product::kMaxRows;
+  while (Product::columns(rows) < Right::kTogether) --rows;
+  return rows;
 }
 
 // out = rescale * out + factor * (a x right), for any number of rows; out = factor * (a x right) without rescale.
 template <class Product, class Right>
 void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
-              const float* factor, const float* rescale, float* out, std::int64_t out_stride, Ahead& next) {
+              const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   // Tiles of nearly equal size: nine rows are five and four.
-  const int tile = ceil_div(rows, ceil_div(rows, Product::kMaxRows));
+  constexpr int kMost = most_rows<Product, Right>();
+  const int tile = ceil_div(rows, ceil_div(rows, kMost));
   for (int r = 0; r < rows; r += tile) {
     const auto go = [&]<int kRows>() {
       product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, right, columns, steps, factor + r,
-                                      rescale ? rescale + r : nullptr, out + r * out_stride, out_stride, next);
+                                      rescale ? rescale + r : nullptr, out + r * out_stride, out_stride);
     };
     switch (smaller(tile, rows - r)) {
       case 1:
@@ -316,19 +357,19 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
         go.template operator()<3>();
         break;
       case 4:
-        go.template operator()<4>();
+        if constexpr (kMost >= 4) go.template operator()<4>();
         break;
       case 5:
-        if constexpr (Product::kMaxRows >= 5) go.template operator()<5>();
+        if constexpr (kMost >= 5) go.template operator()<5>();
         break;
       case 6:
-        if constexpr (Product::kMaxRows >= 6) go.template operator()<6>();
+        if constexpr (kMost >= 6) go.template operator()<6>();
         break;
       case 7:
-        if constexpr (Product::kMaxRows >= 7) go.template operator()<7>();
+        if constexpr (kMost >= 7) go.template operator()<7>();
         break;
       case 8:
-        if constexpr (Product::kMaxRows >= 8) go.template operator()<8>();
+        if constexpr (kMost >= 8) go.template operator()<8>();
         break;
     }
   }
@@ -336,17 +377,19 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
 
 // Transposes up to kLanes keys into a panel; the lanes after them repeat the last one.
 template <class Kind>
-void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint32_t* panel) {
+void pack_keys(const Place& keys, int first, int count, int head_dim, const Place& next, std::uint32_t* panel) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
   const std::byte* rows[kLanes];
   for (int i = 0; i < kLanes; ++i) rows[i] = keys[first + smaller(i, count - 1)];
   const int steps = head_dim / Kind::kElements;
+  constexpr int kBytes = Kind::kElements * Kind::kVectorBytes / kLanes;  // of a step
   for (int k = 0; k < steps; k += kLanes) {
     typename Isa::F x[kLanes];
     const int rest = smaller(kLanes, steps - k);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) x[i] = Kind::keys(rows[i], k * Kind::kElements, rest);
+    for (int i = 0; i < count; ++i) fetch(next[first + i] + k * kBytes);
     Isa::transpose(x);
     float* out = reinterpret_cast<float*>(panel) + k * kLanes;
     if (rest == kLanes) {
@@ -358,9 +401,9 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, std::uint3
   }
 }
 
-// Of the rows of `kTokens` tokens, as many vectors.
+// Lays out the elements from `from` on of values. `kVectors` vectors come of the rows of `kTokens` tokens.
 template <class Kind>
-void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* panels) {
+void pack_values(const Place& values, int count, int from, int v_head_dim, const Place& next, std::uint32_t* panels) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
   for (int token = 0; token < count; token += Kind::kTokens) {
@@ -368,25 +411,14 @@ void pack_values(const Place& values, int count, int v_head_dim, std::uint32_t* 
     const int present = smaller(Kind::kTokens, count - token);
     for (int i = 0; i < Kind::kTokens; ++i) rows[i] = values[token + smaller(i, present - 1)];
     float* out = reinterpret_cast<float*>(panels) + token / Kind::kTokens * kLanes;
-    for (int d = 0; d < v_head_dim; d += kLanes * Kind::kTokens, out += kBlock * kLanes * Kind::kTokens) {
-      typename Isa::F x[Kind::kTokens];
+    for (int d = from; d < v_head_dim; d += kLanes * Kind::kVectors, out += kBlock * kLanes * Kind::kVectors) {
+      typename Isa::F x[Kind::kVectors];
+      for (int i = 0; i < present; ++i) fetch(next[token + i] + d / kLanes * Kind::kVectorBytes);
       Kind::values(rows, present, d, v_head_dim - d, x);
 #pragma GCC unroll 4
-      for (int i = 0; i < Kind::kTokens; ++i) Isa::store(out + i * kBlock * kLanes, x[i], kLanes);
+      for (int i = 0; i < Kind::kVectors; ++i) Isa::store(out + i * kBlock * kLanes, x[i], kLanes);
     }
   }
-}
-
-// What is left of rows of values after `whole` vectors: one to `kVectors` of them, in as many panels.
-template <class Kind>
-void pack_rest(const Place& values, int count, int whole, int v_head_dim, std::uint32_t* panels) {
-  using Isa = typename Kind::Isa;
-  constexpr int kLanes = Isa::kLanes;
-  float* out = reinterpret_cast<float*>(panels);
-  for (int token = 0; token < count; ++token)
-    for (int c = 0; c < Kind::kVectors; ++c)
-      Isa::store(out + (c * kBlock + token) * kLanes, Kind::value(values[token], whole, c, v_head_dim - whole * kLanes),
-                 kLanes);
 }
 
 template <class Isa>
@@ -467,12 +499,12 @@ struct Softmax {
 // The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
 // shows it in whatever is computed with the row, and likewise a scale below 0, which no kernel of codes can use.
 inline void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
-  with_type(type, [&]<Type kType>() {
-    for (int i = 0; i < count; ++i) {
-      const float x = element<kType>(rows[i]);
-      out[i] = x < 0 ? __builtin_nanf("") : x + 0 * x;
-    }
+  rows.visit([&](const auto& places) {
+    with_type(type, [&]<Type kType>() {
+      for (int i = 0; i < count; ++i) out[i] = element<kType>(places[i]);
+    });
   });
+  for (int i = 0; i < count; ++i) out[i] = out[i] < 0 ? __builtin_nanf("") : out[i] + 0 * out[i];
   for (int i = count; i < padded; ++i) out[i] = 0;
 }
 
@@ -513,42 +545,63 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
         s.maximum[r] = sink ? Softmax<Isa>::sink(a, head) : kLowest;
         s.total[r] = sink ? 1 + 0 * a.sinks[head] : 0;  // NaN if it is not finite
       }
-  const std::int64_t stored = size_of(a.stored_type);
+  const int lanes = Kind::Lanes::count(rows, a.head_dim), lane_size = Kind::Lanes::size(lanes, a.head_dim);
+  if (lanes) {
+    std::memset(s.lanes, 0, sizeof(*s.lanes) * item.num_heads * lane_size);
+    for (int r = 0; r < all; ++r)
+      Kind::Lanes::add(s.queries + r * static_cast<std::int64_t>(stride), r % rows, lanes, a.head_dim,
+                       s.lanes + r / rows * lane_size);
+  }
+  const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
+  std::memset(s.zeros, 0, sizeof(float) * width);
   std::memset(s.sums, 0, sizeof(float) * all * width);
 
+  // Where keys and values are laid out alike, the values are the keys' rows at a distance.
+  const bool together = alike(a.key, a.value), scales_together = alike(a.key_scale, a.value_scale);
+  Place next_keys(a, a.key, request, item.head, item.begin, s.places);
+  int room = 0;
   for (std::int64_t at = item.begin; at < item.end; at += kBlock) {  // a length may be the largest number of 32 bits
     const int begin = static_cast<int>(at), count = smaller(kBlock, item.end - begin);
     const int full = ceil_div(count, kLanes);
+    const Place first_keys = next_keys;
+    if (count < item.end - begin)
+      next_keys = Place(a, a.key, request, item.head, begin + kBlock, s.places + (room ^= kBlock));
+    const Place first_values = together ? first_keys + distance(a.key, a.value)
+                                        : Place(a, a.value, request, item.head, begin, s.places + 2 * kBlock);
+    Place first_key_scales, first_value_scales;
+    if constexpr (Kind::kScaled) {
+      first_key_scales = Place(a, a.key_scale, request, item.head, begin, s.places + 3 * kBlock);
+      first_value_scales = scales_together ? first_key_scales + distance(a.key_scale, a.value_scale)
+                                           : Place(a, a.value_scale, request, item.head, begin, s.places + 4 * kBlock);
+    }
     for (int h = 0; h < item.num_heads; ++h) {
-      const int head = item.head + h;
-      const Place keys(a, a.key, request, head, begin, s.places);
-      const Place values(a, a.value, request, head, begin, s.places + kBlock);
+      const Place keys = first_keys + h * a.key.head_stride, values = first_values + h * a.value.head_stride;
       if constexpr (Kind::kScaled) {
-        const Place key_scales(a, a.key_scale, request, head, begin, s.places + 2 * kBlock);
-        const Place value_scales(a, a.value_scale, request, head, begin, s.places + 3 * kBlock);
-        read_scales(a.scale_type, key_scales, count, full * kLanes, s.scales);
-        read_scales(a.scale_type, value_scales, count, full * kLanes, s.scales + kBlock);
+        read_scales(a.scale_type, first_key_scales + h * a.key_scale.head_stride, count, full * kLanes, s.scales);
+        read_scales(a.scale_type, first_value_scales + h * a.value_scale.head_stride, count, full * kLanes,
+                    s.scales + kBlock);
       }
       // The keys that come next are those of the next head, or else of the next block.
-      const bool more = h + 1 < item.num_heads;
-      const int next_begin = more ? begin : begin + smaller(kBlock, item.end - 1 - begin);
-      const int next_count = more || count == kBlock ? smaller(kBlock, item.end - next_begin) : 0;
-      const Place next_keys(a, a.key, request, more ? head + 1 : item.head, next_begin, s.places + 4 * kBlock);
-      Ahead ahead_values(values, count, a.v_head_dim * stored), ahead_keys(next_keys, next_count, a.head_dim * stored);
+      const Place after = h + 1 < item.num_heads ? keys + a.key.head_stride : next_keys;
       const float* key_scales = Kind::kScaled ? s.scales : nullptr;
       const float* value_scales = Kind::kScaled ? s.scales + kBlock : nullptr;
 
+      if (lanes)
+        keys.visit([&](const auto& places) {
+          Kind::Lanes::score(lanes, places, count, a.head_dim, s.lanes + h * lane_size, s.factor + h * rows,
+                             together ? distance(a.key, a.value) : 0, s.scores);
+        });
       const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
       const std::int64_t panel = a.head_dim / Kind::kElements * kLanes;
-      for (int i = 0; i < count; i += kPanels * kLanes) {
+      for (int i = lanes ? count : 0; i < count; i += kPanels * kLanes) {
         const int panels = ceil_div(smaller(kPanels * kLanes, count - i), kLanes);
         for (int p = 0; p < panels; ++p) {
           const int first = i + p * kLanes;
-          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, s.keys + p * panel);
+          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, values, s.keys + p * panel);
         }
         multiply<typename Kind::ForKeys>(rows, queries, stride, Kind::query_gap(a.head_dim), Panels<Isa>{s.keys, panel},
                                          panels, a.head_dim / Kind::kElements, s.factor + h * rows, nullptr,
-                                         s.scores + i, kBlock, ahead_values);
+                                         s.scores + i, kBlock);
       }
 
       float* maximum = s.maximum + h * rows;
@@ -573,19 +626,18 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
       const auto weigh = [&](const auto& right, int first, int columns) {
         multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, right, columns,
                                            ceil_div(count, Kind::kTokens), s.next, s.rescale,
-                                           s.sums + h * rows * width + first * kLanes, width, ahead_keys);
+                                           s.sums + h * rows * width + first * kLanes, width);
       };
-      const Panels<Isa> panels{s.values, kBlock * kLanes};
-      if constexpr (Kind::kTokens == 1) {
-        const int whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
-        values.visit([&]<class Rows>(const Rows& places) { weigh(Values<Kind, Rows>{places}, 0, whole); });
-        if (whole < vectors) {
-          pack_rest<Kind>(values, count, whole, a.v_head_dim, s.values);
-          weigh(panels, whole, vectors - whole);
-        }
-      } else {
-        pack_values<Kind>(values, count, a.v_head_dim, s.values);
-        weigh(panels, 0, vectors);
+      int whole = 0;
+      if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {
+        whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
+        values.visit([&]<class Rows>(const Rows& places) {
+          weigh(Values<Kind, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
+        });
+      }
+      if (whole < vectors) {
+        pack_values<Kind>(values, count, whole * kLanes, a.v_head_dim, after, s.values);
+        weigh(Panels<Isa>{s.values, kBlock * kLanes}, whole, vectors - whole);
       }
     }
   }
