@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from vattn import drivers
-from vattn.errors import CacheClosed, ConfigError
+from vattn.errors import CacheClosed, ConfigError, DriverError
 from vattn.integers import shown
 from vattn.pool import leftovers
 from vattn.pool.calls import atomic
@@ -132,8 +132,12 @@ class PoolMember(ABC):
 
         if self._core.is_broken():
             self._core.leave_broken(self._tenant, plan)
-        else:
+            return
+        try:
             self._leave_by(plan)
+        except DriverError:
+            self._closed = False  # while mappings are unknown nothing is reverted, and `close` has to be called again
+            raise
 
     @atomic
     def _leave_by(self, plan: Plan) -> None:

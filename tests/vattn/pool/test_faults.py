@@ -234,6 +234,30 @@ def test_a_cache_with_unknown_mappings_can_be_closed_and_gives_its_memory_back(h
     setup.pool.close()
 
 
+@pytest.mark.parametrize("healed", [False, True])
+def test_a_close_whose_undoing_fails_can_be_repeated(healed: bool) -> None:
+    setup = Setup(overlap=False)
+    another = vattn.KVCache(setup.cache.config, pool=setup.pool)
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    setup.table.fail(2, name="cuMemUnmap")
+    setup.table.fail_always("cuMemMap")
+    with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+        setup.cache.close()
+    with pytest.raises(vattn.DriverError, match="the mappings are unknown"):
+        setup.cache.stats()  # the cache is not closed
+    if healed:
+        setup.table.heal()
+        assert setup.cache.stats().live_tokens == 100
+        setup.check()
+    setup.cache.close()
+    setup.table.heal()
+    if healed:
+        another.check()
+        assert setup.pool.free_pages == setup.pool.total_pages
+    another.close()
+    setup.pool.close()
+
+
 def test_a_cache_that_is_dropped_while_mappings_are_unknown_gives_its_memory_back() -> None:
     for own in (False, True):
         setup = Setup(overlap=False)
