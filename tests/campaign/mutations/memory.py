@@ -9,7 +9,7 @@ import torch
 from tests.campaign.mutations import mutation
 from vattn import block_windows
 from vattn.pool import calls, member, pool
-from vattn.slots import band, prefixes, reclaimer, table
+from vattn.slots import backer, band, prefixes, reclaimer, table
 from vattn.windows import shown
 
 
@@ -69,6 +69,43 @@ def retracted_blocks_stay() -> None:
 )
 def unused_blocks_stay() -> None:
     table.SlotTable.note_left_over = lambda self, change, slot: None  # type: ignore[method-assign]
+
+
+@mutation("zero_on_free", "a step is planned again with what was left over before a failure", "faults")
+def stale_left_over() -> None:
+    def grow_now(self: backer.Backer, needs: Any, leftover: Any, lengths: Any, lowered: Any, handle: Any) -> None:
+        kept = {slot: self._slots.length[slot] // self._bands.block_tokens for slot in leftover}
+
+        def plan(change: Any) -> None:
+            self._slots.set_lengths(change, lengths, lowered)
+            for slot, count in kept.items():
+                self.keep_only(change, slot, count, handle)
+            self.grow(change, needs, now=True, handle=handle)
+            for slot in needs:
+                self._settle_rewound(change, slot)
+
+        self._replace(plan, kept, handle)
+        for slot in needs:
+            self._slots.mapped(slot)
+
+    backer.Backer._grow_now = grow_now  # type: ignore[method-assign]
+
+
+@mutation("mappings", "a close whose undoing failed too counts as done", "faults", "windows")
+def closed_although_refused() -> None:
+    def leave_pool(self: member.PoolMember) -> None:
+        give_back = self._give_back()
+
+        def plan(change: Any) -> None:
+            change.set(self, "_closed", True)
+            give_back(change)
+
+        if self._core.is_broken():
+            self._core.leave_broken(self._tenant, plan)
+        else:
+            self._leave_by(plan)
+
+    member.PoolMember._leave_pool = leave_pool  # type: ignore[method-assign]
 
 
 @mutation("forked child", "tensors are handed out in a forked child", "random", "windows")
