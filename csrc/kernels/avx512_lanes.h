@@ -69,10 +69,9 @@ struct RowLanes {
 
   // How many rows the lanes are divided among; 0 where panels are better.
   static int count(int rows, int head_dim) {
-    if (rows > Kind::kLaneRows) return 0;
     int lanes = 1;
     while (lanes < rows || words(head_dim) * lanes % 16) lanes *= 2;
-    return lanes;
+    return lanes <= Kind::kLaneRows ? lanes : 0;
   }
   // Words of the rows of a head, as `score` takes them.
   static int size(int lanes, int head_dim) { return 16 * Kind::kHead + Kind::kQueryParts * words(head_dim) * lanes; }
@@ -99,10 +98,10 @@ struct RowLanes {
       case 4:
         return go.template operator()<4>();
       case 8:
-        if constexpr (Kind::kLaneRows >= 8) return go.template operator()<8>();
+        if constexpr (Kind::kLaneRows >= 8) go.template operator()<8>();
         break;
       case 16:
-        if constexpr (Kind::kLaneRows >= 16) return go.template operator()<16>();
+        if constexpr (Kind::kLaneRows >= 16) go.template operator()<16>();
         break;
     }
   }

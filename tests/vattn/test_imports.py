@@ -159,6 +159,7 @@ def test_only_public_names_are_imported_by_name():
         "vattn.engine.kv.make",
         "bench.harness.discovery",
         "tests.campaign.mutations.__main__",
+        "tests.campaign.test_mutations",
     }
 
 
