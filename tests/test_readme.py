@@ -59,7 +59,12 @@ FIGURES: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         {"virtual ms": "26.0", "paged ms": "40.7", "gathered ms": "110.6"},
     ),
     (XEON, "decode", {"batch": 32, "context": 8192}, {"virtual ms": "39.1", "paged ms": "48.9", "gathered ms": "94.0"}),
-    (ZEN4, "decode", {"batch": 1, "context": 1024}, {"virtual ms": "0.229", "paged ms": "0.236", "gathered ms": "0.621"}),
+    (
+        ZEN4,
+        "decode",
+        {"batch": 1, "context": 1024},
+        {"virtual ms": "0.229", "paged ms": "0.236", "gathered ms": "0.621"},
+    ),
     (XEON, "decode", {"batch": 1, "context": 1024}, {"virtual ms": "0.31", "paged ms": "0.32", "gathered ms": "0.52"}),
     (
         ZEN4,
