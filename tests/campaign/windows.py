@@ -475,7 +475,7 @@ def _draw_options(rng: random.Random, page: int) -> tuple[dict[str, Any], int]:
     dtype = rng.choice((torch.float32, torch.bfloat16, torch.int8, torch.float64))
     tensors = 1 if layout == "fused" else layers
     together = layers if layout == "fused" else 1
-    while True:
+    for _ in range(200):
         block_size = rng.choice((8, 16, 32, 48, 64)) if page < 65536 else rng.choice((64, 128, 256))
         row = rng.choice(((2, 1, 32), (2, 2, 64), (64,), (3, 16), (256,), (2, 8, 128)))
         size = block_size * int(np.prod(row)) * dtype.itemsize * together
@@ -485,6 +485,8 @@ def _draw_options(rng: random.Random, page: int) -> tuple[dict[str, Any], int]:
         if row[0] and row[0] * block_size * dtype.itemsize * together == page:
             size = page
             break
+    else:  # for example, three layers of one byte side by side never fill pages of 2 MiB
+        return _draw_options(rng, page)
     most = rng.choice((1, 3, 5, 8))
     blocks = rng.choice((2, 5, 9, 14))
     options = {
