@@ -6,7 +6,6 @@ A table stands between two comments that name it; tests/engine/cli/test_flags.py
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +26,9 @@ def pages() -> dict[Path, str]:
         text = (REFERENCE / name).read_text()
         for mark, table in _TABLES.items():
             begin, end = f"<!-- begin: {mark} -->", f"<!-- end: {mark} -->"
-            text = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n\n{table()}\n\n{end}", text, flags=re.DOTALL)  # noqa: B023
+            if begin in text:
+                before, rest = text.split(begin)
+                text = f"{before}{begin}\n\n{table()}\n\n{end}{rest.split(end)[1]}"
         found[REFERENCE / name] = text
     return found
 

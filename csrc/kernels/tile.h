@@ -3,9 +3,10 @@
 // Keys are taken in blocks of 128 tokens. Within a block, `lanes` keys at a time are transposed into a panel, in which
 // a vector holds the same element of each; then a tile of query rows is multiplied with the panels, one element of a
 // row against a vector of keys, so that scores need no sum across lanes. For a few rows, some kinds use keys and values
-// as they lie (`Kind::Lanes`): laying them out would take longer than the products. Otherwise values are laid out as
-// panels too, and the weights multiplied with them by the same product. All query heads of a KV head, and all new
-// tokens, are rows of the product, so each key and value is read from memory once.
+// as they lie (`Kind::Lanes`): laying them out would take longer than the products. The weights are multiplied with the
+// values by the same product: as they lie, or as panels where a vector of a panel comes of several tokens and rows are
+// many. All query heads of a KV head, and all new tokens, are rows of the product, so each key and value is read from
+// memory once.
 //
 // `Isa` has vectors of floats and conversions, `Kind` the format of the operands: floats, pairs of bfloat16, or codes
 // of eight bits. Everything is in an anonymous namespace: each instruction set has its own copy, compiled with its
@@ -146,10 +147,10 @@ struct Floats : FloatOperands<Isa> {
   using F = typename Isa::F;
   static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
   static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
+  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
+  static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of a row of values, for a vector
   using Lanes = NoLanes;
-  static constexpr int kLaneRows = 0;
-  static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of rows of values, for a vector
-  static constexpr int kVectors = 1;  // of values, whose lanes are in an order of their own that `order` mends
+  static constexpr int kLaneRows = 0;  // most rows for which keys and values are used as they lie
   static constexpr bool kScaled = kStored == Type::kInt8;
 
   static F keys(const std::byte* row, int first, int count) {

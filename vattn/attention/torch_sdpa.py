@@ -54,28 +54,18 @@ class TorchSDPA:
                 num_kv_heads = key.shape[1]
                 folded = query.reshape(count, 1, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind()
             if params.softcap is None and params.sinks is None:
-                output = self._single(folded[i], key, value, params.scale)
+                output = scaled_dot_product_attention(folded[i], key, value, scale=params.scale)
             else:
                 output = plain_attention(folded[i].reshape(1, num_heads, 1, head_dim), key, value, None, params)
             outputs.append(output)
         return torch.stack(outputs).reshape(count, num_heads, -1)
 
-    def _single(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """One query `[1, num_kv_heads, group, head_dim]` over all keys."""
-        return scaled_dot_product_attention(query, key, value, scale=scale)
-
     def _prefill(
         self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, span: Span, params: AttentionParams
     ) -> Tensor:
-        first = params.first_key(span)
-        key, value = kv.read(layer, span.slot, span.end, first)
-        return self._chunk(query, key, value, batch, span, params)
-
-    def _chunk(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, span: Span, params: AttentionParams
-    ) -> Tensor:
         """The queries of `span` over the keys from `first_key` on."""
         first = params.first_key(span)
+        key, value = kv.read(layer, span.slot, span.end, first)
         queries = query.transpose(0, 1).unsqueeze(0)
         plain = params.softcap is not None or params.sinks is not None
         # `is_causal` aligns the first query with the first key: right for a first chunk that no window cuts.
