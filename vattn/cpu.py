@@ -289,3 +289,16 @@ def linear(rows: Tensor, weight: Tensor, out: int, bias: Tensor | None = None, o
         torch.get_num_threads(),
     )
     return output
+
+
+def products(stored: torch.dtype, count: int) -> None:
+    """Computes `count` multiply-adds, by the product of attention over keys and values of this type, on all threads.
+
+    It takes as long as the products of attention at the least: its operands stay in registers.
+    """
+    _module()[0].products(_index(), _TYPES[stored], count, torch.get_num_threads())
+
+
+def read(memory: Tensor) -> None:
+    """Reads all of a contiguous tensor by plain loads of vectors, on all threads, and does nothing else."""
+    _module()[0].read(_index(), memory.data_ptr(), memory.nbytes, torch.get_num_threads())

@@ -10,17 +10,21 @@ runner's forward pass. All sides advance by one token per call, alternately:
     neighbours  the same over a fresh pool, in which a request's blocks follow each other: paged's best case
     gathered    the pool of `paged` under a kernel that was not rewritten: blocks are first copied together
     torch       contiguous rows under torch's own kernel
+
+The limit is the least time that this machine allows for as many bytes and products (`bench/harness/limits.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from bench.harness import theme
+from bench.harness import limits, theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import QWEN2, TINY, qwen2
@@ -79,7 +83,12 @@ def run(quick: bool) -> Report:
                         attention=get_attention(kernel, Case(dtype=model.dtype)),
                     )
                 attention = interleave(
-                    {side: loop.attention_steps(calls) for side, loop in loops.items()}, rounds, warmup=_WARMUP
+                    {
+                        **{side: loop.attention_steps(calls) for side, loop in loops.items()},
+                        **_limits(shape, model, batch, context),
+                    },
+                    rounds,
+                    warmup=_WARMUP,
                 )
                 steps = interleave({side: loop.step for side, loop in loops.items()}, rounds, warmup=_WARMUP)
             figures.append(_row(batch, context, attention, steps))
@@ -110,6 +119,7 @@ def run(quick: bool) -> Report:
                 middle,
                 2.0,
             ),
+            _least(f"attention, virtual of the limit, from {long_context} tokens", "virtual of limit", long, 0.7),
             Goal(
                 f"whole step, torch over virtual, at {largest['batch']} x {largest['context']}",
                 float(largest["step torch ms"]) / float(largest["step virtual ms"]),
@@ -138,11 +148,22 @@ def _backend(side: str, shape: packed.KVShape, dtype: torch.dtype, batch: int, t
     return paged
 
 
+def _limits(shape: packed.KVShape, model: PreTrainedModel, batch: int, context: int) -> dict[str, Callable[[], object]]:
+    layers = shape.num_layers
+    layer = shape.layers[0]
+    dims = layer.head_dim + layer.v_head_dim
+    # Pages of zeros that nobody has written would all be the same one.
+    memory = torch.ones(layers * batch * context * layer.num_kv_heads * dims, dtype=model.dtype)
+    products = layers * batch * context * model.config.num_attention_heads * dims
+    return limits.actions([memory], products, model.dtype)
+
+
 def _row(batch: int, context: int, attention: dict[str, list[float]], steps: dict[str, list[float]]) -> Row:
     row: Row = {"batch": batch, "context": context}
     for side, seconds in attention.items():
         row[f"{side} ms"] = 1e3 * median(seconds)
-    for side in attention:
+    row["virtual of limit"] = max(float(row[f"{side} ms"]) for side in limits.SIDES) / float(row["virtual ms"])
+    for side in _KERNELS:
         if side != "virtual":
             ratios = (a / b for a, b in zip(attention[side], attention["virtual"], strict=True))
             row[f"{side} over virtual"] = median(ratios)

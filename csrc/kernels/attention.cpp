@@ -21,13 +21,17 @@ std::span<const Kernels> kernels() {
     for (Kernels& k : joined)
       for (const Kernels* base = k.base; base; base = base->base) {
         const auto inherit = [](auto& mine, auto theirs) { mine = mine ? mine : theirs; };
-        for (int i = 0; i < 4; ++i) inherit(k.attend[i], base->attend[i]);
+        for (int i = 0; i < 4; ++i) {
+          inherit(k.attend[i], base->attend[i]);
+          inherit(k.products[i], base->products[i]);
+        }
         inherit(k.merge, base->merge);
         inherit(k.norm, base->norm);
         inherit(k.rotation, base->rotation);
         inherit(k.gate, base->gate);
         inherit(k.linear_row, base->linear_row);
         inherit(k.linear, base->linear);
+        inherit(k.read, base->read);
       }
     return joined;
   }();

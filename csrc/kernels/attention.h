@@ -112,6 +112,9 @@ struct Kernels {
   // A row's input, and an item, of what linear.h has.
   void (*linear_row)(const Linear&, std::int64_t, float* out);
   void (*linear)(const Linear&, const LinearItem&);
+  // A thread's share of what limits.h has; products by the type of what is stored.
+  void (*products[4])(std::int64_t count);
+  void (*read)(const std::byte* data, std::int64_t bytes);
 };
 
 // All that this build has, the fastest first, with nothing null that they have; the last one is supported everywhere.

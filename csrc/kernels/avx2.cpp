@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "layer_rows.h"
+#include "limit_loops.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -166,6 +167,9 @@ constinit const Kernels avx2_kernels{
     .rotation = layer_row<Avx2, Rotation>,
     .gate = layer_row<Avx2, Gate>,
     .linear_row = nullptr,
-    .linear = nullptr};
+    .linear = nullptr,
+    .products = {product_loop<Floats<Avx2, Type::kFloat32>>, product_loop<Floats<Avx2, Type::kBFloat16>>,
+                 product_loop<Floats<Avx2, Type::kFloat16>>, product_loop<Floats<Avx2, Type::kInt8>>},
+    .read = read_loop<Avx2>};
 
 }  // namespace vattn::kernels

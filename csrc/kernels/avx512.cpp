@@ -1,6 +1,7 @@
 // AVX-512 with products of floats.
 #include "avx512_lanes.h"
 #include "layer_rows.h"
+#include "limit_loops.h"
 #include "linear_tile.h"
 
 namespace vattn::kernels {
@@ -97,6 +98,9 @@ constinit const Kernels avx512_kernels{
     .rotation = layer_row<Avx512, Rotation>,
     .gate = layer_row<Avx512, Gate>,
     .linear_row = widen_row<Widened>,
-    .linear = linear_item<Widened>};
+    .linear = linear_item<Widened>,
+    .products = {product_loop<Floats<Avx512, Type::kFloat32>>, product_loop<Widened>,
+                 product_loop<Floats<Avx512, Type::kFloat16>>, product_loop<Floats<Avx512, Type::kInt8>>},
+    .read = read_loop<Avx512>};
 
 }  // namespace vattn::kernels

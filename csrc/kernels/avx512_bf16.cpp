@@ -1,7 +1,9 @@
 // AVX-512 with products of pairs of bfloat16.
+#include <algorithm>
 #include <chrono>
 
 #include "avx512_lanes.h"
+#include "limit_loops.h"
 
 namespace vattn::kernels {
 namespace {
@@ -65,32 +67,24 @@ bool supported() {
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-// Seconds of many independent `step(sum)`.
-template <class Step>
-double seconds(const Step& step) {
-  constexpr int kSums = 16;
+// Seconds of `count` multiply-adds.
+double seconds(void (*products)(std::int64_t), std::int64_t count) {
   double least = 1;
   for (int attempt = 0; attempt < 8; ++attempt) {
-    __m512 sums[kSums];
-    for (__m512& sum : sums) sum = _mm512_setzero_ps();
     const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < 256; ++i)
-#pragma GCC unroll 16
-      for (__m512& sum : sums) step(sum);
+    products(count);
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-    if (time.count() < least) least = time.count();
+    least = std::min(least, time.count());
   }
   return least;
 }
 
 // A product of pairs does the work of two products of floats. Where it takes as long as four of them, as on Xeons whose
-// AMX does this work, floats are faster although they have to be widened. The quotient was 4 on such a one; a CPU that
-// was built for pairs has 1 or 2.
+// AMX does this work, floats are faster although they have to be widened. The quotient was 2 on such a one; a CPU that
+// was built for pairs has 1/2 or 1.
 bool worthwhile() {
-  __m512 x = _mm512_set1_ps(0);
-  const double pairs = seconds([&](__m512& sum) { asm volatile("vdpbf16ps %1, %1, %0" : "+v"(sum) : "v"(x)); });
-  const double floats = seconds([&](__m512& sum) { asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sum) : "v"(x)); });
-  return pairs < 3 * floats;
+  constexpr std::int64_t kCount = 1 << 17;
+  return seconds(product_loop<Pairs>, kCount) < 1.5 * seconds(product_loop<Floats<Avx512, Type::kFloat32>>, kCount);
 }
 
 }  // namespace
@@ -108,6 +102,8 @@ constinit const Kernels avx512_bf16_kernels{.name = "avx512_bf16",
                                             .rotation = nullptr,
                                             .gate = nullptr,
                                             .linear_row = nullptr,
-                                            .linear = nullptr};
+                                            .linear = nullptr,
+                                            .products = {nullptr, product_loop<Pairs>, nullptr, nullptr},
+                                            .read = nullptr};
 
 }  // namespace vattn::kernels

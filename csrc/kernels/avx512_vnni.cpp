@@ -1,5 +1,6 @@
 // AVX-512 with products of 8-bit quads.
 #include "avx512_lanes.h"
+#include "limit_loops.h"
 
 namespace vattn::kernels {
 namespace {
@@ -167,6 +168,8 @@ constinit const Kernels avx512_vnni_kernels{.name = "avx512_vnni",
                                             .rotation = nullptr,
                                             .gate = nullptr,
                                             .linear_row = nullptr,
-                                            .linear = nullptr};
+                                            .linear = nullptr,
+                                            .products = {nullptr, nullptr, nullptr, product_loop<Quads>},
+                                            .read = nullptr};
 
 }  // namespace vattn::kernels

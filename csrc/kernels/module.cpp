@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "layers.h"
+#include "limits.h"
 #include "linear.h"
 
 namespace nb = nanobind;
@@ -156,4 +157,20 @@ NB_MODULE(_kernels, module) {
         compute(linear, find(kernel), threads);
       },
       "A linear layer over packed weights; see linear.h. The stride is in bytes.");
+
+  module.def(
+      "products",
+      [](int kernel, int stored_type, std::int64_t count, int threads) {
+        nb::gil_scoped_release release;
+        products(find(kernel), static_cast<Type>(stored_type), count, threads);
+      },
+      "As many multiply-adds and nothing else; see limits.h.");
+
+  module.def(
+      "read",
+      [](int kernel, std::uintptr_t data, std::int64_t bytes, int threads) {
+        nb::gil_scoped_release release;
+        read(find(kernel), pointer<const std::byte>(data), bytes, threads);
+      },
+      "Reads memory and does nothing else; see limits.h.");
 }

@@ -1,5 +1,6 @@
 // Plain C++ over arrays of four floats, which compilers turn into whatever vectors the machine has.
 #include "layer_rows.h"
+#include "limit_loops.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -159,6 +160,9 @@ constinit const Kernels portable_kernels{
     .rotation = layer_row<Portable, Rotation>,
     .gate = layer_row<Portable, Gate>,
     .linear_row = nullptr,
-    .linear = nullptr};
+    .linear = nullptr,
+    .products = {product_loop<Floats<Portable, Type::kFloat32>>, product_loop<Floats<Portable, Type::kBFloat16>>,
+                 product_loop<Floats<Portable, Type::kFloat16>>, product_loop<Floats<Portable, Type::kInt8>>},
+    .read = read_loop<Portable>};
 
 }  // namespace vattn::kernels

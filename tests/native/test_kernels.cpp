@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "kernels/attention.h"
+#include "kernels/limits.h"
 #include "kernels/linear.h"
 
 namespace {
@@ -270,5 +271,19 @@ TEST(codes_for_bfloat16) { compare_all({Type::kBFloat16, Type::kInt8, Type::kFlo
 TEST(codes_with_small_scales) {
   for (Type query : {Type::kFloat32, Type::kBFloat16, Type::kFloat16})
     compare_all({query, Type::kInt8, Type::kBFloat16});
+}
+// They return nothing; sanitizers and guarded pages see what they do.
+TEST(limits) {
+  for (const Kernels& k : vattn::kernels::kernels()) {
+    if (!k.supported()) continue;
+    for (const int threads : {1, 3}) {
+      for (const Type type : {Type::kFloat32, Type::kBFloat16, Type::kFloat16, Type::kInt8})
+        products(k, type, 5000, threads);
+      for (const std::int64_t bytes : {0, 63, 64, 100, 64 * 37, 10'000}) {
+        const Guarded memory(static_cast<std::size_t>(bytes));
+        read(k, memory.data(), bytes, threads);
+      }
+    }
+  }
 }
 TEST(the_last_one_runs_everywhere) { CHECK(vattn::kernels::kernels().back().supported()); }
