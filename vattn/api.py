@@ -103,6 +103,6 @@ def step(lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, str
     _cache().step(lengths, next_lengths, stream=stream)
 
 
-def free_reqid(reqid: int, stream: Stream | None = None) -> None:
+def free_reqid(reqid: int, stream: Stream | None = None, *, token_ids: Sequence[int] | None = None) -> None:
     """`KVCache.free_reqid` of the most recently created cache."""
-    _cache().free_reqid(reqid, stream)
+    _cache().free_reqid(reqid, stream, token_ids=token_ids)

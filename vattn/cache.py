@@ -35,6 +35,7 @@ from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission, as_ids, root_key
 from vattn.slots.backer import Backer
+from vattn.slots.kept import Kept
 from vattn.slots.parts import Parts
 from vattn.slots.prefixes import Prefixes
 from vattn.slots.reclaimer import Reclaimer
@@ -136,9 +137,10 @@ class KVCache(PoolMember):
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         """Allocates a slot that holds the longest cached prefix of a request's tokens, in whole token blocks.
 
-        The idle slot that already holds most of the prefix is chosen, and the missing blocks are mapped there
-        read-only, onto the same pages as in other slots. If no block is missing, no driver call is made. On CUDA, the
-        kernels that wrote the prefix must be on the same stream as those that read it.
+        The idle slot that already holds most of the prefix is chosen, with what `free_reqid(token_ids=...)` left there
+        after it, and the missing blocks are mapped there read-only, onto the same pages as in other slots. If no block
+        is missing, no driver call is made. On CUDA, the kernels that wrote the prefix must be on the same stream as
+        those that read it.
 
         Args:
             token_ids: all tokens of the request, at least one.
@@ -146,7 +148,8 @@ class KVCache(PoolMember):
                 tenant. Requests with different salts share nothing.
 
         Returns:
-            The slot, whose length is `cached_tokens`: a number of whole token blocks, less than `len(token_ids)`.
+            The slot, whose length is `cached_tokens`, less than `len(token_ids)`: whole token blocks, and what was left
+            there after them.
 
         Raises:
             NoFreeSlot: `max_batch_size` requests are running.
@@ -269,7 +272,7 @@ class KVCache(PoolMember):
 
     @atomic
     def evict_prefixes(self) -> int:
-        """Evicts every cached token block that no running request uses.
+        """Evicts every cached token block that no running request uses, and forgets what was left after blocks.
 
         On CUDA, the kernels of the last step must have been launched; the call waits for those that use these blocks.
 
@@ -283,9 +286,13 @@ class KVCache(PoolMember):
         handle = self._fences.uncaptured(None, "evict_prefixes was called")
         self._fences.launched()
         before = self._core.free_pages
-        self._core.execute(
-            lambda c: self._reclaimer.evict(c, self._ledger.budget + 1, wait=True, running=True, handle=handle)
-        )
+
+        def plan(change: Change) -> None:
+            for slot in list(self._slots.kept.rows):
+                self._slots.kept.forget(change, slot)
+            self._reclaimer.evict(change, self._ledger.budget + 1, wait=True, running=True, handle=handle)
+
+        self._core.execute(plan)
         return self._core.free_pages - before
 
     @atomic
@@ -350,9 +357,15 @@ class KVCache(PoolMember):
         self._steps += 1
         self._step_ns += time.perf_counter_ns() - began
 
-    def free_reqid(self, reqid: int, stream: drivers.Stream | None = None) -> None:
+    def free_reqid(
+        self, reqid: int, stream: drivers.Stream | None = None, *, token_ids: Sequence[int] | None = None
+    ) -> None:
         """Ends a request. Its pages stay mapped for the next request in the slot, or until they are needed elsewhere:
         token blocks that it committed are cached, its other pages parked.
+
+        With `token_ids`, the request's tokens are committed first, and as long as its parked pages stay where they are,
+        `admit` finds the tokens after the last whole block too, for one request that goes on with them in this slot.
+        That is not so with a sliding window, with `zero_on_free`, or without `deferred_reclamation`.
 
         On CUDA, pages are unmapped only after all kernels launched before the next call of `step` have finished,
         because the kernels of the current step may not have been launched yet; the worker waits for them. If no step
@@ -361,9 +374,11 @@ class KVCache(PoolMember):
         Args:
             stream: the stream of those kernels, as torch's stream or as a handle, which must stay valid until the next
                 step; by default torch's current one.
+            token_ids: as for `commit`. A call from inside another one, such as a finaliser's, commits nothing.
 
         Raises:
             InvalidSlot: the slot is not allocated.
+            InvalidTokens, TokenMismatch: as for `commit`. Nothing changed.
             StreamCapturing: the stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
@@ -371,11 +386,17 @@ class KVCache(PoolMember):
             if self._core.is_inside():
                 self._free_later(self._checked_slot(reqid), stream)
             else:
-                self._free_now(reqid, stream)
+                self._free_now(reqid, stream, token_ids)
 
     @atomic
-    def _free_now(self, reqid: int, stream: drivers.Stream | None) -> None:
-        self._end(self._checked_slot(reqid), self._fences.uncaptured(stream, "free_reqid was called"))
+    def _free_now(self, reqid: int, stream: drivers.Stream | None, token_ids: Sequence[int] | None) -> None:
+        slot, kept = self._checked_slot(reqid), None
+        handle = self._fences.uncaptured(stream, "free_reqid was called")
+        if token_ids is not None:
+            ids = as_ids(token_ids)
+            self._prefixes.publish(self._core.change(), slot, ids)
+            kept = self._prefixes.kept(slot, ids)
+        self._end(slot, handle, kept)
 
     def _free_later(self, slot: int, stream: drivers.Stream | None) -> None:
         """Defers the end of the slot's request to the next call, because this one comes from inside another."""
@@ -391,10 +412,10 @@ class KVCache(PoolMember):
         self._freed.add(slot)
         self._core.postpone(free)
 
-    def _end(self, slot: int, handle: int | None) -> None:
+    def _end(self, slot: int, handle: int | None, kept: Kept | None = None) -> None:
         change = self._core.change()
         self._fences.freed(slot, handle)
-        self._slots.leave(change, slot)
+        self._slots.leave(change, slot, kept)
         self._backer.maintain()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -445,7 +466,7 @@ class KVCache(PoolMember):
 
     @property
     def prefix_block_tokens(self) -> int:
-        """Tokens per block of the prefix cache: requests share multiples of it."""
+        """Tokens per block of the prefix cache: running requests share multiples of it."""
         return self._bands.block_tokens
 
     def capacity(self) -> Capacity:
@@ -594,7 +615,7 @@ class KVCache(PoolMember):
         """
         self._fences.uncaptured(None, "trim was called")
         self._fences.launched()
-        self._core.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True))
+        self._core.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True, kept=True))
         self._core.commit()
         counts = self._core.native.counts()
 

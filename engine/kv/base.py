@@ -126,7 +126,7 @@ class KVBackend(KVSource, Protocol):
 
     @property
     def prefix_block_tokens(self) -> int:
-        """Tokens of a block of the prefix cache: `admit` finds a multiple of it."""
+        """Tokens of a block of the prefix cache: running requests share multiples of it."""
         ...
 
     def allocate(self, num_tokens: int, start: int = 0) -> int:
@@ -218,8 +218,12 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         """Free the slot and its memory; cached blocks stay until their memory is needed.
+
+        Args:
+            token_ids: what was committed last, all of it. A backend may keep what follows the last whole block, too,
+                where it is.
 
         Raises:
             InvalidSlot: it is not allocated.

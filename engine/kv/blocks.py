@@ -189,7 +189,7 @@ class BlockKV(PlainStore, ABC):
                 self._append(number, self._take(more, have))
             slot.length = length
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         slot = self._slots.checked(slot)
         self._release(self._slots[slot].blocks)
         del self._slots[slot]

@@ -5,7 +5,7 @@ It wastes no memory, at the price of copying the request's whole cache in every 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -103,7 +103,7 @@ class DynamicKV(NoPrefixCache, PlainStore):
                 self._physical += _stored_bytes(slot)
         self._granted += more
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         slot = self._slots.checked(slot)
         self._granted -= self._slots[slot].granted
         self._physical -= _stored_bytes(self._slots[slot])

@@ -6,7 +6,7 @@ contiguous keys and values runs on a block table, and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -81,7 +81,7 @@ class PagedWindowsKV(BlockKV):
                 self.free(number)
             raise
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         slot = self._slots.checked(slot)
         super().free(slot)
         self._behind.pop(slot, None)

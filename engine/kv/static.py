@@ -7,7 +7,7 @@ backends is the price of mapping on demand.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -95,7 +95,7 @@ class StaticKV(ContiguousKV, NoPrefixCache):
         self._lengths.update(lengths)
         self._prepared.update(lengths)
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         slot = self._lengths.checked(slot)
         del self._lengths[slot]
         self._prepared.discard(slot)

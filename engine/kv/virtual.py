@@ -83,8 +83,8 @@ class VirtualKV(ContiguousKV):
     def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
         self.cache.step(lengths, next_lengths)
 
-    def free(self, slot: int) -> None:
-        self.cache.free_reqid(slot)
+    def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
+        self.cache.free_reqid(slot, token_ids=token_ids)
 
     def needed(self, num_tokens: int, slot: int | None = None) -> int:
         return self.cache.pages_needed(num_tokens, slot, self._chunk_tokens)

@@ -301,12 +301,12 @@ class Scheduler:
         request = max(self.running, key=self._rank)
         slot = request.slot
         assert slot is not None
-        self.publish(request)
+        computed = self.publish(request)
         if request.saved is None and self.swap is not None:
             request.saved = self.swap.save(request)
         request.preempt()
         self.running.remove(request)
-        self.kv.free(slot)
+        self.kv.free(slot, computed)
         self._enqueue(request)
         return request
 
@@ -333,18 +333,22 @@ class Scheduler:
         if request.slot is None:
             self.waiting.remove(request)
             return
+        computed = None
         if request.finish_reason is FinishReason.ERROR:
             self.kv.retract(request.slot)  # what it computed before may be wrong, too
         else:
-            self.publish(request)
+            computed = self.publish(request)
         self.running.remove(request)
-        self.kv.free(request.slot)
+        self.kv.free(request.slot, computed)
         request.slot = None
 
-    def publish(self, request: Request) -> None:
-        """Let later requests find what a running one has computed."""
-        if request.publishes and request.slot is not None:
-            self.kv.commit(request.slot, request.token_ids(0, request.num_computed_tokens))
+    def publish(self, request: Request) -> list[int] | None:
+        """Let later requests find what a running one has computed: these tokens, or None if it is kept to itself."""
+        if not request.publishes or request.slot is None:
+            return None
+        computed = request.token_ids(0, request.num_computed_tokens)
+        self.kv.commit(request.slot, computed)
+        return computed
 
     def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Make these the queues, whatever an interrupted call left of them and of the backend's slots."""

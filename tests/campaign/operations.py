@@ -91,7 +91,7 @@ class Admit(Operation):
     def accept(self, world: World, value: Any) -> None:
         each = world.caches[self.cache]
         cached = value.cached_tokens
-        if not 0 <= cached < self.length or cached % each.block:
+        if not 0 <= cached < self.length:
             raise Found("admit returned a prefix that cannot be", f"{value} of {self.length} tokens")
         request = Request(SALTS[self.salt], [(self.stream, 0, self.length)], cached, cached)
         each.model.query_tokens += self.length
@@ -272,17 +272,31 @@ class Fork(Operation):
 
 @dataclass(frozen=True)
 class Free(Operation):
-    """`free_reqid`."""
+    """`free_reqid`, with the request's tokens or without them."""
 
     label: int
+    told: bool = False
 
     def call(self, world: World) -> Call | None:
         each = world.caches[self.cache]
-        return Call(f"{each.name}.free_reqid(r{self.label})") if self.label in each.model.requests else None
+        request = each.model.requests.get(self.label)
+        if request is None:
+            return None
+        if not self.told:
+            return Call(f"{each.name}.free_reqid(r{self.label})")
+        code = f"{each.name}.free_reqid(r{self.label}, token_ids={tokens_code(request.upto(request.length))})"
+        return Call(code, expected=(vattn.VattnError if request.written else vattn.TokenMismatch,))
 
     def accept(self, world: World, value: Any) -> None:
         model = world.caches[self.cache].model
+        request = model.requests[self.label]
+        if self.told:
+            model.committed.update(request.chain()[: request.length])
         del model.requests[self.label], model.slots[self.label]
+
+    def simpler(self) -> Iterator[Operation]:
+        if self.told:
+            yield replace(self, told=False)
 
 
 @dataclass(frozen=True)

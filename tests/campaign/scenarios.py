@@ -169,7 +169,8 @@ class Drawer:
     def operations(self, world: World, count: int) -> Iterator[Operation]:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
         if self.rng.random() < 0.4:
-            opening = self._copied if self.rng.random() < 0.3 else self._opening
+            openings = (self._opening, self._copied, self._turns)
+            (opening,) = self.rng.choices(openings, (0.5, 0.25, 0.25))
             yield from opening(world)
         for _ in range(count):
             yield self.draw(world)
@@ -229,7 +230,7 @@ class Drawer:
             yield Step(number, {first: (length + 1, 0)})
         if rng.random() < 0.5:
             yield Commit(number, first)
-        yield Free(number, earlier)
+        yield Free(number, earlier, told=rng.random() < 0.5)
         yield rng.choice((Fork(number, first, second), Admit(number, second, length, 0)))
         yield Step(number, {second: (rng.choice((length, length + 1, max(1, length - each.block))), 0)})
         yield Commit(number, rng.choice((first, second)))
@@ -258,13 +259,34 @@ class Drawer:
         yield Step(number, {first: (rng.randint(start, each.context), 0)})
         if rng.random() < 0.5:
             yield Fork(number, first, second)
-            yield Free(number, first)
+            yield Free(number, first, told=rng.random() < 0.5)
         yield Commit(number, first)
         yield Commit(number, second)
         if rng.random() < 0.5:
             yield rng.choice((Free(number, first), Free(number, second)))
         yield Admit(number, third, min(each.context, prefix + rng.randint(1, each.block)), 0)
         yield Step(number, {third: (prefix + 1, 0)})
+
+    def _turns(self, world: World) -> Iterator[Operation]:
+        """A conversation: requests that end and say what they held, and others that go on with it, when something else
+        has had the time to take its pages.
+        """
+        rng = self.rng
+        number = rng.randrange(len(world.caches))
+        each = world.caches[number]
+        length = rng.randint(1, 2 * each.block)
+        while length + 2 < each.context:
+            label = self.next_label()
+            yield Admit(number, label, length, 0)
+            yield Step(number, {label: (length, 0)})
+            if rng.random() < 0.1:
+                yield Retract(number, label)
+            yield Free(number, label, told=rng.random() < 0.9)
+            if rng.random() < 0.3:
+                yield self.draw(world)
+            length += rng.randint(1, each.block)
+            if rng.random() < 0.2:
+                return
 
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
@@ -364,7 +386,7 @@ class Drawer:
         return Retract(number, self.rng.choice(running))
 
     def _free(self, number: int, each: CacheUnderTest, running: list[int]) -> Operation:
-        return Free(number, self.rng.choice(running))
+        return Free(number, self.rng.choice(running), told=self.rng.random() < 0.5)
 
     def _stream(self) -> int:
         return self.rng.choice((0,) * 12 + tuple(range(len(BRANCHES))))

@@ -260,4 +260,5 @@ def test_a_failed_request_leaves_what_others_published(caching_kv: str) -> None:
             failed = run(llm, [prompt])[0]
         assert failed.outputs[0].finish_reason == "error"
         assert failed.num_cached_tokens > 0
-        assert run(llm, [prompt])[0].num_cached_tokens == failed.num_cached_tokens
+        block = llm.core.kv.prefix_block_tokens  # what is not in a block was the failed request's own by then
+        assert run(llm, [prompt])[0].num_cached_tokens == failed.num_cached_tokens // block * block

@@ -12,11 +12,14 @@ from vattn.pool.journal import Change
 from vattn.prefix import Key, block_keys, check_extension, root_key
 from vattn.slots.backer import Backer
 from vattn.slots.bands import Prefix
+from vattn.slots.kept import Kept
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.table import Known
 
 # How many idle slots per criterion are compared in detail.
 _CANDIDATES = 4
+# What follows a prefix, where nothing is asked for.
+_NOTHING: tuple[Key, Sequence[int]] = (b"", ())
 
 
 class Prefixes(Decisions):
@@ -42,7 +45,7 @@ class Prefixes(Decisions):
 
     def empty(self, change: Change, num_tokens: int | None, start: int) -> int:
         """Takes a slot for a request that needs `num_tokens` tokens, the first `start` of which are copied in."""
-        slot = self._choose(self._bands.prefix(()), num_tokens)
+        slot = self._choose(self._bands.prefix(()), num_tokens, _NOTHING)
         self._slots.take(change, slot, 0, start=start, origin=start if self._bands.windowed else 0)
         self._slots.note_left_over(change, slot)
         return slot
@@ -52,19 +55,19 @@ class Prefixes(Decisions):
         bands = self._bands
         keys = self.find(token_ids, salt)
         prefix = bands.prefix(keys)
-        slot = self._choose(prefix, len(token_ids))
+        slot = self._choose(prefix, len(token_ids), self._rest(keys, token_ids, salt))
         if self._fences.is_open(slot):
             del keys[bands.in_place(slot, prefix) :]
             prefix = bands.prefix(keys)
         if keys and any(block.users for block in bands.lasting_blocks(prefix)[-1:]):
             self._demand = self._demand + 1 if keys == self._demanded else 1
             self._demanded = keys
-        cached = prefix.count * bands.block_tokens
-        self._slots.take(change, slot, cached)
+        whole = prefix.count * bands.block_tokens
+        self._slots.take(change, slot, whole + self._kept(slot, prefix, self._rest(keys, token_ids, salt)))
         self._put(change, slot, prefix)
         bands.use(change, slot, prefix.count)
         self._slots.note_left_over(change, slot)
-        self._slots.know(change, slot, Known(token_ids[:cached], keys, admitted=prefix.count, salt=salt))
+        self._slots.know(change, slot, Known(token_ids[:whole], keys, admitted=prefix.count, salt=salt))
         return slot
 
     def fork(self, change: Change, source: int, handle: int | None) -> tuple[int, list[int]]:
@@ -78,7 +81,7 @@ class Prefixes(Decisions):
         count = length // bands.block_tokens
         bands.adopt(change, source, count)
         prefix = bands.prefix_of(source, count, start)
-        slot = self._choose(prefix, length)
+        slot = self._choose(prefix, length, _NOTHING)
         if self._fences.is_open(slot):
             raise refusal("fork was called")
         slots.take(change, slot, length, start=start, origin=slots.origin.get(source, 0))
@@ -155,6 +158,14 @@ class Prefixes(Decisions):
         tokens = token_ids[: count * bands.block_tokens]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 
+    def kept(self, slot: int, token_ids: list[int]) -> Kept | None:
+        """What the slot's request, which has published these tokens, leaves behind its last block."""
+        known = self._slots.known[slot]
+        if self._bands.windowed or known.retracted or len(token_ids) == len(known.tokens):
+            return None
+        parent = known.keys[-1] if known.keys else root_key(known.salt)
+        return Kept(parent, len(known.tokens), token_ids[len(known.tokens) :])
+
     def retract(self, change: Change, slot: int) -> None:
         """Removes from the index the blocks that the slot's request was the first to commit, for good."""
         known = self._slots.known[slot]
@@ -165,7 +176,7 @@ class Prefixes(Decisions):
                     for each in filter(self._slots.idle.__contains__, block.slots):
                         self._slots.vacate(change, each)
         tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
-        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=()))
+        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=(), retracted=True))
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
         """Counts an admitted request."""
@@ -174,23 +185,45 @@ class Prefixes(Decisions):
 
     # Choosing a slot
 
-    def _choose(self, prefix: Prefix, num_tokens: int | None) -> int:
-        """The idle slot that offers most of a prefix, with the fewest blocks to map and the fewest to lose."""
+    def _rest(self, keys: Sequence[Key], token_ids: Sequence[int], salt: bytes) -> tuple[Key, Sequence[int]]:
+        """The key of a prompt's cached prefix, and the tokens after it but for the last, which is to be computed."""
+        return keys[-1] if keys else root_key(salt), token_ids[len(keys) * self._bands.block_tokens : -1]
+
+    def _kept(self, slot: int, prefix: Prefix, rest: tuple[Key, Sequence[int]]) -> int:
+        """How many tokens after a prefix the slot offers; none if its mappings have to change for the prefix."""
+        kept, bands = self._slots.kept, self._bands
+        if slot not in kept.rows or bands.in_place(slot, prefix) < prefix.count or bands.stop(slot) > prefix.count:
+            return 0
+        return kept.common(slot, *rest)
+
+    def _choose(self, prefix: Prefix, num_tokens: int | None, rest: tuple[Key, Sequence[int]]) -> int:
+        """The idle slot that offers most of a prefix and what follows it, with the fewest blocks to map and the fewest
+        to lose.
+        """
         if not self._slots.idle:
             raise NoFreeSlot(
                 f"all {self._slots.count} slots are taken; free one with free_reqid, or raise max_batch_size"
             )
         want = num_tokens if num_tokens is not None else self._config.max_context_len
 
-        def rank(slot: int) -> tuple[int, int, int, bool, bool, int]:
+        def rank(slot: int) -> tuple[int, int, int, int, bool, bool, int]:
             usable = self._bands.in_place(slot, prefix) if self._fences.is_open(slot) else prefix.count
             missing, lost = self._bands.compare(slot, prefix, usable)
             waits = bool(lost or missing) and not self._fences.passed(slot)
             extent = self._bands.lasting_extent(slot)
             # Blocks that another request could find in place here are worth as much as blocks to be mapped.
-            return (-usable, missing + lost, lost, waits, extent < want, extent if extent >= want else -extent)
+            return (
+                -usable,
+                -self._kept(slot, prefix, rest),
+                missing + lost,
+                lost,
+                waits,
+                extent < want,
+                extent if extent >= want else -extent,
+            )
 
-        candidates = dict.fromkeys(self._candidates(prefix, want))
+        candidates = dict.fromkeys(self._slots.kept.holders(*rest, _CANDIDATES))
+        candidates |= dict.fromkeys(self._candidates(prefix, want))
         return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
 
     def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 `make_room` proceeds from cheap to expensive:
 
 1. free pages;
-2. parked pages, longest idle slot first, then cached blocks, least recently used first;
+2. parked pages, longest idle slot first, then cached blocks, least recently used first, with the rows kept behind them;
 3. if a step could not continue otherwise: surplus of running requests and pages that have left their windows, and
    cached blocks that are left over in their slots;
 4. parked and cached pages of other caches on the pool.
@@ -46,6 +46,8 @@ class Reclaimer(Decisions, Tenant):
         freed = self.unpark(change, pages, wait=wait)
         if freed < pages:
             freed += self.evict(change, pages - freed, wait=wait)
+        if freed < pages:
+            freed += self.unpark(change, pages - freed, wait=wait, kept=True)
         return freed
 
     def refresh(self) -> None:
@@ -92,14 +94,18 @@ class Reclaimer(Decisions, Tenant):
                 missing_bytes=missing * page_size,
             )
 
-    def unpark(self, change: Change, pages: int, *, wait: bool) -> int:
-        """Plans to unmap parked pages, longest idle slot first; returns how many become free."""
+    def unpark(self, change: Change, pages: int, *, wait: bool, kept: bool = False) -> int:
+        """Plans to unmap parked pages, longest idle slot first; returns how many become free.
+
+        Args:
+            kept: include those of kept rows. They are worth as much as the block before them, with which they go.
+        """
         freed = 0
         for slot in self._slots.idle.mapped:
             if freed >= pages:
                 break
             if wait or self._fences.passed(slot):
-                freed += self._unmap(change, slot, pages - freed)
+                freed += self._unmap(change, slot, pages - freed, 0 if kept else self._slots.kept_tokens(slot))
         return freed
 
     def evict(self, change: Change, pages: int, *, wait: bool, running: bool = False, handle: int | None = None) -> int:
@@ -152,7 +158,7 @@ class Reclaimer(Decisions, Tenant):
                 guarded = True
             if outlived and not self._fences.is_open(slot):
                 self.retire(change, slot)
-            self._unmap(change, slot, pages - (self._core.free_pages - before))
+            self._unmap(change, slot, pages - (self._core.free_pages - before), self._slots.backed(length))
         return self._core.free_pages - before
 
     # For one slot
@@ -191,8 +197,8 @@ class Reclaimer(Decisions, Tenant):
         private = sum(map(self._bands.private_pages, open_slots))
         return private + self._bands.left_over_pages([*open_slots, *self._slots.length])
 
-    def _unmap(self, change: Change, slot: int, pages: int) -> int:
-        """Plans to unmap pages past the slot's length until `pages` pages are freed; returns how many become free.
+    def _unmap(self, change: Change, slot: int, pages: int, needed: int) -> int:
+        """Plans to unmap pages past `needed` tokens until `pages` pages are freed; returns how many become free.
 
         The worker waits for the slot's fences. An open slot keeps its pages.
         """
@@ -203,7 +209,7 @@ class Reclaimer(Decisions, Tenant):
             change,
             slot,
             lambda: pages - (self._core.free_pages - before),
-            self._slots.backed(self._slots.length.get(slot, 0)),
+            needed,
             self._guard(change, slot),
             idle=slot in self._slots.idle,
         )

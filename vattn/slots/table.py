@@ -26,6 +26,7 @@ from vattn.pool.journal import GONE, Change
 from vattn.prefix import Key
 from vattn.slots.bands import Bands, Published
 from vattn.slots.idle import IdleSlots
+from vattn.slots.kept import Kept, KeptRows
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Known:
         published: blocks that the request was the first to commit.
         salt: the salt that the keys start from.
         rewound: whether the length decreased into blocks, so that launched kernels may read blocks that have to leave.
+        retracted: whether it was taken back, as wrong, what the request had committed.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Known:
     published: Published = ()
     salt: bytes = b""
     rewound: bool = False
+    retracted: bool = False
 
 
 class SlotTable:
@@ -71,6 +74,7 @@ class SlotTable:
         leaving: slots with pages of an ended request that have to be unmapped: in an idle slot as soon as no kernel
             reads them; in an active one, which `zero_on_free` alone has here, by the first step of its request.
         idle: the idle slots, in the order in which they are chosen and reclaimed.
+        kept: what is left in them behind their last blocks.
     """
 
     def __init__(self, config: KVConfig, slots: int, bands: Bands) -> None:
@@ -86,6 +90,7 @@ class SlotTable:
         self.pending: dict[int, int] = {}
         self.leaving: dict[int, None] = {}
         self.idle = IdleSlots()
+        self.kept = KeptRows()
         for slot in range(slots):
             self.idle.add(slot, 0, 0, 0, 0, None)
 
@@ -98,6 +103,11 @@ class SlotTable:
     def needed_tokens(self, slot: int) -> int:
         """Tokens that an active slot needs backed, including all tokens of the blocks that its request uses."""
         return max(self.backed(self.length[slot]), self._bands.used_tokens.get(slot, 0))
+
+    def kept_tokens(self, slot: int) -> int:
+        """Tokens that an idle slot needs mapped for the rows that are kept behind its last block."""
+        kept = self.kept.rows.get(slot)
+        return self.backed(kept.end) if kept is not None and kept.start else 0
 
     def leftover(self, slot: int, target: int | None = None) -> bool:
         """Whether pages of an active slot must leave before tokens past its length are written; with a target, by a
@@ -130,6 +140,7 @@ class SlotTable:
     def take(self, change: Change, slot: int, length: int, *, start: int | None = None, origin: int = 0) -> None:
         """Gives an idle slot to a request."""
         self.idle.remove(slot)
+        self.kept.forget(change, slot)
         self._bands.turn(change, slot)
         if not self._config.zero_on_free:
             self.vacated(change, slot)
@@ -148,8 +159,12 @@ class SlotTable:
             self.vacate(change, slot)
             self.set_limit(slot)
 
-    def leave(self, change: Change, slot: int) -> None:
-        """Makes a slot idle when its request ends."""
+    def leave(self, change: Change, slot: int, kept: Kept | None = None) -> None:
+        """Makes a slot idle when its request ends.
+
+        Args:
+            kept: rows of it that another request may go on with, if their pages stay.
+        """
         self._bands.use(change, slot, 0)
         self.know(change, slot, Known())
         change.put(self.length, slot, GONE)
@@ -161,7 +176,19 @@ class SlotTable:
         stays = self._config.deferred_reclamation and not self._config.zero_on_free
         if not stays or not self._bands.begins(slot):
             self.vacate(change, slot)
+            kept = None
         self.idle.add(slot, *self._bands.facts(slot))
+        if kept is not None and self._has(slot, kept):
+            self.kept.keep(change, slot, kept)
+
+    def _has(self, slot: int, kept: Kept) -> bool:
+        """Whether these rows directly follow their block in an idle slot, in pages that are mapped there."""
+        bands = self._bands
+        return (
+            bands.stop(slot) * bands.block_tokens == kept.start
+            and self.backed(kept.end) <= bands.extent(slot)
+            and (kept.start == 0 or self.idle[slot].tail == kept.parent)
+        )
 
     def give_up(self, change: Change, slot: int) -> None:
         """`leave`, if the slot is active."""
@@ -263,6 +290,8 @@ class SlotTable:
             self.set_limit(slot)
         else:
             self.idle.update(slot, *self._bands.facts(slot))
+            if slot in self.kept.rows and not self._has(slot, self.kept.rows[slot]):
+                self.kept.lost(slot)
 
     def refresh(self, passed: Callable[[int], bool]) -> None:
         """Recomputes derived state from decisions and mappings, after some were reverted.
@@ -278,6 +307,7 @@ class SlotTable:
         for slot in dict.fromkeys((*before, *range(self.count))):
             if slot not in self.length:
                 self.idle.add(slot, *self._bands.facts(slot))
+        self.kept.refresh()
         if not self._config.zero_on_free:
             for slot in [slot for slot in self.leaving if slot in self.length]:
                 del self.leaving[slot]
@@ -304,6 +334,10 @@ class SlotTable:
             entry, facts = self.idle[slot], bands.facts(slot)
             same = (entry.blocks, entry.extent, entry.pages, entry.private) == facts[:4]
             assert same, "an idle slot is chosen by what it does not have"
+        self.kept.check()
+        for slot, left in self.kept.rows.items():
+            assert slot in idle, "rows are kept in the slot of a running request"
+            assert self._has(slot, left), "rows are kept whose pages or last block have gone"
         assert all(bands.tenancy[slot] % 2 == (slot in active) for slot in range(self.count)), "a tenancy is miscounted"
         if self._config.zero_on_free:
             kept = [slot for slot in range(self.count) if slot not in self.leaving and bands.inherited(slot)]

@@ -160,3 +160,8 @@ def a_whole_prompt() -> None:
     prefixes.Prefixes.find = (  # type: ignore[method-assign]
         lambda self, token_ids, salt: true(self, [*token_ids[:-1], 0, 0], salt)
     )
+
+
+@mutation(None, "what a request left behind its last block is found when its pages have gone", "random")
+def kept_for_good() -> None:
+    table.SlotTable._has = lambda self, slot, kept: True  # type: ignore[method-assign]

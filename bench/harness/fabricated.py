@@ -1,0 +1,40 @@
+"""Steps of an engine without its model: a cache is filled and used in seconds instead of minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vattn import packed
+from vattn.attention import PackedBatch
+from vattn.engine.core import EngineCore
+
+
+@contextmanager
+def without_model(core: EngineCore) -> Iterator[None]:
+    """Within it, steps store random keys and values, and the logits of all tokens are equal."""
+    runner = core.runner
+    shape = packed.kv_shape(runner.model)
+    most = core.config.max_num_batched_tokens
+    rows = [
+        [
+            torch.randn(most, layer.num_kv_heads, dim, dtype=runner.model.dtype)
+            for dim in (layer.head_dim, layer.v_head_dim)
+        ]
+        for layer in shape.layers
+    ]
+
+    def forward(batch: PackedBatch, tokens: Tensor, logit_rows: Tensor) -> Tensor:
+        for layer, (keys, values) in enumerate(rows):
+            core.kv.write(layer, batch, keys[: len(tokens)], values[: len(tokens)])
+        runner._hidden = torch.zeros(1, len(tokens), 1)  # finite: what was stored may be published
+        return torch.zeros(len(logit_rows), core.loaded.vocab_size)
+
+    runner._forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del runner._forward
