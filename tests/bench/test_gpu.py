@@ -20,6 +20,7 @@ from bench.gpu import device, figures
 from bench.gpu.parts import sanitizer
 from bench.harness.discovery import Case
 from bench.harness.report import Report
+from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -29,25 +30,27 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "home"), "strides", "attention"]
+    names = effort(["strides"], ["strides", "attention"])
+    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "home"), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (tmp_path / "home" / "strides-attention.txt").read_text()
+    table = (tmp_path / "home" / f"{'-'.join(names)}.txt").read_text()
     assert done.stdout.endswith("\n\n" + table)
     assert "means nothing" in table.splitlines()[1]
     assert {path.name for path in (tmp_path / "home").iterdir()} == {  # nothing of parts that run
-        "strides-attention.tar.gz",
-        "strides-attention.txt",
+        f"{'-'.join(names)}.tar.gz",
+        f"{'-'.join(names)}.txt",
     }
-    with tarfile.open(tmp_path / "home" / "strides-attention.tar.gz") as tar:
+    with tarfile.open(tmp_path / "home" / f"{'-'.join(names)}.tar.gz") as tar:
         tar.extractall(tmp_path, filter="data")
     gpu_records = tmp_path / "stub" / "gpu"
-    strides, attention = (json.loads((gpu_records / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    strides, *others = (json.loads((gpu_records / f"{name}.json").read_text()) for name in names)
     assert (gpu_records / "strides.log").exists()
     assert (strides["stub"], strides["quick"], strides["goals"][0]["met"]) == (True, True, True)
-    sides = [(row["cache"], row["kernel"]) for row in attention["figures"]]
     caches = ("virtual", "virtual, aged", "static", "static again", "paged")
-    assert sides == 4 * [(cache, "torch_sdpa") for cache in caches]
+    for attention in others:
+        sides = [(row["cache"], row["kernel"]) for row in attention["figures"]]
+        assert sides == 4 * [(cache, "torch_sdpa") for cache in caches]
 
 
 REHEARSAL = """
@@ -88,17 +91,20 @@ def test_every_part_runs_over_the_stub() -> None:
 
 
 STALLS = """
-import json, sys
+import json
 from bench.gpu import device
 assert device.over_stub()
 import stub_cuda
 from bench.gpu.parts import stalls
 control = stub_cuda.Stub()
 control.latencies({"cuMemSetAccess": 2000})
-control.locking(sys.argv[1] == "locked")
-report = stalls.run(True)
-slowest = {row["beside"]: row["slowest us"] for row in report.figures}
-print(json.dumps([control.stalls("cuEventRecord"), slowest, {goal.what: goal.met for goal in report.goals}]))
+for locked in (True, False):
+    control.locking(locked)
+    before = control.stalls("cuEventRecord")
+    report = stalls.run(True)
+    slowest = {row["beside"]: row["slowest us"] for row in report.figures}
+    met = {goal.what: goal.met for goal in report.goals}
+    print(json.dumps([control.stalls("cuEventRecord") - before, slowest, met]))
 """
 
 
@@ -107,19 +113,16 @@ print(json.dumps([control.stalls("cuEventRecord"), slowest, {goal.what: goal.met
 def test_stalls_shows_a_driver_whose_map_calls_stall_launches() -> None:
     """With a lock in the driver, launches stall, and the report shows it; without one, none stalls."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    found = {}
-    for driver in ("locked", "not locked"):
-        command = [sys.executable, "-c", STALLS, driver]
-        environment = device.stub_environment()
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        assert done.returncode == 0, done.stderr
-        found[driver] = json.loads(done.stdout)
-    stalls, slowest, met = found["locked"]
+    command = [sys.executable, "-c", STALLS]
+    environment = device.stub_environment()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    (stalls, slowest, met), unlocked = map(json.loads, done.stdout.splitlines())
     assert stalls > 0
     for beside in ("map, set access, unmap", "the cache's worker"):
         assert slowest[beside] > 1000
     assert not met["cuEventRecord: 99th percentile beside the cache's worker, us"]
-    assert found["not locked"][0] == 0
+    assert unlocked[0] == 0
 
 
 def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
@@ -128,12 +131,12 @@ def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) ->
     script += "run = gpu._run_apart\n"
     script += "ended = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
     script += "gpu._run_apart = lambda part, quick, file, limit, _, running: (\n"
-    script += "    run(part, quick, file, limit, {'PATH': ''}, running) if part.name == 'attention' else ended())\n"
-    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'attention', 'strides', 'overlap'])"
+    script += "    run(part, quick, file, limit, {'PATH': ''}, running) if part.name == 'doctor' else ended())\n"
+    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'doctor', 'strides', 'overlap'])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    with tarfile.open(tmp_path / "attention-strides-overlap.tar.gz") as tar:
-        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
+    with tarfile.open(tmp_path / "doctor-strides-overlap.tar.gz") as tar:
+        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/doctor.json"]
 
 
 def test_parts_without_goals_leave_a_table(

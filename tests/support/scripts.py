@@ -178,7 +178,9 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+
+    if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.freeze()  # a collection in a fork would copy all the pages that it looks at
     if request := _next_script():

@@ -486,6 +486,7 @@ def test_init_takes_what_a_config_has() -> None:
     assert given == [*keywords, ("pool", vattn.PagePool | None, None)]
 
 
+@host_only
 def test_public_names() -> None:
     """All of them are there, those that are imported on first use too."""
     assert set(vattn.__all__) <= set(dir(vattn))

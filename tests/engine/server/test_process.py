@@ -53,15 +53,10 @@ def wait_until_unfinished(server: Server, count: int) -> None:
     wait_until(lambda: load() == {"server_load": count}, load, every=0.02)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_stream(server: Server) -> None:
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
-            assert next(answer.iter_text())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+        assert next(answer.iter_text())
     wait_until_idle(server)
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
@@ -172,7 +167,7 @@ def test_ten_of_a_hundred_leave_and_the_others_are_exact(server: Server) -> None
             answers = await asyncio.gather(*(ask(i) for i in range(100)))
             assert [i for i, answer in enumerate(answers) if not answer] == sorted(leaving)
             leaving.clear()
-            assert all([answers[i] in ("", await ask(i)) for i in range(100)])
+            assert all([answers[i] in ("", await ask(i)) for i in range(0, 100, effort(7, 1))])
 
     asyncio.run(test())
     wait_until_idle(server)
