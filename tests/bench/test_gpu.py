@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,7 +207,7 @@ def test_help_begins_with_what_comes_before_the_first_call() -> None:
 def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
-    record = gpu._run_apart(part, True, file, 30, {"PATH": ""}, tmp_path / "running")
+    record = gpu._run_apart(part, True, file, SECONDS, {"PATH": ""}, tmp_path / "running")
     assert record == json.loads(file.read_text())
     assert (record["name"], record["failed"], record["figures"]) == ("nothing", "the process ended with 2", [])
     assert record["versions"]["torch"] == torch.__version__
@@ -215,12 +216,25 @@ def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     assert row["goal"] == "failed: the process ended with 2; rows until then: 0"
 
 
+def stop(monkeypatch: pytest.MonkeyPatch, ready: Callable[[], object]) -> None:
+    """Parts run out of time as soon as that holds."""
+
+    class Stopped(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            wait_until(ready)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+
+
 LEAVES_CHILDREN = """
 import os, pathlib, subprocess, sys, time
-children = [subprocess.Popen(["sleep", "60"], process_group=group) for group in (None, 0)]
+children = [subprocess.Popen(["sleep", "600"], process_group=group) for group in (None, 0)]
 pathlib.Path(sys.argv[0] + ".pids").write_text(" ".join(str(child.pid) for child in children))
 if os.environ["HANGS"] == "yes":
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -233,9 +247,12 @@ def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("children", "bench.gpu.parts.children", {"ABOUT": "a part with children"}, None)
     environment = {"PATH": os.environ["PATH"], "HANGS": hangs}
-    record = gpu._run_apart(part, True, tmp_path / "children.json", 5, environment, tmp_path / "running")
-    assert record["failed"] == ("stopped after 5 s" if hangs == "yes" else "the process ended with 0")
-    pids = [int(pid) for pid in (tmp_path / "python.pids").read_text().split()]
+    started = tmp_path / "python.pids"
+    if hangs == "yes":
+        stop(monkeypatch, lambda: started.exists() and len(started.read_text().split()) == 2)
+    record = gpu._run_apart(part, True, tmp_path / "children.json", SECONDS, environment, tmp_path / "running")
+    assert record["failed"] == (f"stopped after {SECONDS} s" if hangs == "yes" else "the process ended with 0")
+    pids = [int(pid) for pid in started.read_text().split()]
     assert len(pids) == 2
     assert [pid for pid in pids if runs(pid)] == []
 
@@ -280,7 +297,7 @@ figures.append({"us": 1.5})
 figures.append({"us": 2.5})
 with open(os.environ[ROWS], "a") as file:
     file.write('{"us": ')
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -293,8 +310,10 @@ def test_a_part_that_is_stopped_leaves_the_rows_that_it_has_measured(
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("rows", "bench.gpu.parts.rows", {"ABOUT": "a part that hangs"}, None)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    record = gpu._run_apart(part, True, tmp_path / "rows.json", 20, environment, tmp_path / "running")
-    assert record["failed"] == "stopped after 20 s"
+    rows = tmp_path / "running.rows"
+    stop(monkeypatch, lambda: rows.exists() and rows.read_text().endswith('{"us": '))
+    record = gpu._run_apart(part, True, tmp_path / "rows.json", SECONDS, environment, tmp_path / "running")
+    assert record["failed"] == f"stopped after {SECONDS} s"
     assert record["figures"] == [{"us": 1.5}, {"us": 2.5}]
 
 
@@ -338,7 +357,7 @@ HANGS = """
 import os, pathlib, time
 def test_hangs():
     pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
-    time.sleep(99)
+    time.sleep(600)
 """
 
 
