@@ -120,7 +120,7 @@ sanitize-python: $(VENV)/.dev
 	  ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	$$python -c 'import vattn._native as n; assert "build/asan" in n.__file__, n.__file__' && \
-	$$python -m pytest -q -p no:cacheprovider --deselect \
+	$$python -m pytest -q -o pythonpath= -p no:cacheprovider --deselect \
 	  tests/vattn/pool/test_pool.py::test_the_kernels_table_of_mappings_is_never_filled $(ASAN_TESTS)
 
 # The sdist and the manylinux wheels, into dist/: built, repaired, and tried in fresh environments.

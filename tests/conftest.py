@@ -8,9 +8,8 @@ import os
 import pytest
 import torch
 
-from tests.support.backends import PAGED_WINDOWS
-from tests.support.effort import LONG, effort
-from vattn.engine.kv.make import BACKENDS
+from tests.support.backends import CACHING_KVS, GROWING_KVS, KVS, MAIN_GROWING_KVS, MAIN_KVS
+from tests.support.effort import LONG
 
 collect_ignore = ["browser", "clients"]  # each needs what `make dashboard-test` and `make clients` install
 
@@ -36,9 +35,6 @@ def frozen() -> None:
     gc.freeze()
 
 
-KVS = (*BACKENDS, PAGED_WINDOWS)
-
-
 @pytest.fixture(params=KVS)
 def kv(request: pytest.FixtureRequest) -> str:
     """Every test that takes this runs over every backend."""
@@ -46,21 +42,21 @@ def kv(request: pytest.FixtureRequest) -> str:
     return backend
 
 
-@pytest.fixture(params=effort(("virtual", "paged"), KVS))
+@pytest.fixture(params=MAIN_KVS)
 def main_kv(request: pytest.FixtureRequest) -> str:
     """For what hardly depends on the backend and takes long: two backends, and all of them in a long run."""
     backend: str = request.param
     return backend
 
 
-@pytest.fixture(params=[kv for kv in KVS if kv != "static"])
+@pytest.fixture(params=GROWING_KVS)
 def growing_kv(request: pytest.FixtureRequest) -> str:
     """The backends in which a request that has a slot can still lack memory."""
     backend: str = request.param
     return backend
 
 
-@pytest.fixture(params=effort(("virtual", "paged"), [kv for kv in KVS if kv != "static"]))
+@pytest.fixture(params=MAIN_GROWING_KVS)
 def main_growing_kv(request: pytest.FixtureRequest) -> str:
     """Of these, as `main_kv`."""
     backend: str = request.param
@@ -74,7 +70,7 @@ def whole_kv(request: pytest.FixtureRequest) -> str:
     return backend
 
 
-@pytest.fixture(params=[kv for kv in KVS if kv not in ("static", "dynamic")])
+@pytest.fixture(params=CACHING_KVS)
 def caching_kv(request: pytest.FixtureRequest) -> str:
     """The backends that keep prefixes for later requests."""
     backend: str = request.param

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from bench.gpu import device, figures
 from bench.gpu.parts import sanitizer
 from bench.harness.discovery import Case
 from bench.harness.report import Report
+from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -29,25 +31,27 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "home"), "strides", "attention"]
+    names = effort(["strides"], ["strides", "attention"])
+    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "home"), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (tmp_path / "home" / "strides-attention.txt").read_text()
+    table = (tmp_path / "home" / f"{'-'.join(names)}.txt").read_text()
     assert done.stdout.endswith("\n\n" + table)
     assert "means nothing" in table.splitlines()[1]
     assert {path.name for path in (tmp_path / "home").iterdir()} == {  # nothing of parts that run
-        "strides-attention.tar.gz",
-        "strides-attention.txt",
+        f"{'-'.join(names)}.tar.gz",
+        f"{'-'.join(names)}.txt",
     }
-    with tarfile.open(tmp_path / "home" / "strides-attention.tar.gz") as tar:
+    with tarfile.open(tmp_path / "home" / f"{'-'.join(names)}.tar.gz") as tar:
         tar.extractall(tmp_path, filter="data")
     gpu_records = tmp_path / "stub" / "gpu"
-    strides, attention = (json.loads((gpu_records / f"{name}.json").read_text()) for name in ("strides", "attention"))
+    strides, *others = (json.loads((gpu_records / f"{name}.json").read_text()) for name in names)
     assert (gpu_records / "strides.log").exists()
     assert (strides["stub"], strides["quick"], strides["goals"][0]["met"]) == (True, True, True)
-    sides = [(row["cache"], row["kernel"]) for row in attention["figures"]]
     caches = ("virtual", "virtual, aged", "static", "static again", "paged")
-    assert sides == 4 * [(cache, "torch_sdpa") for cache in caches]
+    for attention in others:
+        sides = [(row["cache"], row["kernel"]) for row in attention["figures"]]
+        assert sides == 4 * [(cache, "torch_sdpa") for cache in caches]
 
 
 REHEARSAL = """
@@ -88,17 +92,20 @@ def test_every_part_runs_over_the_stub() -> None:
 
 
 STALLS = """
-import json, sys
+import json
 from bench.gpu import device
 assert device.over_stub()
 import stub_cuda
 from bench.gpu.parts import stalls
 control = stub_cuda.Stub()
 control.latencies({"cuMemSetAccess": 2000})
-control.locking(sys.argv[1] == "locked")
-report = stalls.run(True)
-slowest = {row["beside"]: row["slowest us"] for row in report.figures}
-print(json.dumps([control.stalls("cuEventRecord"), slowest, {goal.what: goal.met for goal in report.goals}]))
+for locked in (True, False):
+    control.locking(locked)
+    before = control.stalls("cuEventRecord")
+    report = stalls.run(True)
+    slowest = {row["beside"]: row["slowest us"] for row in report.figures}
+    met = {goal.what: goal.met for goal in report.goals}
+    print(json.dumps([control.stalls("cuEventRecord") - before, slowest, met]))
 """
 
 
@@ -107,19 +114,16 @@ print(json.dumps([control.stalls("cuEventRecord"), slowest, {goal.what: goal.met
 def test_stalls_shows_a_driver_whose_map_calls_stall_launches() -> None:
     """With a lock in the driver, launches stall, and the report shows it; without one, none stalls."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
-    found = {}
-    for driver in ("locked", "not locked"):
-        command = [sys.executable, "-c", STALLS, driver]
-        environment = device.stub_environment()
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        assert done.returncode == 0, done.stderr
-        found[driver] = json.loads(done.stdout)
-    stalls, slowest, met = found["locked"]
+    command = [sys.executable, "-c", STALLS]
+    environment = device.stub_environment()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    (stalls, slowest, met), unlocked = map(json.loads, done.stdout.splitlines())
     assert stalls > 0
     for beside in ("map, set access, unmap", "the cache's worker"):
         assert slowest[beside] > 1000
     assert not met["cuEventRecord: 99th percentile beside the cache's worker, us"]
-    assert found["not locked"][0] == 0
+    assert unlocked[0] == 0
 
 
 def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) -> None:
@@ -128,12 +132,12 @@ def test_records_are_packed_when_the_run_is_ended_in_mid_part(tmp_path: Path) ->
     script += "run = gpu._run_apart\n"
     script += "ended = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
     script += "gpu._run_apart = lambda part, quick, file, limit, _, running: (\n"
-    script += "    run(part, quick, file, limit, {'PATH': ''}, running) if part.name == 'attention' else ended())\n"
-    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'attention', 'strides', 'overlap'])"
+    script += "    run(part, quick, file, limit, {'PATH': ''}, running) if part.name == 'doctor' else ended())\n"
+    script += f"gpu.main(['--out', {str(tmp_path)!r}, 'doctor', 'strides', 'overlap'])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
-    with tarfile.open(tmp_path / "attention-strides-overlap.tar.gz") as tar:
-        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/attention.json"]
+    with tarfile.open(tmp_path / "doctor-strides-overlap.tar.gz") as tar:
+        assert [name for name in tar.getnames() if name.endswith(".json")] == ["stub/gpu/doctor.json"]
 
 
 def test_parts_without_goals_leave_a_table(
@@ -203,7 +207,7 @@ def test_help_begins_with_what_comes_before_the_first_call() -> None:
 def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     part = Case("nothing", "bench.gpu.parts.nothing", {"ABOUT": "a part that does not exist"}, None)
     file = tmp_path / "nothing.json"
-    record = gpu._run_apart(part, True, file, 30, {"PATH": ""}, tmp_path / "running")
+    record = gpu._run_apart(part, True, file, SECONDS, {"PATH": ""}, tmp_path / "running")
     assert record == json.loads(file.read_text())
     assert (record["name"], record["failed"], record["figures"]) == ("nothing", "the process ended with 2", [])
     assert record["versions"]["torch"] == torch.__version__
@@ -212,12 +216,25 @@ def test_a_part_that_fails_leaves_a_record(tmp_path: Path) -> None:
     assert row["goal"] == "failed: the process ended with 2; rows until then: 0"
 
 
+def stop(monkeypatch: pytest.MonkeyPatch, ready: Callable[[], object]) -> None:
+    """Parts run out of time as soon as that holds."""
+
+    class Stopped(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            wait_until(ready)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+
+
 LEAVES_CHILDREN = """
 import os, pathlib, subprocess, sys, time
-children = [subprocess.Popen(["sleep", "60"], process_group=group) for group in (None, 0)]
+children = [subprocess.Popen(["sleep", "600"], process_group=group) for group in (None, 0)]
 pathlib.Path(sys.argv[0] + ".pids").write_text(" ".join(str(child.pid) for child in children))
 if os.environ["HANGS"] == "yes":
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -230,9 +247,12 @@ def test_a_part_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("children", "bench.gpu.parts.children", {"ABOUT": "a part with children"}, None)
     environment = {"PATH": os.environ["PATH"], "HANGS": hangs}
-    record = gpu._run_apart(part, True, tmp_path / "children.json", 5, environment, tmp_path / "running")
-    assert record["failed"] == ("stopped after 5 s" if hangs == "yes" else "the process ended with 0")
-    pids = [int(pid) for pid in (tmp_path / "python.pids").read_text().split()]
+    started = tmp_path / "python.pids"
+    if hangs == "yes":
+        stop(monkeypatch, lambda: started.exists() and len(started.read_text().split()) == 2)
+    record = gpu._run_apart(part, True, tmp_path / "children.json", SECONDS, environment, tmp_path / "running")
+    assert record["failed"] == (f"stopped after {SECONDS} s" if hangs == "yes" else "the process ended with 0")
+    pids = [int(pid) for pid in started.read_text().split()]
     assert len(pids) == 2
     assert [pid for pid in pids if runs(pid)] == []
 
@@ -277,7 +297,7 @@ figures.append({"us": 1.5})
 figures.append({"us": 2.5})
 with open(os.environ[ROWS], "a") as file:
     file.write('{"us": ')
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -290,8 +310,10 @@ def test_a_part_that_is_stopped_leaves_the_rows_that_it_has_measured(
     monkeypatch.setattr(sys, "executable", str(script))
     part = Case("rows", "bench.gpu.parts.rows", {"ABOUT": "a part that hangs"}, None)
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    record = gpu._run_apart(part, True, tmp_path / "rows.json", 20, environment, tmp_path / "running")
-    assert record["failed"] == "stopped after 20 s"
+    rows = tmp_path / "running.rows"
+    stop(monkeypatch, lambda: rows.exists() and rows.read_text().endswith('{"us": '))
+    record = gpu._run_apart(part, True, tmp_path / "rows.json", SECONDS, environment, tmp_path / "running")
+    assert record["failed"] == f"stopped after {SECONDS} s"
     assert record["figures"] == [{"us": 1.5}, {"us": 2.5}]
 
 
@@ -335,7 +357,7 @@ HANGS = """
 import os, pathlib, time
 def test_hangs():
     pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
-    time.sleep(99)
+    time.sleep(600)
 """
 
 

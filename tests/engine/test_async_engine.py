@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.backends import chosen
 from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
+from tests.support.waiting import SECONDS
 from vattn.engine import (
     LLM,
     AsyncEngine,
@@ -53,7 +54,7 @@ async def serving(llm: LLM, **keywords: Any) -> AsyncIterator[AsyncEngine]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SECONDS):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -76,7 +77,7 @@ async def collect(engine: AsyncEngine, *args: Any, **keywords: Any) -> list[Requ
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(SECONDS):
             await test
 
     asyncio.run(limited())

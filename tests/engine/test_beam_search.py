@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.backends import chosen
+from tests.support.backends import MAIN_GROWING_KVS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.beam_search import make_beams
@@ -145,12 +146,11 @@ def test_the_same_beams_as_without_a_cache(kv: str, options: dict[str, Any], mon
         assert steps < params.max_tokens
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("caching", [True, False])
-def test_short_of_memory_beside_others(main_growing_kv: str, caching: bool, mode: str) -> None:
+@pytest.mark.parametrize(("caching", "kv", "mode"), covering([True, False], MAIN_GROWING_KVS, ["recompute", "swap"]))
+def test_short_of_memory_beside_others(caching: bool, kv: str, mode: str) -> None:
     """Beams of three prompts and a request preempt each other, and come to the same."""
     prompts = [PROMPT, PROMPT[:20], SHORT]
-    with make_llm(main_growing_kv) as llm:
+    with make_llm(kv) as llm:
         budget = 320 * llm.token_bytes
     preempted = 0
 
@@ -159,7 +159,7 @@ def test_short_of_memory_beside_others(main_growing_kv: str, caching: bool, mode
         preempted += record.num_preempted
 
     options = {"memory_budget": budget, "max_num_batched_tokens": 32, "max_num_seqs": 16, "on_step": count}
-    with make_llm(main_growing_kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
+    with make_llm(kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
         outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=55, ignore_eos=True))
         idle(llm)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from tests.support import scripts
 from tests.support.backends import PAGED_WINDOWS, chosen
 from tests.support.target import EXAMPLES
 from tests.support.tiny_models import expected, make_model, make_prompts, make_smallest_model, make_tokenizer
+from tests.support.waiting import SECONDS
 from vattn import engine as engine_package
 from vattn.engine import (
     LLM,
@@ -68,7 +70,7 @@ def held(llm: LLM) -> tuple[threading.Event, threading.Event]:
 
     def run(entries: Any) -> Any:
         arrived.set()
-        assert go_on.wait(20)
+        assert go_on.wait(SECONDS)
         return compute(entries)
 
     llm.core.runner.run = run  # type: ignore[method-assign]
@@ -92,7 +94,7 @@ class Caller(threading.Thread):
             self.error = error
 
     def finish(self) -> None:
-        self.join(20)
+        self.join(SECONDS)
         assert not self.is_alive(), "the call hangs"
 
 
@@ -100,7 +102,7 @@ def test_a_second_thread_is_refused_at_once_and_changes_nothing(kv: str) -> None
     with make_llm(kv) as llm:
         arrived, go_on = held(llm)
         first = Caller(lambda: llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
-        assert arrived.wait(20)
+        assert arrived.wait(SECONDS)
         for call in (
             lambda: llm.generate([2, 3], GREEDY, use_tqdm=False),
             lambda: llm.chat([{"role": "user", "content": "w2"}], GREEDY, chat_template="w2", use_tqdm=False),
@@ -160,7 +162,7 @@ def test_close_waits_for_the_step_of_another_thread(kv: str) -> None:
     llm = make_llm(kv)
     arrived, go_on = held(llm)
     generating = Caller(lambda: llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
-    assert arrived.wait(20)
+    assert arrived.wait(SECONDS)
     closing = [Caller(llm.close) for _ in range(2)]
     time.sleep(0.05)
     assert all(caller.is_alive() for caller in closing), "the cache was closed under a running step"
@@ -199,13 +201,25 @@ def test_close_under_an_async_engine() -> None:
         async for _ in engine.generate([2, 3, 4], SamplingParams(temperature=0, max_tokens=100)):
             pass
 
-    async def test(delay: float) -> None:
+    async def test(requests: int, steps: int) -> None:
         llm = make_llm(max_num_seqs=4)
+        step, begun, arrived = llm.core.step, itertools.count(), threading.Event()
+
+        def bounded() -> Any:
+            """So many steps: no request ends before the close."""
+            if next(begun) < steps:
+                return step()
+            arrived.set()
+            time.sleep(0.001)
+            return []
+
+        llm.core.step = bounded  # type: ignore[method-assign]
         engine = AsyncEngine(llm)
-        tasks = [asyncio.create_task(one(engine)) for _ in range(10 if delay else 0)]
-        await asyncio.sleep(delay)
+        tasks = [asyncio.create_task(one(engine)) for _ in range(requests)]
+        if requests:
+            assert await asyncio.to_thread(arrived.wait, SECONDS)
         llm.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SECONDS):
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(result, EngineStopped) for result in results)
             assert all("its LLM was closed" in str(result) for result in results)
@@ -215,8 +229,8 @@ def test_close_under_an_async_engine() -> None:
             await engine.shutdown()
         assert not engine._thread.is_alive()
 
-    for delay in (0, 0.002, 0.02):
-        asyncio.run(test(delay))
+    for requests, steps in ((0, 0), (10, 0), (10, 20)):
+        asyncio.run(test(requests, steps))
 
 
 def test_an_async_engine_has_its_llm_alone() -> None:
@@ -566,7 +580,7 @@ def test_an_interrupt_in_the_engine_thread_is_told_to_every_stream() -> None:
 
         setattr(engine, method, interrupted)
         tasks = [asyncio.create_task(one(engine)) for _ in range(4)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SECONDS):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(result, EngineStopped) for result in results)
         assert all(result is None or isinstance(result, EngineStopped) for result in results)

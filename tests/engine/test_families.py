@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.backends import MAIN_KVS, PAGED_WINDOWS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.paged import PagedKV
@@ -49,11 +50,15 @@ def test_late_arrivals(kv: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
-def test_preemption(family: str, main_kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv", "mode"),
+    covering(
+        ["llama", "gpt-oss", "deepseek-v2", "mistral-window", "gemma2", "deepseek-v3"], MAIN_KVS, ["recompute", "swap"]
+    ),
+)
+def test_preemption(family: str, kv: str, mode: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that cannot hold all running requests to their ends: some are preempted, none gives another token."""
-    kv, prompts = main_kv, make_prompts([20, 21, 22, 23])
+    prompts = make_prompts([20, 21, 22, 23])
     # Two pages of a layer, or several blocks.
     longest = 256 if sizes(family, kv) else 128 if kv == "virtual" else 88
     max_tokens = longest - 28
@@ -91,8 +96,10 @@ def test_preemption(family: str, main_kv: str, mode: PreemptionMode, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if "window" in family or family in WITH_WINDOWS])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    covering([family for family in FAMILIES if "window" in family or family in WITH_WINDOWS], ["recompute", "swap"]),
+)
 def test_memory_behind_windows_is_given_back(family: str, mode: PreemptionMode) -> None:
     """Contexts of many windows, in pages of few tokens; requests that are preempted and find their prefixes again."""
     prompts = make_prompts([150, 130, 170, 10])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.backends import chosen
+from tests.support.backends import MAIN_GROWING_KVS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams
 from vattn.errors import NoFreeSlot
@@ -104,16 +105,15 @@ def test_fewer_slots_than_completions(kv: str, caching: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("caching", [True, False])
-def test_short_of_memory(main_growing_kv: str, caching: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("caching", "kv", "mode"), covering([True, False], MAIN_GROWING_KVS, ["recompute", "swap"]))
+def test_short_of_memory(caching: bool, kv: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", 4)
-    with make_llm(main_growing_kv) as llm:
+    with make_llm(kv) as llm:
         token_bytes = llm.token_bytes
     records = []
     sizes = {"memory_budget": 160 * token_bytes, "max_model_len": 120}
     options = {**sizes, "max_num_batched_tokens": 32, "on_step": records.append}
-    with make_llm(main_growing_kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
+    with make_llm(kv, enable_prefix_caching=caching, preemption_mode=mode, **options) as llm:
         for _ in range(2):
             outputs = llm.generate([PROMPT, PROMPT[:30]], several(4, max_tokens=40), use_tqdm=False)
             idle(llm)

@@ -76,12 +76,12 @@ def test_logprobs_as_a_plain_forward_has_them(kv: str, max_num_batched_tokens: i
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_prompt_logprobs_survive_preemption(growing_kv: str) -> None:
+def test_prompt_logprobs_survive_preemption(main_growing_kv: str) -> None:
     prompts = make_prompts([20, 24, 22])
     params = SamplingParams(temperature=0, max_tokens=180, prompt_logprobs=0, logprobs=0)
-    options = {"kv_options": {"page_size": 4096}} if growing_kv == "virtual" else {}
+    options = {"kv_options": {"page_size": 4096}} if main_growing_kv == "virtual" else {}
     with make_llm(
-        growing_kv, max_model_len=256, memory_budget="120KiB", max_num_batched_tokens=8, max_num_seqs=3, **options
+        main_growing_kv, max_model_len=256, memory_budget="120KiB", max_num_batched_tokens=8, max_num_seqs=3, **options
     ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.backends import CACHING_KVS, PAGED_WINDOWS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.scheduling.scheduler import HEAD_TOKENS
@@ -36,11 +37,11 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tokens_from_the_cache(family: str, caching_kv: str) -> None:
+@pytest.mark.parametrize(("family", "kv"), covering(list(FAMILIES), CACHING_KVS))
+def test_the_same_tokens_from_the_cache(family: str, kv: str) -> None:
     """A shared start, a prompt that was there before, a continued conversation; in chunks beside decodes."""
     prompts = [PREFIX + tail for tail in make_prompts([3, 20, 1])]
-    with make_llm(family, caching_kv, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=200) as llm:
+    with make_llm(family, kv, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=200) as llm:
         first = run(llm, prompts)
         again = [*prompts, prompts[0] + first[0].outputs[0].token_ids + [7, 8, 9]]
         outputs = run(llm, again)
@@ -48,7 +49,7 @@ def test_the_same_tokens_from_the_cache(family: str, caching_kv: str) -> None:
     assert tokens(first) == want[:3]
     assert tokens(outputs) == want
     assert first[0].num_cached_tokens == 0
-    if not (family.startswith("deepseek") and caching_kv != "paged"):  # blocks of 128 latents; see test_mla
+    if not (family.startswith("deepseek") and kv != "paged"):  # blocks of 128 latents; see test_mla
         assert all(output.num_cached_tokens > 0 for output in [*first[1:], *outputs])
     assert all(output.num_cached_tokens < len(prompt) for output, prompt in zip(outputs, again, strict=True))
 
@@ -144,15 +145,15 @@ def test_prompt_logprobs_skip_the_cache(caching_kv: str) -> None:
     assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == len(PREFIX)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_requests_with_shared_prefixes(caching_kv: str, mode: str) -> None:
+@pytest.mark.parametrize(("kv", "mode"), covering(CACHING_KVS, ["recompute", "swap"]))
+def test_preempted_requests_with_shared_prefixes(kv: str, mode: str) -> None:
     """A pool that holds less than all of them: cached blocks give way, nobody gets another token."""
     prompts = [PREFIX[:40] + tail for tail in make_prompts([4, 5, 6, 7])]
-    with make_llm("llama", caching_kv, max_num_seqs=1) as llm:
+    with make_llm("llama", kv, max_num_seqs=1) as llm:
         budget = 20 * 128 * llm.token_bytes // 10
     want = [expected("llama", prompt, 100) for prompt in prompts]
     options = {"max_model_len": 170, "memory_budget": budget, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    with make_llm("llama", caching_kv, preemption_mode=mode, **options) as llm:
+    with make_llm("llama", kv, preemption_mode=mode, **options) as llm:
         sampling = SamplingParams(temperature=0, max_tokens=100)
         for _ in range(2):
             outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.backends import PAGED_WINDOWS, chosen
-from tests.support.effort import effort
+from tests.support.backends import CACHING_KVS, KVS, PAGED_WINDOWS, chosen
+from tests.support.effort import covering, effort
 from tests.support.target import EXAMPLES
 from tests.support.tiny_models import VOCAB, make_smallest_model, make_tokenizer
 from vattn.engine import LLM, InvalidRequest, RequestOutput, SamplingParams
@@ -308,7 +308,7 @@ COUNTS = dict.fromkeys(("virtual", "paged", PAGED_WINDOWS), 5 * EXAMPLES) | {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("kv", "policy"), covering(KVS, ["fcfs", "priority"]))
 def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
     count = COUNTS[kv]
@@ -333,11 +333,12 @@ def test_stress(kv: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_repeats(caching_kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv", effort(("virtual",), CACHING_KVS))
+def test_a_seed_repeats(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.engine.scheduling.scheduler.HEADROOM_TOKENS", HEADROOM)
     jobs = make_jobs(3, effort(60, 120))
     summaries = []
     for _ in range(2):
-        with make_llm(caching_kv, memory_budget=MEMORY, preemption_mode="swap", swap_space=40 * 256) as llm:
+        with make_llm(kv, memory_budget=MEMORY, preemption_mode="swap", swap_space=40 * 256) as llm:
             summaries.append(run_jobs(llm, jobs, seed=4, failure_rate=0.02, nan_rate=0.01).summary())
     assert summaries[0] == summaries[1]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.backends import chosen
+from tests.support.backends import MAIN_GROWING_KVS, chosen
+from tests.support.effort import covering
 from tests.support.paths import ROOT
+from tests.support.waiting import SECONDS
 from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, SamplingParams
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError
@@ -145,14 +148,14 @@ def test_a_stop_string_and_max_tokens_cut_off(llm: LLM) -> None:
     assert (len(completion.token_ids), completion.finish_reason) == (2, "length")
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_requests_keep_their_place(main_growing_kv: str, mode: Any) -> None:
+@pytest.mark.parametrize(("kv", "mode"), covering(MAIN_GROWING_KVS, ["recompute", "swap"]))
+def test_preempted_requests_keep_their_place(kv: str, mode: Any) -> None:
     """Memory for about half of the requests: the others lose their slots in the middle of their outputs."""
     params = SamplingParams(max_tokens=200, seed=2, structured_outputs={"regex": "([0-9]{4} ){30}end"})
     options: dict[str, Any] = {"memory_budget": "1MiB", "max_model_len": 256, "preemption_mode": mode}
-    if main_growing_kv == "virtual":
+    if kv == "virtual":
         options["kv_options"] = {"page_size": 4096}
-    with make_llm(**chosen(main_growing_kv, **options)) as llm:
+    with make_llm(**chosen(kv, **options)) as llm:
         outputs = llm.generate(PROMPTS * 3, params, use_tqdm=False)
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
         assert all(re.fullmatch("([0-9]{4} ){30}end", text) for text in texts(outputs))
@@ -217,7 +220,14 @@ def test_the_asynchronous_engine_streams_them() -> None:
 
 
 def test_slow_grammars_keep_no_other_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_SECONDS", 2.0)
+    tried, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly(trial: object, grammar: str) -> None:
+        """Of a grammar that turns out to be too much."""
+        tried.set()
+        assert go_on.wait(SECONDS)
+
+    monkeypatch.setattr(grammar_compiler._Trial, "compile", compile_slowly)
 
     async def main() -> None:
         engine = AsyncEngine(make_llm())
@@ -227,13 +237,15 @@ def test_slow_grammars_keep_no_other_client_waiting(monkeypatch: pytest.MonkeyPa
                 asyncio.create_task(engine.add(PROMPTS[0], SamplingParams(structured_outputs={"json": schema})))
                 for schema in schemas
             ]
-            await asyncio.sleep(0.3)
+            assert await asyncio.to_thread(tried.wait, SECONDS)
             async for output in engine.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=4)):
                 assert output.error is None
             assert not any(task.done() for task in slow)
+            go_on.set()
             refused = await asyncio.gather(*slow, return_exceptions=True)
             assert [type(error) for error in refused] == [InvalidRequest] * 3
         finally:
+            go_on.set()
             await engine.shutdown(timeout=0)
 
     asyncio.run(main())

@@ -32,13 +32,11 @@ PARTS = {
         f"{LIBRARY}/test_cache.py",
         *(f"{LIBRARY}/pool/test_{name}.py" for name in ("faults", "pool")),
         *(f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing", "zero_on_free")),
-    ],
-    "calls without read-only mappings": [f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing")],
-    "machines": [
         f"{INNER}/test_random_kernels.py",
         f"{LIBRARY}/windows/test_block_windows_machine.py",
         *(f"{LIBRARY}/slots/test_{name}.py" for name in ("sharing_machine", "state_machine")),
     ],
+    "calls without read-only mappings": [f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing")],
 }
 
 

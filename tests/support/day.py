@@ -76,8 +76,8 @@ def requests(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
         yield body
 
 
-async def live(server: Server, minutes: float, seed: int) -> Day:
-    """Waves of requests and the pauses between them, for that long; at least one of each.
+async def live(server: Server, minutes: float, seed: int, wave_seconds: float = WAVE_SECONDS) -> Day:
+    """Waves of requests and the pauses between them, for that long; at least two of each.
 
     Raises:
         AssertionError: an answer is not what was asked for, or memory is missing at an idle moment.
@@ -87,10 +87,10 @@ async def live(server: Server, minutes: float, seed: int) -> Day:
     end = time.monotonic() + 60 * minutes
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=IDLE_SECONDS) as http:
-        while not day.idle or time.monotonic() < end:
+        while len(day.idle) < 2 or time.monotonic() < end:
             tasks: list[asyncio.Task[None]] = []
-            wave_end = time.monotonic() + WAVE_SECONDS
-            burst = time.monotonic() + rng.uniform(0, 2 * WAVE_SECONDS)  # in every second wave
+            wave_end = time.monotonic() + wave_seconds
+            burst = time.monotonic() + rng.uniform(0, 2 * wave_seconds)  # in every second wave
             while time.monotonic() < wave_end:
                 count = 1
                 if time.monotonic() > burst:

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
+from tests.support.waiting import SECONDS
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -89,7 +91,7 @@ class FakeOpenAI:
         thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
         thread.start()
         try:
-            assert started.wait(30)
+            assert started.wait(SECONDS)
             yield addresses[0]
         finally:
             loop.call_soon_threadsafe(stop.set)

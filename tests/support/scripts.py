@@ -1,7 +1,7 @@
 """Runs scripts in processes of their own, without the seconds in which each would import torch and transformers.
 
-A server that has imported them forks for each script. The fork runs it as `python -W error -c` does, and ends as an
-interpreter ends. vattn is not imported before the script does it.
+A server that has imported them forks for each script. The fork runs it as `python -c` does, and ends as an interpreter
+ends. vattn is not imported before the script does it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import functools
 import gc
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import stub_cuda
 from tests.support.paths import ROOT
@@ -27,28 +29,88 @@ SECONDS = 600  # that a script may take
 def run(
     script: str, *arguments: str, cwd: Path | None = None, variables: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What the script printed, and its exit status: negative is the signal that ended it.
+    """What the script printed, and its exit status: negative is the signal that ended it. A warning is an error.
 
-    `variables` are added to the environment in which the first script of this process was run.
+    `variables` are added to the environment.
     """
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        request = {"script": script, "argv": ["-c", *arguments], "cwd": str(cwd or Path.cwd())}
-        files = {"out": str(out), "err": str(err)}
-        server.stdin.write(json.dumps({**request, **files, "variables": variables or {}}) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, "the server of scripts has ended"
-        return subprocess.CompletedProcess(script, int(answer), out.read_text(), err.read_text())
+        options = {"seconds": SECONDS, "warnings": "error", "cwd": str(cwd or Path.cwd())}
+        status = Process(script, arguments, str(out), str(err), variables, **options).wait()
+        return subprocess.CompletedProcess(script, status, out.read_text(), err.read_text())
 
 
 def over_stub(script: str, **options: int) -> subprocess.CompletedProcess[str]:
     """Runs a script over a fresh stub driver with these `STUB_CUDA_*` variables, from a process over the stub."""
     assert stub_cuda.ACTIVE in os.environ, "libcuda.so.1 is not the stub"
     return run(script, variables=stub_cuda.variables(options))
+
+
+def start(script: str, *arguments: str, variables: dict[str, str] | None = None) -> Process:
+    """A script that goes on until it ends by itself, or is killed; its standard error can be read meanwhile."""
+    reading, writing = os.pipe()
+    try:
+        process = Process(script, arguments, os.devnull, f"/proc/{os.getpid()}/fd/{writing}", variables)
+    finally:
+        os.close(writing)
+    process.stderr = os.fdopen(reading)
+    return process
+
+
+class Process:
+    """A script that runs in a fork of the server: what `subprocess.Popen` has of it."""
+
+    def __init__(
+        self,
+        script: str,
+        arguments: tuple[str, ...],
+        out: str,
+        err: str,
+        variables: dict[str, str] | None,
+        **options: Any,
+    ) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+        request = {"script": script, "argv": ["-c", *arguments], "environment": environment, "cwd": str(Path.cwd())}
+        self.pid = _ask({**request, "out": out, "err": err, **options})
+        self.stderr: TextIO | None = None
+        self._status: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status.
+
+        Raises:
+            TimeoutExpired: it still runs after so many seconds.
+        """
+        if self._status is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a script", timeout or 0)
+            finally:
+                os.close(ended)
+            self._status = _ask({"reap": self.pid})
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _ask(request: dict[str, Any]) -> int:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the server of scripts has ended"
+    return int(answer)
 
 
 @functools.cache
@@ -68,36 +130,47 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _next_script() -> dict[str, Any] | None:
-    """In the server: forks for every request. In a fork: what to run."""
+    """In the server: forks for every script. In a fork: what to run."""
+    running: set[int] = set()
     for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        if pid := request.get("reap"):
+            _, status = os.waitpid(pid, 0)
+            running.discard(pid)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        files = [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("out", "err")]
         child = os.fork()
         if not child:
-            request: dict[str, Any] = json.loads(line)
-            return request
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+            return request | {"files": files}
+        for file in files:
+            os.close(file)
+        running.add(child)
+        print(child, flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     return None
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Streams, folder, arguments and warnings as the script's own interpreter would have them; its namespace."""
-    import signal
+    """Streams, environment, folder, arguments and warnings as the script's own interpreter would have them; its
+    namespace.
+    """
     import warnings
 
-    signal.alarm(SECONDS)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    for number, name in ((1, "out"), (2, "err")):
-        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    signal.alarm(request.get("seconds", 0))
+    for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), *request["files"]]):
         os.dup2(file, number)
         os.close(file)
-    os.close(nothing)
     os.chdir(request["cwd"])
-    os.environ.update(request["variables"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
     sys.argv = request["argv"]
     if not sys.flags.safe_path:
         sys.path[0] = ""
-    warnings.simplefilter("error")
+    if "warnings" in request:
+        warnings.simplefilter(request["warnings"])
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     return vars(main)
@@ -105,7 +178,9 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+
+    if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.freeze()  # a collection in a fork would copy all the pages that it looks at
     if request := _next_script():

@@ -9,7 +9,6 @@ import re
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from tests.support import scripts
 from tests.support.waiting import SECONDS
 
 MODEL = str(Path(__file__).resolve().parents[2] / "demo" / "model")
@@ -41,7 +41,7 @@ class Server:
         log: the lines of its log so far; `plain` are those that are no JSON.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | scripts.Process
     verify: ssl.SSLContext | bool = False
     url: str = ""
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -90,26 +90,28 @@ def running(
     """A server on a free port, which is killed afterwards if it still runs."""
     config = {"model": MODEL, "memory_budget": "16MiB", "max_num_seqs": 16, **(config or {})}
     settings = {"port": 0, "served_model_name": ["tiny"], **settings}
-    command = [sys.executable, "-c", _SCRIPT, json.dumps(config), json.dumps(settings)]
-    with started(command, environment, verify) as server:
+    process = scripts.start(_SCRIPT, json.dumps(config), json.dumps(settings), variables=environment)
+    with _serving(Server(process, verify)) as server:
         yield server
 
 
 @contextlib.contextmanager
-def started(
-    command: list[str], environment: dict[str, str] | None = None, verify: ssl.SSLContext | bool = False
-) -> Iterator[Server]:
+def started(command: list[str]) -> Iterator[Server]:
     """As `running`, of a command that serves."""
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    )
-    server = Server(process, verify)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with _serving(Server(process)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _serving(server: Server) -> Iterator[Server]:
+    process = server.process
     reading = threading.Thread(target=server.read_log)
     reading.start()
     try:
         assert server.serving.wait(SECONDS), "the server did not start"
         assert server.url, f"the server ended with {process.wait()}"
-        httpx.get(f"{server.url}/health", verify=verify, timeout=SECONDS)
+        httpx.get(f"{server.url}/health", verify=server.verify, timeout=SECONDS)
         yield server
     finally:
         process.kill()

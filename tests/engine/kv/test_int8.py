@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from demo.prompts import prompts as demo_prompts
+from tests.support.effort import covering
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_model, make_prompts
 from vattn import KVConfig, TensorGroup
@@ -83,8 +84,7 @@ def test_whatever_shares_the_batch(family: str) -> None:
     assert agreeing(packed, alone) > 0.9
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), covering(list(FAMILIES), ["recompute", "swap"]))
 def test_preemption_and_windows(family: str, mode: PreemptionMode) -> None:
     """Requests that lose their cache, and windows that move over pages of few tokens."""
     prompts = make_prompts([90, 70, 110])

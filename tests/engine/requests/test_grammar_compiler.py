@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_tokenizer
+from tests.support.waiting import SECONDS, Background
 from vattn.engine import InvalidRequest, StructuredOutputs
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError
@@ -345,21 +345,28 @@ def test_without_a_process_to_try_them_grammars_are_unavailable_for_now(
 
 
 def test_known_grammars_do_not_wait_for_slow_ones(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "_SECONDS", 1.0)
     known = StructuredOutputs(regex="known")
     compiler.compile(known, ignore_eos=False)
     slow = StructuredOutputs(json={"type": "integer", "multipleOf": 999_983})
+    tried, go_on = threading.Event(), threading.Event()
+
+    def try_slowly(trial: object, grammar: str) -> None:
+        """Of a grammar that turns out to be too much."""
+        tried.set()
+        assert go_on.wait(SECONDS)
+
+    monkeypatch.setattr(grammar_compiler._Trial, "compile", try_slowly)
 
     def compile_slow() -> None:
         with pytest.raises(InvalidRequest):
             compiler.compile(slow, ignore_eos=False)
 
-    thread = threading.Thread(target=compile_slow)
-    thread.start()
-    time.sleep(0.2)
+    compiling = Background(compile_slow)
+    assert tried.wait(SECONDS)
     compiler.compile(known, ignore_eos=False)
-    assert thread.is_alive(), "the slow one should not have ended yet"
-    thread.join()
+    assert compiling.runs()
+    go_on.set()
+    compiling.finish()
 
 
 def test_what_is_kept_is_bounded_by_its_size(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

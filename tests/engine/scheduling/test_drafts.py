@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.backends import PAGED_WINDOWS, chosen
+from tests.support.backends import GROWING_KVS, KVS, MAIN_KVS, PAGED_WINDOWS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import (
     FAMILIES,
     VOCAB,
@@ -57,12 +58,12 @@ def assert_greedy(family: str, prompts: list[list[int]], got: list[list[int]], c
     assert got == [expected(family, prompt, count, found) for prompt, found in zip(prompts, got, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_generate(family: str, main_kv: str) -> None:
+@pytest.mark.parametrize(("family", "kv"), covering(list(FAMILIES), MAIN_KVS))
+def test_greedy_tokens_equal_generate(family: str, kv: str) -> None:
     """Prompts that repeat themselves, so that many drafts are made, of which random models reject most."""
     prompts = [2 * prompt for prompt in make_prompts([3, 23, 12, 40])]
-    block_size = 128 if main_kv == PAGED_WINDOWS else 16  # whole pages for every family
-    with make_llm(main_kv, make_model(family), max_num_batched_tokens=24, block_size=block_size) as llm:
+    block_size = 128 if kv == PAGED_WINDOWS else 16  # whole pages for every family
+    with make_llm(kv, make_model(family), max_num_batched_tokens=24, block_size=block_size) as llm:
         outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
         assert 0 < llm.speculation.num_accepted_tokens < llm.speculation.num_drafted_tokens
     assert_greedy(family, prompts, tokens(outputs), MAX_TOKENS)
@@ -82,7 +83,7 @@ def mixed_params(seed: int) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("kv", "seed"), covering(KVS, range(3)))
 def test_every_kind_of_request_is_as_without(kv: str, seed: int) -> None:
     """Drawn tokens, stops, log probabilities: what a request gives does not tell whether there were drafts."""
     prompts = [3 * prompt for prompt in make_prompts([5, 9, 4, 7, 3, 8, 6], seed)]
@@ -117,12 +118,12 @@ def test_max_tokens_and_the_context_end_a_request_in_the_middle_of_a_draft(kv: s
         assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_requests(growing_kv: str, mode: str) -> None:
+@pytest.mark.parametrize(("kv", "mode"), covering(GROWING_KVS, ["recompute", "swap"]))
+def test_preempted_requests(kv: str, mode: str) -> None:
     prompts = [2 * prompt for prompt in make_prompts([10, 11, 12, 13])]
-    with make_llm(growing_kv, max_num_seqs=1) as llm:
+    with make_llm(kv, max_num_seqs=1) as llm:
         budget = 12 * 128 * llm.token_bytes // 5  # 2.4 requests of 128 tokens
-    with make_llm(growing_kv, memory_budget=budget, preemption_mode=mode, max_model_len=128) as llm:
+    with make_llm(kv, memory_budget=budget, preemption_mode=mode, max_model_len=128) as llm:
         outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=100))
         assert llm.speculation.num_accepted_tokens > 0
     assert sum(output.metrics.num_preemptions for output in outputs) > 0

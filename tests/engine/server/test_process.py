@@ -53,15 +53,10 @@ def wait_until_unfinished(server: Server, count: int) -> None:
     wait_until(lambda: load() == {"server_load": count}, load, every=0.02)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_stream(server: Server) -> None:
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
-            assert next(answer.iter_text())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+        assert next(answer.iter_text())
     wait_until_idle(server)
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 
@@ -121,7 +116,7 @@ def test_200_long_requests_cancelled_at_once(cancelling: Server) -> None:
 @pytest.mark.slow
 def test_many_streams(server: Server) -> None:
     """No error, and the second time they take no more memory than the first."""
-    count = effort(300, 1000)
+    count = effort(150, 1000)
     body = {**SHORT, "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
 
     async def test() -> None:
@@ -172,7 +167,7 @@ def test_ten_of_a_hundred_leave_and_the_others_are_exact(server: Server) -> None
             answers = await asyncio.gather(*(ask(i) for i in range(100)))
             assert [i for i, answer in enumerate(answers) if not answer] == sorted(leaving)
             leaving.clear()
-            assert all([answers[i] in ("", await ask(i)) for i in range(100)])
+            assert all([answers[i] in ("", await ask(i)) for i in range(0, 100, effort(7, 1))])
 
     asyncio.run(test())
     wait_until_idle(server)
@@ -199,10 +194,15 @@ def test_a_head_without_end_closes_its_connection(server: Server, head: bytes) -
     assert httpx.get(f"{server.url}/health", headers={"X-Much": "a" * 20_000}).status_code == 200
 
 
+IMPATIENCE = 1.0  # seconds
+
+
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Server]:
-    """Half a second for a client to send a request; a key, so that some get their answer before their body is there."""
-    with running(receive_timeout=0.5, keep_alive_timeout=30, api_key=["secret"]) as started:
+    """Little time for a client to send a request; a key, so that some get their answer before their body is there."""
+    with running(
+        receive_timeout=IMPATIENCE, keep_alive_timeout=SECONDS, api_key=["secret"], admin_endpoints=True
+    ) as started:
         yield started
 
 
@@ -252,7 +252,7 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
             received += data
         else:
             pytest.fail("it still has its connection")
-    assert time.monotonic() - begun > 0.4
+    assert time.monotonic() - begun > 0.9 * IMPATIENCE
     assert received[len(b"HTTP/1.1 ") :].startswith(status)
     assert bool(received) == bool(status)
     assert impatient.log[-1]["message"] in ("a client was too slow", "request")
@@ -261,24 +261,25 @@ def test_a_slow_client_loses_its_connection(impatient: Server, start: bytes, pie
 
 def test_an_answer_may_take_longer_than_its_request(impatient: Server) -> None:
     """Also where the client has begun its next request, or sent an empty line."""
-    body = json.dumps({**LONG, "max_tokens": 600}).encode()
+    body = json.dumps(SHORT).encode()
     whole = POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body
     url = httpx.URL(impatient.url)
     ways = [(b"", whole), (whole[:-20], whole[-20:]), (b"\r\n", whole), (whole[:20], whole[20:])]
-    for more, rest in ways[: effort(2, 4)]:
-        with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
-            begun = time.monotonic()
-            connection.sendall(whole + more)
-            for part in (rest, b""):
-                head, received = connection.recv(100_000).split(b"\r\n\r\n", 1)
-                assert head.startswith(b"HTTP/1.1 200")
-                length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
-                while len(received) < length:
-                    received += connection.recv(100_000)
-                assert json.loads(received)["usage"]["completion_tokens"] == 600
-                assert time.monotonic() - begun > 0.5, "too fast to show anything"
-                begun = time.monotonic()
-                connection.sendall(part)
+    with httpx.Client(base_url=impatient.url, headers={"Authorization": "Bearer secret"}, timeout=SECONDS) as http:
+        for more, rest in ways[: effort(2, 4)]:
+            with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
+                for part in (whole + more, rest):
+                    http.post("/sleep").raise_for_status()  # no answer until it wakes up
+                    connection.sendall(part)
+                    wait_until_unfinished(impatient, 1)
+                    time.sleep(1.3 * IMPATIENCE)
+                    http.post("/wake_up").raise_for_status()
+                    head, received = connection.recv(100_000).split(b"\r\n\r\n", 1)
+                    assert head.startswith(b"HTTP/1.1 200")
+                    length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+                    while len(received) < length:
+                        received += connection.recv(100_000)
+                    assert json.loads(received)["choices"][0]["text"] == ANSWER
 
 
 def send(server: Server, body: dict[str, Any], version: str = "1.1") -> socket.socket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.backends import PAGED_WINDOWS, chosen
 from tests.support.servers import MODEL, metric
+from tests.support.waiting import SECONDS
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.server.app import make_service
 from vattn.engine.server.service import Service
 from vattn.engine.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[3]
+AGE = "vattn.engine.server.state._SHORTEST_AGE"  # seconds that a state is shown for
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 PROMPT = "Question: " + " ".join(str(i) for i in range(250)) + "\nAnswer:"
 
@@ -35,7 +37,7 @@ async def until_running(service: Service, count: int) -> None:
 
 
 @pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS, "static", "dynamic"])
-def test_the_state_while_requests_run_and_after(kv: str) -> None:
+def test_the_state_while_requests_run_and_after(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         service = make(kv)
         engine = service.engine
@@ -44,6 +46,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
             assert not (await anext(first)).finished
             others = [await engine.add(PROMPT, LONG) for _ in range(4)]
             await until_running(service, 4)
+            monkeypatch.setattr(AGE, float("inf"))
             state = await service.state.read()
             json.dumps(state)
             assert "Question" not in str(state)
@@ -90,7 +93,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
                 engine.abort(stream.request_id)
             while engine.num_unfinished:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)
+            monkeypatch.setattr(AGE, 0.0)
             state = await service.state.read()
             assert state["counts"] == {"running": 0, "waiting": 0}
             assert state["memory"]["usage"] == 0
@@ -103,7 +106,7 @@ def test_the_state_while_requests_run_and_after(kv: str) -> None:
             await engine.shutdown(timeout=0)
         assert await service.state.read() is not None, "the last state stays, when the engine is gone"
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
 def test_prefixes_are_told_apart_and_lists_of_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +123,7 @@ def test_prefixes_are_told_apart_and_lists_of_blocks_are_bounded(monkeypatch: py
             state = await service.state.read()
             assert sorted(slot["prefix"] for slot in state["slots"]) == [0, 0, 1, 1]
             monkeypatch.setattr("vattn.engine.server.state._MOST_BLOCKS", 30)
-            await asyncio.sleep(0.3)
+            monkeypatch.setattr(AGE, 0.0)
             state = await service.state.read()
             assert sum(len(slot["blocks"]) for slot in state["slots"]) == 30
             for stream in streams:
@@ -128,40 +131,44 @@ def test_prefixes_are_told_apart_and_lists_of_blocks_are_bounded(monkeypatch: py
         finally:
             await engine.shutdown(timeout=0)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
-def test_a_sleeping_engine_is_shown() -> None:
+def test_a_sleeping_engine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
+        monkeypatch.setattr(AGE, 0.0)
         service = make("virtual")
         try:
             assert not (await service.state.read())["sleeping"]
             await service.engine.sleep()
-            await asyncio.sleep(0.3)
             state = await service.state.read()
             assert state["sleeping"]
             assert state["memory"]["physical_bytes"] == 0
         finally:
             await service.engine.shutdown(timeout=0)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
 def test_a_step_that_takes_long_does_not_hold_the_state_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         service = make("virtual")
-        monkeypatch.setattr("vattn.engine.server.state._LONGEST_WAIT", 0.05)
+        go_on = threading.Event()
+        monkeypatch.setattr(AGE, 0.0)
         try:
             state = await service.state.read()
-            slow = asyncio.ensure_future(service.engine.call(lambda: time.sleep(1)))
-            await asyncio.sleep(0.3)
+            slow = asyncio.ensure_future(service.engine.call(lambda: go_on.wait(SECONDS)))
+            monkeypatch.setattr("vattn.engine.server.state._LONGEST_WAIT", 0.05)
             assert await service.state.read() is state
-            await slow
+            go_on.set()
+            assert await slow
+            monkeypatch.setattr("vattn.engine.server.state._LONGEST_WAIT", SECONDS)
             assert await service.state.read() is not state
         finally:
+            go_on.set()
             await service.engine.shutdown(timeout=0)
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
 def test_the_counters_count() -> None:
@@ -186,7 +193,7 @@ def test_the_counters_count() -> None:
         assert metric(text, "vattn:step_seconds_count") >= 12
         assert metric(text, "vattn:map_calls_total") > 0
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
 def documented() -> set[str]:

@@ -13,6 +13,7 @@ import torch
 
 from tests.support import kernel_fakes
 from tests.support.backends import chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import make_model
 from vattn import KVConfig, attention
 from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, Span
@@ -99,10 +100,9 @@ def batches(packed: bool) -> Iterator[PackedBatch]:
 
 
 @pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 20, 1000])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "window", "softcap", "packed"), covering(KERNELS, [None, 1, 20, 1000], [None, 2.0], [True, False])
+)
 def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | None, packed: bool) -> None:
     if name == "torch_flash" and softcap is not None:
         pytest.skip("it has none")

@@ -15,7 +15,7 @@ import torch
 
 import vattn
 from tests.support import target
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 
 pytestmark = target.host_only
 
@@ -157,7 +157,7 @@ def status_in_child(call: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            signal.alarm(20)
+            signal.alarm(SECONDS)
             call()
         except vattn.ForkedProcess:
             status = 0

@@ -345,12 +345,12 @@ def test_any_address_space_of_several_may_be_refused() -> None:
 
 
 UNSTOPPED = """
-import signal, time
+import time
 from vattn import _native, drivers
 from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE
 
-signal.alarm(20)  # where the worker waits for the interpreter's lock, and its last owner, who has it, for the worker
+# Where the worker waits for the interpreter's lock, and its last owner, who has it, for the worker, this hangs.
 table, source = FaultyTable(), drivers.find(DEVICE)
 page = source.page_sizes[0]
 mapper = _native.Mapper(source.open(page, table=table.addresses).native, _native.PagePool(page, 8))
