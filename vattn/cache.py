@@ -490,6 +490,15 @@ class KVCache(PoolMember):
         )
 
     @reading
+    def length(self, reqid: int) -> int:
+        """The live tokens of a slot, as last given to `step`, or as `admit` and `fork` returned it.
+
+        Raises:
+            InvalidSlot: the slot is not allocated.
+        """
+        return self._slots.length[self._checked_slot(reqid)]
+
+    @reading
     def available_pages(self) -> int:
         """Pages that a step can still get: free pages, the parked and cached pages of all caches on the pool, and the
         surplus of running requests. Negative if running requests have yet to get pages of their own in place of shared

@@ -175,8 +175,10 @@ class Storage:
 
     Attributes:
         views: per layer; None until its first update.
-        lengths: tokens per layer, which differ only during a forward pass.
-        end: the length after the forward pass under way; -1 if tokens were taken back since.
+        lengths: tokens that each layer holds; they differ only during a forward pass. How many are backed is
+            asked of the caches (`BatchRows.length`): more during a pass, and other ones after an interrupt.
+        end: the length to which the forward pass under way brings each layer; -1 if tokens were taken back since, so
+            that the next update begins a pass.
         ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
         recording: per layer whether tokens behind its window stay until the next crop.
     """
@@ -233,7 +235,6 @@ class Storage:
     def refuse_in_child(self) -> None:
         """Makes later updates raise in a forked child, in which this memory is not mapped."""
         self.views = [None] * len(self.views)
-        self.end = -1
         self._forked = ForkedProcess(
             f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): its "
             "memory does not survive a fork; make a cache here, hand over a saved one (pickle), or start workers with "
@@ -417,8 +418,8 @@ class Storage:
             self._rows.arrived(start)
 
     def settle(self) -> None:
-        """Tells the caches that tokens were discarded."""
-        if self._rows is not None and max(self.lengths) < self._rows.length:
+        """Makes the caches back what the layers hold, after tokens were discarded or a call was interrupted."""
+        if self._rows is not None and max(self.lengths) != self._rows.length:
             self._rows.step(max(self.lengths))
 
     # Rows
