@@ -158,17 +158,9 @@ class AsyncEngine:
     def __init__(
         self, llm: LLM | EngineCore, *, max_num_queued_reqs: int | None = None, max_waiting_logprobs: int | None = None
     ) -> None:
-        if max_num_queued_reqs is not None:
-            max_num_queued_reqs = checked_whole(
-                "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
-            )
-        if max_waiting_logprobs is not None:
-            max_waiting_logprobs = checked_whole(
-                "max_waiting_logprobs", max_waiting_logprobs, 0, what="0 or more, or None for no limit"
-            )
-        self._max_waiting_logprobs = max_waiting_logprobs
+        self.max_num_queued_reqs = _checked_limit("max_num_queued_reqs", max_num_queued_reqs)
+        self._max_waiting_logprobs = _checked_limit("max_waiting_logprobs", max_waiting_logprobs)
         self.core = core = llm if isinstance(llm, EngineCore) else llm.core
-        self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
@@ -545,6 +537,10 @@ class AsyncEngine:
             stream.put(output)
             if self._max_waiting_logprobs is not None and stream.waiting_logprobs > self._max_waiting_logprobs:
                 self._abort([stream])
+
+
+def _checked_limit(name: str, limit: int | None) -> int | None:
+    return None if limit is None else checked_whole(name, limit, 0, what="0 or more, or None for no limit")
 
 
 def _answer(function: Callable[[], _T], future: Future[_T]) -> None:

@@ -285,13 +285,7 @@ class BlockWindows(PoolMember):
         gone = [block for block in table.homes.occupied() if block not in kept]
         if gone:
             self._core.execute(lambda change: table.drop(change, gone, handle))
-        free = self._core.native.counts().free
-
-        def release(change: Change) -> None:
-            self._core.native.release_free(change.transaction, free)
-
-        self._core.execute(release)
-        return (free + self._core.mapper.unstock()) * self._core.page_size
+        return self._core.release_free()
 
     @reading
     def backed(self) -> set[int]:

@@ -626,13 +626,7 @@ class KVCache(PoolMember):
         self._fences.launched()
         self._core.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True, kept=True))
         self._core.commit()
-        counts = self._core.native.counts()
-
-        def plan(change: Change) -> None:
-            self._core.native.release_free(change.transaction, counts.free)
-
-        self._core.execute(plan)
-        return (counts.free + self._core.mapper.unstock()) * self.layout.page_size
+        return self._core.release_free()
 
     def check(self) -> None:
         """Asserts that every page is exactly where the books say. Waits for the worker.

@@ -30,6 +30,12 @@ from vattn.stats import CacheStats
 SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
 Saved = tuple[int, list[bool], list[SavedLayer | None]]
 
+# Figures of several caches that add up; the others are the pool's, or the same in all.
+_SUMMED = (
+    *("owned_pages", "surplus_pages", "parked_pages", "cached_pages", "shared_pages", "peak_mapped_pages"),
+    *("reserved_bytes", "live_bytes", "steps", "step_seconds", "waits", "wait_seconds"),
+)
+
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
@@ -669,29 +675,11 @@ class Storage:
         if len(parts) == 1:
             return parts[0]
         assert self._pool is not None
-        owned, parked, cached = (
-            sum(getattr(part, f"{name}_pages") for part in parts) for name in ("owned", "parked", "cached")
-        )
+        total: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
         budget = sum(part.budget_pages for part in parts) if is_shared(self._pool) else self._pool.total_pages
-        free = min(self._pool.free_pages, budget - owned - parked - cached)
-        return replace(
-            parts[0],
-            budget_pages=budget,
-            free_pages=free,
-            owned_pages=owned,
-            surplus_pages=sum(p.surplus_pages for p in parts),
-            parked_pages=parked,
-            cached_pages=cached,
-            other_pages=budget - free - owned - parked - cached,
-            shared_pages=sum(p.shared_pages for p in parts),
-            peak_mapped_pages=sum(p.peak_mapped_pages for p in parts),
-            reserved_bytes=sum(p.reserved_bytes for p in parts),
-            live_bytes=sum(p.live_bytes for p in parts),
-            steps=sum(p.steps for p in parts),
-            step_seconds=sum(p.step_seconds for p in parts),
-            waits=sum(p.waits for p in parts),
-            wait_seconds=sum(p.wait_seconds for p in parts),
-        )
+        rest = budget - total["owned_pages"] - total["parked_pages"] - total["cached_pages"]
+        free = min(self._pool.free_pages, rest)
+        return replace(parts[0], **total, budget_pages=budget, free_pages=free, other_pages=rest - free)
 
     def trim(self) -> int:
         self.check_open()
