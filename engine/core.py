@@ -577,11 +577,7 @@ class EngineCore:
             return forward
         forked += [sibling for _, sibling in pairs]
         places = [*range(len(forward.rows)), *(leaders[leader] for leader, _ in pairs)]
-        return replace(
-            forward,
-            rows=[*forward.rows, *map(Row, forked)],
-            logits=forward.logits[places],
-        )
+        return replace(forward, rows=[*forward.rows, *map(Row, forked)], logits=forward.logits[places])
 
     def _settle_drafts(self, plan: StepPlan) -> None:
         """Count the drafts of a step, and cut slots back to the accepted tokens."""

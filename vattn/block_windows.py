@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from vattn import _native, drivers
-from vattn.errors import (
-    ConfigError,
-    InvalidBlock,
-    InvalidLength,
-    InvalidSlot,
-    MappingLimit,
-    NoFreeSlot,
-    OutOfPages,
-)
+from vattn.errors import ConfigError, InvalidBlock, InvalidLength, InvalidSlot, MappingLimit, NoFreeSlot, OutOfPages
 from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, check_choice, check_int
 from vattn.integers import as_int, shown
 from vattn.pool.calls import atomic, reading

@@ -21,11 +21,7 @@ import torch
 
 from vattn import _native, drivers
 from vattn.config import KVConfig, resolve
-from vattn.errors import (
-    ConfigError,
-    InvalidLength,
-    InvalidSlot,
-)
+from vattn.errors import ConfigError, InvalidLength, InvalidSlot
 from vattn.integers import as_int, shown
 from vattn.layout import TensorView
 from vattn.pool.calls import atomic, reading
@@ -72,9 +68,7 @@ class KVCache(PoolMember):
             raise ConfigError(f"KVCache takes a vattn.KVConfig, not {shown(config)}; vattn.init takes keywords")
         self._check_pool(pool, config.device)
         layout, budget = resolve(
-            config,
-            pool_page_size=pool.page_size if pool else None,
-            pool_budget=pool.budget if pool else None,
+            config, pool_page_size=pool.page_size if pool else None, pool_budget=pool.budget if pool else None
         )
         if pool is not None and config.zero_on_free and not pool.zero_on_free:
             raise ConfigError("zero_on_free=True needs a pool that was made with it: PagePool(..., zero_on_free=True)")

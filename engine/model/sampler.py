@@ -127,12 +127,7 @@ class Batch:
             `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        device: torch.device,
-        previous: Batch | None,
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device, previous: Batch | None) -> None:
         self.rows = list(rows)
         self.requests = requests = [row.request for row in rows]
         self.drafted = any(row.ahead for row in rows)

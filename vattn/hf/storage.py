@@ -599,11 +599,7 @@ class Storage:
         owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
         if owns:
             pool = PagePool(
-                budget,
-                device=shape.device,
-                page_size=page_size,
-                guard=config.guard,
-                zero_on_free=config.zero_on_free,
+                budget, device=shape.device, page_size=page_size, guard=config.guard, zero_on_free=config.zero_on_free
             )
         else:
             pool = shared_pool(budget, shape.device, page_size, config.guard)

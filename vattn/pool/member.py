@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -51,7 +50,8 @@ class PoolMember(ABC):
             core.enter()
             yield core
             self._closed = False
-            self._finalizer = weakref.finalize(self, _collected, core, self._give_back(), self._owns_pool)
+            # One that is dropped without `close` gives its pages up.
+            self._finalizer = weakref.finalize(self, core.leave_behind, self._give_back(), unowned=self._owns_pool)
             self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
             core.join(self._tenant)
 
@@ -146,12 +146,5 @@ class PoolMember(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _collected(core: Core, give_back: Plan, owns_pool: bool) -> None:
-    """Gives up the pages of a member that was dropped without `close`, and shuts its own pool."""
-    core.leave_behind(give_back, unowned=owns_pool)
