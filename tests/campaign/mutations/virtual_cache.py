@@ -129,6 +129,11 @@ def unclaimed_slots() -> None:
     _rows().length = property(lambda self: max((cache.length(0) for cache in self._caches), default=0))
 
 
+@mutation("virtual cache", "memory that an interrupted crop left shorter than its contents stays so", "virtual_cache")
+def memory_stays_short() -> None:
+    _rewrite(_storage(), "settle", ("!= self._rows.length", "< self._rows.length"))
+
+
 @mutation(None, "a tensor that was taken changes with a crop", "virtual_cache")
 def crop_under_tensors() -> None:
     _storage()._detach = lambda self: None
