@@ -483,13 +483,19 @@ class KVCache(PoolMember):
             usual_waste=layout.usual_waste,
         )
 
-    @reading
     def length(self, reqid: int) -> int:
         """The live tokens of a slot, as last given to `step`, or as `admit` and `fork` returned it.
 
         Raises:
             InvalidSlot: the slot is not allocated.
         """
+        # A `VirtualCache` asks in every forward pass.
+        readable = type(reqid) is int and not self._closed and self._core.settled
+        length = self._slots.length.get(reqid) if readable else None
+        return self._length(reqid) if length is None else length
+
+    @reading
+    def _length(self, reqid: int) -> int:
         return self._slots.length[self._checked_slot(reqid)]
 
     @reading

@@ -88,8 +88,6 @@ class BatchRows:
                 for cache in caches[:done]:
                     cache.step(self._all(before))
             raise
-        if length < before:
-            self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
         if not length:
             self._first.clear()
         self.start = start
@@ -118,6 +116,7 @@ class BatchRows:
                 for cache in done:
                     cache.step(self._all(before))
             raise
+        self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
 
     def _step(self, cache: KVCache, start: int, before: int, length: int) -> None:
         """Backs `length` tokens of every row in a cache that backs `before`, which can go back to `start` then."""

@@ -318,17 +318,21 @@ class Storage:
                 self._detach()
             elif self._lent:
                 self._move(range(self.count), 0)
-        if self._rows is not None and 0 < longest < self._rows.length:
-            self._rows.go_back(longest)
+        rows = self._rows
+        shorter = rows is not None and longest < rows.length
+        if rows is not None and shorter and longest:
+            rows.go_back(longest)
         before = self.lengths, self.ungraded, self.end
         self.lengths, self.ungraded, self.end = after, ungraded, -1
         try:
+            if rows is not None and shorter:  # even if all layers have windows and are back already: queries start here
+                rows.step(longest)
             self.settle()
         except VattnError:
             self.lengths, self.ungraded, self.end = before
             raise
-        if self._rows is not None and any(self.recording):
-            self._rows.release_past()
+        if rows is not None and any(self.recording):
+            rows.release_past()
 
     def first_kept(self, index: int) -> int:
         """The first token of a layer that is still stored."""
