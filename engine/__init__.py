@@ -1,6 +1,6 @@
 """The reference serving engine over vattn: continuous batching on unmodified transformers models.
 
-from . import LLM, SamplingParams
+from vattn.engine import LLM, SamplingParams
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -158,17 +157,9 @@ class AsyncEngine:
     def __init__(
         self, llm: LLM | EngineCore, *, max_num_queued_reqs: int | None = None, max_waiting_logprobs: int | None = None
     ) -> None:
-        if max_num_queued_reqs is not None:
-            max_num_queued_reqs = checked_whole(
-                "max_num_queued_reqs", max_num_queued_reqs, 0, what="0 or more, or None for no limit"
-            )
-        if max_waiting_logprobs is not None:
-            max_waiting_logprobs = checked_whole(
-                "max_waiting_logprobs", max_waiting_logprobs, 0, what="0 or more, or None for no limit"
-            )
-        self._max_waiting_logprobs = max_waiting_logprobs
+        self.max_num_queued_reqs = _checked_limit("max_num_queued_reqs", max_num_queued_reqs)
+        self._max_waiting_logprobs = _checked_limit("max_waiting_logprobs", max_waiting_logprobs)
         self.core = core = llm if isinstance(llm, EngineCore) else llm.core
-        self.max_num_queued_reqs = max_num_queued_reqs
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
@@ -204,9 +195,7 @@ class AsyncEngine:
     async def __aenter__(self) -> AsyncEngine:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown(timeout=0)
 
     @property
@@ -545,6 +534,10 @@ class AsyncEngine:
             stream.put(output)
             if self._max_waiting_logprobs is not None and stream.waiting_logprobs > self._max_waiting_logprobs:
                 self._abort([stream])
+
+
+def _checked_limit(name: str, limit: int | None) -> int | None:
+    return None if limit is None else checked_whole(name, limit, 0, what="0 or more, or None for no limit")
 
 
 def _answer(function: Callable[[], _T], future: Future[_T]) -> None:

@@ -216,7 +216,7 @@ class BeamGroup(RequestGroup):
         child.arrival_number = beam.arrival_number
         child.first_scheduled_time = beam.first_scheduled_time
         if not scheduler.fork(beam, child):
-            scheduler.requeue(child)
+            scheduler.queue(child)
         return child
 
     def _complete(self, beam: Request, token: int, total: float, reason: FinishReason) -> None:

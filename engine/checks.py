@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Collection
 from typing import Any, Protocol
 
 from vattn.errors import ConfigError, VattnError
-from vattn.integers import as_int, shown
+from vattn.integers import as_int, as_real, shown
 
 # The largest integer that tensors and the C++ core can hold.
 LARGEST = 2**63 - 1
@@ -52,13 +51,8 @@ def checked_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 def number(value: Any) -> float | None:
     """`value` as a float, if it is a finite number; None for any other value, bools included."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
+    found = as_real(value)
+    return None if found is None or not math.isfinite(found) else found
 
 
 class _OfArgument(Protocol):

@@ -273,13 +273,13 @@ class EngineCore:
         try:
             with self._mending(_STEP):
                 self._phase = _STEP
-                plan, num_preempted, prepare_seconds = self._plan(self._changed)
+                plan, num_preempted, prepare_seconds = self._plan()
                 self.figures.preemptions += num_preempted
                 planned = time.monotonic()
                 decode_tokens = plan.num_decode_tokens
                 decoding = sum([entry.request.state is State.DECODING for entry in plan.entries])
                 if plan.entries:
-                    self._compute(plan, self._changed)
+                    self._compute(plan)
                     self.figures.stepped(start, time.monotonic(), decoding)
                 if self._swap is not None and 2 * decode_tokens < plan.num_tokens:
                     self._swap.observe_prefill(plan.num_tokens, time.monotonic() - planned)
@@ -460,11 +460,11 @@ class EngineCore:
         if self._torn:
             self._mend(KeyboardInterrupt())
 
-    def _plan(self, changed: list[Request]) -> tuple[StepPlan, int, float]:
+    def _plan(self) -> tuple[StepPlan, int, float]:
         """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
 
         The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
-        request of the lowest rank is then preempted; a request that is refused alone fails, and joins `changed`.
+        request of the lowest rank is then preempted; a request that is refused alone fails.
         """
         preempted = 0
         seconds = 0.0
@@ -492,13 +492,13 @@ class EngineCore:
                     self.scheduler.preempt_last()
                     preempted += 1
                 else:
-                    self._fail(plan.requests, error, changed)
+                    self._fail(plan.requests, error)
             except VattnError as error:
-                self._fail(plan.requests, error, changed)
+                self._fail(plan.requests, error)
             seconds += time.monotonic() - start
 
-    def _compute(self, plan: StepPlan, changed: list[Request]) -> None:
-        """Run a prepared plan; requests that got a token or failed join `changed`."""
+    def _compute(self, plan: StepPlan) -> None:
+        """Run a prepared plan; requests that got a token or failed have news."""
         forked: list[Request] = []
         try:
             decodes = plan.num_tokens == len(plan.entries)
@@ -509,7 +509,7 @@ class EngineCore:
             reports = self._token_logprobs(forward, tokens)
             self._note_prompt_logprobs(forward)
         except Exception as error:
-            self._fail([*plan.requests, *forked], error, changed)
+            self._fail([*plan.requests, *forked], error)
             return
         drafts: dict[Request, tuple[int, ...]] = {}
         for entry in plan.entries:
@@ -519,7 +519,7 @@ class EngineCore:
             elif len(entry) > 1:
                 self._publish(entry, forward)
         for place, ((request, ahead), token, report) in enumerate(zip(forward.rows, tokens, reports, strict=True)):
-            changed.append(request)
+            self._changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # an earlier token of its draft was rejected, or ended the request
             if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
@@ -550,11 +550,11 @@ class EngineCore:
                 request.advance(request.num_tokens)
         self._settle_drafts(plan)
         for group, requests, logits in beams:
-            changed += requests
+            self._changed += requests
             try:
                 group.advance(requests, logits, self.scheduler)
             except Exception as error:
-                self._fail(requests, error, changed)
+                self._fail(requests, error)
 
     def _publish(self, entry: Entry, forward: Forward) -> None:
         """Publish a chunk of a prompt to the prefix cache, if the model's outputs for it are finite."""
@@ -577,11 +577,7 @@ class EngineCore:
             return forward
         forked += [sibling for _, sibling in pairs]
         places = [*range(len(forward.rows)), *(leaders[leader] for leader, _ in pairs)]
-        return replace(
-            forward,
-            rows=[*forward.rows, *map(Row, forked)],
-            logits=forward.logits[places],
-        )
+        return replace(forward, rows=[*forward.rows, *map(Row, forked)], logits=forward.logits[places])
 
     def _settle_drafts(self, plan: StepPlan) -> None:
         """Count the drafts of a step, and cut slots back to the accepted tokens."""
@@ -626,13 +622,13 @@ class EngineCore:
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
 
-    def _fail(self, requests: Sequence[Request], error: Exception, changed: list[Request]) -> None:
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         logger.error("a step of %d requests failed", len(requests), exc_info=error)
         error.__traceback__ = None  # its frames would keep the step's tensors alive as long as the outputs
         for request in requests:
             for fallen in self._groups[request.parent_id].falls_with(request):
                 self.scheduler.finish(fallen, FinishReason.ERROR, error)
-            changed.append(request)
+            self._changed.append(request)
 
     def _collect(self) -> None:
         """Add the outputs of requests that changed, but for those aborted since, to those that no step has returned.

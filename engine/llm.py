@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
@@ -72,9 +71,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -197,21 +194,10 @@ class LLM:
         """Queue all prompts, or none; returns their requests' names."""
         refuse_lora(lora_request)
         listed = as_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self.get_default_sampling_params()] * len(listed)
-        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str | bytes):
-            params = [as_params(param) for param in sampling_params]
-        else:
-            params = [as_params(sampling_params)]
-        if len(params) != len(listed):
-            raise ConfigError(
-                f"{len(listed)} prompts with {len(params)} sampling parameters; give one, or one for each"
-            )
-        priorities: list[Any] = [0 if priority is None else priority] * len(listed)
-        if isinstance(priority, Sequence) and not isinstance(priority, str | bytes):
-            priorities = list(priority)
-        if len(priorities) != len(listed):
-            raise ConfigError(f"{len(listed)} prompts with {len(priorities)} priorities; give one, or one for each")
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _for_each(listed, "sampling parameters", sampling_params, as_params)
+        priorities = _for_each(listed, "priorities", 0 if priority is None else priority)
         groups = [
             self.core.make_group(self.core.new_id(), prompt, param, kind=RequestOutputKind.FINAL_ONLY, priority=rank)
             for prompt, param, rank in zip(listed, params, priorities, strict=True)
@@ -325,11 +311,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else as_params(sampling_params)
         self.core.add_group(
             self.core.make_group(
-                request_id,
-                prompt,
-                params,
-                kind=params.output_kind or RequestOutputKind.CUMULATIVE,
-                priority=priority,
+                request_id, prompt, params, kind=params.output_kind or RequestOutputKind.CUMULATIVE, priority=priority
             )
         )
 
@@ -450,3 +432,15 @@ class LLM:
         `on_step`, it takes effect when the call that makes the steps ends, which it then does at once.
         """
         self.core.close()
+
+
+def _for_each(
+    prompts: Sequence[Prompt], what: str, given: Any, check: Callable[[Any], Any] = lambda value: value
+) -> list[Any]:
+    """One checked value for each prompt: those of a list, or the same for all."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return [check(given)] * len(prompts)
+    values = [check(each) for each in given]
+    if len(values) != len(prompts):
+        raise ConfigError(f"{len(prompts)} prompts with {len(values)} {what}; give one, or one for each")
+    return values

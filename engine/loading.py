@@ -175,7 +175,7 @@ def _override(config: Any, changes: Mapping[str, Any], prefix: str) -> None:
             setattr(config, key, value)
 
 
-# Ours by the names of generation configs; which parameters these may set is vLLM's choice.
+# Fields of generation configs that set defaults, as in vLLM, to those of `SamplingParams`.
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",

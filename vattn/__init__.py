@@ -14,6 +14,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from vattn.errors import (
+    CacheClosed,
+    ConfigError,
+    DriverError,
+    ForkedProcess,
+    InvalidBlock,
+    InvalidLength,
+    InvalidSlot,
+    InvalidTokens,
+    MappingLimit,
+    NoFreeSlot,
+    OutOfPages,
+    ProcessLimit,
+    StreamCapturing,
+    TokenMismatch,
+    UnsupportedModel,
+    VattnError,
+)
+
 if TYPE_CHECKING:
     from vattn import attention
     from vattn.api import alloc_reqid, free_reqid, init, step
@@ -21,24 +40,6 @@ if TYPE_CHECKING:
     from vattn.cache import KVCache
     from vattn.config import KVConfig
     from vattn.engine import LLM, AsyncEngine, SamplingParams
-    from vattn.errors import (
-        CacheClosed,
-        ConfigError,
-        DriverError,
-        ForkedProcess,
-        InvalidBlock,
-        InvalidLength,
-        InvalidSlot,
-        InvalidTokens,
-        MappingLimit,
-        NoFreeSlot,
-        OutOfPages,
-        ProcessLimit,
-        StreamCapturing,
-        TokenMismatch,
-        UnsupportedModel,
-        VattnError,
-    )
     from vattn.groups import TensorGroup
     from vattn.hf import VirtualCache
     from vattn.pool.pool import PagePool
@@ -86,31 +87,13 @@ __all__ = [
     "step",
 ]
 
-# The names above, by the module that has them.
+# Names that are imported on first use, by the module that has them.
 _HOMES = {
     "vattn.api": ("alloc_reqid", "free_reqid", "init", "step"),
     "vattn.block_windows": ("BlockWindows",),
     "vattn.cache": ("KVCache",),
     "vattn.config": ("KVConfig",),
     "vattn.engine": ("LLM", "AsyncEngine", "SamplingParams"),
-    "vattn.errors": (
-        "CacheClosed",
-        "ConfigError",
-        "DriverError",
-        "ForkedProcess",
-        "InvalidBlock",
-        "InvalidLength",
-        "InvalidSlot",
-        "InvalidTokens",
-        "MappingLimit",
-        "NoFreeSlot",
-        "OutOfPages",
-        "ProcessLimit",
-        "StreamCapturing",
-        "TokenMismatch",
-        "UnsupportedModel",
-        "VattnError",
-    ),
     "vattn.groups": ("TensorGroup",),
     "vattn.hf": ("VirtualCache",),
     "vattn.pool.pool": ("PagePool",),

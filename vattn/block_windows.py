@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from vattn import _native, drivers
-from vattn.errors import (
-    ConfigError,
-    InvalidBlock,
-    InvalidLength,
-    InvalidSlot,
-    MappingLimit,
-    NoFreeSlot,
-    OutOfPages,
-)
+from vattn.errors import ConfigError, InvalidBlock, InvalidLength, InvalidSlot, MappingLimit, NoFreeSlot, OutOfPages
 from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, check_choice, check_int
 from vattn.integers import as_int, shown
 from vattn.pool.calls import atomic, reading
@@ -285,13 +277,7 @@ class BlockWindows(PoolMember):
         gone = [block for block in table.homes.occupied() if block not in kept]
         if gone:
             self._core.execute(lambda change: table.drop(change, gone, handle))
-        free = self._core.native.counts().free
-
-        def release(change: Change) -> None:
-            self._core.native.release_free(change.transaction, free)
-
-        self._core.execute(release)
-        return (free + self._core.mapper.unstock()) * self._core.page_size
+        return self._core.release_free()
 
     @reading
     def backed(self) -> set[int]:

@@ -21,11 +21,7 @@ import torch
 
 from vattn import _native, drivers
 from vattn.config import KVConfig, resolve
-from vattn.errors import (
-    ConfigError,
-    InvalidLength,
-    InvalidSlot,
-)
+from vattn.errors import ConfigError, InvalidLength, InvalidSlot
 from vattn.integers import as_int, shown
 from vattn.layout import TensorView
 from vattn.pool.calls import atomic, reading
@@ -72,9 +68,7 @@ class KVCache(PoolMember):
             raise ConfigError(f"KVCache takes a vattn.KVConfig, not {shown(config)}; vattn.init takes keywords")
         self._check_pool(pool, config.device)
         layout, budget = resolve(
-            config,
-            pool_page_size=pool.page_size if pool else None,
-            pool_budget=pool.budget if pool else None,
+            config, pool_page_size=pool.page_size if pool else None, pool_budget=pool.budget if pool else None
         )
         if pool is not None and config.zero_on_free and not pool.zero_on_free:
             raise ConfigError("zero_on_free=True needs a pool that was made with it: PagePool(..., zero_on_free=True)")
@@ -489,6 +483,21 @@ class KVCache(PoolMember):
             usual_waste=layout.usual_waste,
         )
 
+    def length(self, reqid: int) -> int:
+        """The live tokens of a slot, as last given to `step`, or as `admit` and `fork` returned it.
+
+        Raises:
+            InvalidSlot: the slot is not allocated.
+        """
+        # A `VirtualCache` asks in every forward pass.
+        readable = type(reqid) is int and not self._closed and self._core.settled
+        length = self._slots.length.get(reqid) if readable else None
+        return self._length(reqid) if length is None else length
+
+    @reading
+    def _length(self, reqid: int) -> int:
+        return self._slots.length[self._checked_slot(reqid)]
+
     @reading
     def available_pages(self) -> int:
         """Pages that a step can still get: free pages, the parked and cached pages of all caches on the pool, and the
@@ -617,13 +626,7 @@ class KVCache(PoolMember):
         self._fences.launched()
         self._core.execute(lambda change: self._reclaimer.unpark(change, self._ledger.budget, wait=True, kept=True))
         self._core.commit()
-        counts = self._core.native.counts()
-
-        def plan(change: Change) -> None:
-            self._core.native.release_free(change.transaction, counts.free)
-
-        self._core.execute(plan)
-        return (counts.free + self._core.mapper.unstock()) * self.layout.page_size
+        return self._core.release_free()
 
     def check(self) -> None:
         """Asserts that every page is exactly where the books say. Waits for the worker.

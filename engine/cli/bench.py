@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from . import bench_latency, bench_serve, bench_throughput
-
-if TYPE_CHECKING:
-    from .flags import Commands
+from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vattn.errors import ConfigError
 
 from ..checks import checked_whole
 from .engine_flags import add_engine_flags, chosen_model, engine_options
-from .flags import Help
+from .flags import Commands, Help
 from .load import add_offline_flags, write_json
-
-if TYPE_CHECKING:
-    from .flags import Commands
 
 # With it, all batches but the first would find their prompts in the cache.
 _CHANGED = {"enable_prefix_caching": False}

@@ -20,13 +20,12 @@ from vattn.errors import ConfigError
 
 from ..checks import checked_whole
 from .extras import require_server_extra
-from .flags import Help
+from .flags import Commands, Help
 from .load import add_sample_flags, make_samples, write_json
 
 if TYPE_CHECKING:
     from ..loadgen.client import Target
     from ..loadgen.summary import Timing
-    from .flags import Commands
 
 # Fields of a request that are sent only where they are given: the server has its own defaults.
 _SAMPLING = {
@@ -91,14 +90,7 @@ def add_to(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     require_server_extra("vattn bench serve")
     from ..loadgen.arrivals import arrival_times
-    from ..loadgen.summary import (
-        DETAILS,
-        parse_goodput,
-        parse_metrics,
-        parse_percentiles,
-        summarize,
-        table,
-    )
+    from ..loadgen.summary import DETAILS, parse_goodput, parse_metrics, parse_percentiles, summarize, table
 
     metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
     goodput = parse_goodput(args.goodput or ())

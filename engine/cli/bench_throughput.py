@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING
 
 from vattn.errors import ConfigError
 
 from ..checks import checked_whole
 from .engine_flags import add_engine_flags, chosen_model, engine_options
-from .flags import Help
+from .flags import Commands, Help
 from .load import add_offline_flags, add_sample_flags, make_samples, write_json
-
-if TYPE_CHECKING:
-    from .flags import Commands
 
 
 def add_to(commands: Commands) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from .flags import Help
+from .flags import Commands, Help
 from .talk import add_talk_flags, chosen, talk
-
-if TYPE_CHECKING:
-    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

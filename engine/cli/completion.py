@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .flags import Commands
+from .flags import Commands
 
 _SHELLS = ("bash", "zsh", "fish")
 _DIRECTORIES = {"model", "tokenizer"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .flags import Commands
+from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from .engine_flags import add_engine_flags, chosen_backends, engine_options
-from .flags import Help
+from .flags import Commands, Help
 from .sampling_flags import add_sampling_flags, sampling_options
-
-if TYPE_CHECKING:
-    from .flags import Commands
 
 
 def add_to(commands: Commands, help: str) -> None:

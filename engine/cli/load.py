@@ -46,11 +46,7 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
         help=f"maximum number of tokens of an answer; default: {_OUTPUT_LEN}, or what the file says",
     )
     group.add_argument(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="lengths vary by this share up and down",
+        "--random-range-ratio", type=float, default=0.0, metavar="SHARE", help="lengths vary by this share up and down"
     )
     group.add_argument(
         "--random-prefix-len",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from vattn.errors import ConfigError
 
@@ -11,10 +10,7 @@ from ..config import EngineConfig
 from ..shipped_model import SHIPPED_MODEL, shipped_model
 from .engine_flags import add_engine_flags, add_model, engine_options
 from .extras import require_server_extra
-from .flags import Help, add_fields, given
-
-if TYPE_CHECKING:
-    from .flags import Commands
+from .flags import Commands, Help, add_fields, given
 
 
 def add_to(commands: Commands, help: str) -> None:

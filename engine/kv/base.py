@@ -16,6 +16,7 @@ from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
 from vattn.errors import ConfigError
 from vattn.prefix import Admission
 from vattn.quantised import KVCacheDtype
+from vattn.stats import CallStats
 
 from .spec import KVSpec
 
@@ -51,6 +52,12 @@ class KVStats:
     @property
     def waste_bytes(self) -> int:
         return self.used_bytes - self.live_bytes
+
+
+def mapping_calls(calls: Mapping[str, CallStats]) -> dict[str, int]:
+    """`map_calls` and `unmap_calls` of `KVStats`, of a driver's calls by CUDA's names."""
+    names = {"map_calls": "cuMemMap", "unmap_calls": "cuMemUnmap"}
+    return {name: calls[call].count if call in calls else 0 for name, call in names.items()}
 
 
 @dataclass(frozen=True)

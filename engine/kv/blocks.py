@@ -253,15 +253,12 @@ class BlockKV(PlainStore, ABC):
             # Requests share whole prefixes, so a block that is shared follows no block that is not.
             shared = sum(users[number] > 1 for number in blocks)
             slots.append(SlotView(slot, len(blocks) * self.block_size, shared * self.block_size, blocks=blocks))
-        return KVDescription(slots, num_blocks=self.num_blocks, cached_blocks=self.cached_blocks())
+        cached = [block.number for block in self._index if not block.users]
+        return KVDescription(slots, num_blocks=self.num_blocks, cached_blocks=cached)
 
     def block_lists(self) -> dict[int, list[int]]:
         """The numbers of each slot's blocks, in the order of its tokens; a block that is shared is in several lists."""
         return {number: [block.number for block in slot.blocks] for number, slot in self._slots.items()}
-
-    def cached_blocks(self) -> list[int]:
-        """The numbers of the blocks that only the prefix cache holds."""
-        return [block.number for block in self._index if not block.users]
 
     def check(self) -> None:
         self._index.check()

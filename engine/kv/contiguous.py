@@ -59,10 +59,7 @@ class ContiguousKV(PlainStore):
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As `KVBackend` says: two views."""
         keys, values = self._heads_first[layer]
-        return (
-            keys[slot].narrow(2, start, length - start),
-            values[slot].narrow(2, start, length - start),
-        )
+        return (keys[slot].narrow(2, start, length - start), values[slot].narrow(2, start, length - start))
 
     def stored(self, layer: int) -> Contiguous:
         """As `KVBackend` says: contiguous slots."""

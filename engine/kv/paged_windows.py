@@ -16,7 +16,7 @@ from vattn.attention import Contiguous, PackedBatch
 from vattn.block_windows import BlockWindows
 from vattn.errors import ConfigError
 
-from .base import KVStats, StoredAs, register
+from .base import KVStats, StoredAs, mapping_calls, register
 from .blocks import BlockKV, PoolBlock
 from .contiguous import ContiguousKV
 from .spec import KVSpec
@@ -110,7 +110,6 @@ class PagedWindowsKV(BlockKV):
 
     def stats(self) -> KVStats:
         stats = self.windows.stats()
-        maps, unmaps = stats.calls.get("cuMemMap"), stats.calls.get("cuMemUnmap")
         used, live = self._held_bytes()
         return KVStats(
             reserved_bytes=stats.reserved_bytes,
@@ -118,8 +117,7 @@ class PagedWindowsKV(BlockKV):
             peak_physical_bytes=stats.peak_mapped_bytes,
             used_bytes=used,
             live_bytes=live,
-            map_calls=maps.count if maps else 0,
-            unmap_calls=unmaps.count if unmaps else 0,
+            **mapping_calls(stats.calls),
         )
 
     def check(self) -> None:

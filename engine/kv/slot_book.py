@@ -78,18 +78,14 @@ class SlotBook(dict[int, State]):
             InvalidSlot: a slot is not allocated.
             InvalidLength: not a whole number, below 0, or more than a slot can hold.
         """
-        found = {}
-        for slot, length in lengths.items():
-            found[self.checked(slot)] = self.checked_length(length)
-        return found
+        return {self.checked(slot): self.checked_length(length) for slot, length in lengths.items()}
 
-    def checked_length(self, num_tokens: int, least: int = 0) -> int:
-        """`num_tokens` as an `int`; raises `InvalidLength` unless it is from `least` to `max_model_len`."""
+    def checked_length(self, num_tokens: int) -> int:
+        """`num_tokens` as an `int`; raises `InvalidLength` unless it is from 0 to `max_model_len`."""
         number = whole(num_tokens)
-        if number is None or not least <= number <= self.max_model_len:
+        if number is None or not 0 <= number <= self.max_model_len:
             raise InvalidLength(
-                f"{shown(num_tokens)} tokens in one slot; give a whole number from {least} to "
-                f"max_model_len={self.max_model_len}"
+                f"{shown(num_tokens)} tokens in one slot; give a number from 0 to max_model_len={self.max_model_len}"
             )
         return number
 

@@ -9,7 +9,7 @@ from vattn.cache import KVCache
 from vattn.config import KVConfig
 from vattn.prefix import Admission
 
-from .base import KVDescription, KVStats, SlotView, register
+from .base import KVDescription, KVStats, SlotView, mapping_calls, register
 from .contiguous import ContiguousKV
 from .spec import KVSpec
 
@@ -97,15 +97,13 @@ class VirtualKV(ContiguousKV):
 
     def stats(self) -> KVStats:
         stats = self.cache.stats()
-        maps, unmaps = stats.calls.get("cuMemMap"), stats.calls.get("cuMemUnmap")
         return KVStats(
             reserved_bytes=stats.reserved_bytes,
             physical_bytes=stats.created_bytes,
             peak_physical_bytes=max(stats.peak_mapped_bytes, stats.created_bytes),
             used_bytes=stats.needed_bytes,
             live_bytes=stats.live_bytes,
-            map_calls=maps.count if maps else 0,
-            unmap_calls=unmaps.count if unmaps else 0,
+            **mapping_calls(stats.calls),
             waits=stats.waits,
             wait_seconds=stats.wait_seconds,
         )

@@ -90,7 +90,7 @@ class ModelRunner:
         _remove(self._hooks)
 
     def rehearse(self, num_tokens: int) -> None:
-        """Compute a step of so many tokens without the cache and with no more than a gesture of attention."""
+        """Compute a step of so many tokens without the cache; a cheap function stands in for attention."""
         tokens = torch.arange(num_tokens, device=self.model.device)
         embedding: Any = self.model.get_input_embeddings()
         run_packed(self.model, Recorder(), tokens % embedding.num_embeddings, torch.zeros_like(tokens), tokens[-8:])

@@ -32,8 +32,8 @@ class Sampler:
     request's seed and on the index of the token, so a seed gives the same tokens whatever else is in the batch.
 
     Attributes:
-        failures: row to what its request is to blame for in the last call: what its logits processors raised, or a
-            `CannotGoOn` where all it asks for leaves no token. Its token is None.
+        failures: of the last call, for each row that got no token because of its own request: what a logits processor
+            raised, or `CannotGoOn` if everything that the request asks for leaves no token.
     """
 
     def __init__(self) -> None:
@@ -127,12 +127,7 @@ class Batch:
             `filter_weights`), `seeds` and `num_tokens`, the output tokens so far.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        device: torch.device,
-        previous: Batch | None,
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], device: torch.device, previous: Batch | None) -> None:
         self.rows = list(rows)
         self.requests = requests = [row.request for row in rows]
         self.drafted = any(row.ahead for row in rows)

@@ -136,8 +136,7 @@ class PromptReader:
             return TokenizedPrompt(None, _as_token_ids(prompt))
         if self.tokenizer is None:
             raise InvalidRequest(
-                "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=...",
-                param=_PARAM,
+                "the prompt is text, but this LLM has no tokenizer; give token ids, or pass tokenizer=...", param=_PARAM
             )
         check_encodable("the prompt", prompt, InvalidRequest, _PARAM)
         return TokenizedPrompt(prompt, list(self.tokenizer(prompt)["input_ids"]))

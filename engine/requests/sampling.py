@@ -236,15 +236,11 @@ class SamplingParams:
         self._set(name, checked_whole(name, getattr(self, name), low, high, what=what))
 
     def _number(self, name: str, low: float, high: float, what: str, *, above: bool = False) -> None:
-        self._set(name, _checked_number(name, getattr(self, name), low, high, what, above=above))
-
-
-def _checked_number(name: str, value: object, low: float, high: float, what: str, *, above: bool = False) -> float:
-    """`value` as a float in `[low, high]`, or in `(low, high]` with `above`."""
-    found = number(value)
-    if found is None or not low <= found <= high or (above and found == low):
-        raise wrong(name, f"is {shown(value)}; give {what}")
-    return found
+        """The field is a number in `[low, high]`, or in `(low, high]` with `above`."""
+        found = number(value := getattr(self, name))
+        if found is None or not low <= found <= high or (above and found == low):
+            raise wrong(name, f"is {shown(value)}; give {what}")
+        self._set(name, found)
 
 
 def _clamped(bias: object) -> object:

@@ -185,7 +185,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `check_fits` accepts."""
         request.arrival_number = next(self._numbers)
-        self._enqueue(request)
+        self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Put a request with an arrival number into `waiting`, by its rank."""
+        bisect.insort(self.waiting, request, key=self._rank)
 
     def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
@@ -273,10 +277,6 @@ class Scheduler:
         self.running.append(child)
         return True
 
-    def requeue(self, request: Request) -> None:
-        """Queue a request whose arrival number is set."""
-        self._enqueue(request)
-
     def fork_siblings(self, leaders: Sequence[Request]) -> list[tuple[Request, Request]]:
         """Start the other completions of prompts that were just computed, as far as there is room.
 
@@ -307,7 +307,7 @@ class Scheduler:
         request.preempt()
         self.running.remove(request)
         self.kv.free(slot, computed)
-        self._enqueue(request)
+        self.queue(request)
         return request
 
     def preempt_all(self) -> None:
@@ -401,9 +401,6 @@ class Scheduler:
 
     def _turn(self, request: Request) -> tuple[bool, tuple[int, int]]:
         return (request.state is not State.DECODING, self._rank(request))
-
-    def _enqueue(self, request: Request) -> None:
-        bisect.insort(self.waiting, request, key=self._rank)
 
     def _reserve(self, request: Request) -> int:
         """Units that a request still needs for its tokens and some headroom."""

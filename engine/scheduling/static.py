@@ -66,13 +66,14 @@ class StaticScheduler(Scheduler):
         self.finished_slots.append(request.slot)
         request.slot = None
         if not self.running:
-            for slot in self.finished_slots:
-                self.kv.free(slot)
-            self.finished_slots.clear()
+            self._end_batch()
 
     def preempt_all(self) -> None:
         """As `Scheduler.preempt_all`; the batch ends."""
         super().preempt_all()
+        self._end_batch()
+
+    def _end_batch(self) -> None:
         for slot in self.finished_slots:
             self.kv.free(slot)
         self.finished_slots.clear()

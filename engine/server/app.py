@@ -14,7 +14,7 @@ import vattn
 from ..async_engine import AsyncEngine
 from ..core import EngineCore
 from . import admin, chat, completions, dashboard, tokens
-from .arrivals import Arrivals
+from .announcer import Announcer
 from .bodies import body_schemas
 from .entrance import Entrance
 from .errors import add_handlers
@@ -77,7 +77,7 @@ def make_app(service: Service) -> FastAPI:
     if settings.dashboard:
         app.include_router(dashboard.router(service))
     add_handlers(app)
-    app.add_middleware(Arrivals, engine=service.engine)
+    app.add_middleware(Announcer, engine=service.engine)
     app.add_middleware(Entrance, settings=settings, most_body_bytes=service.limits.body_bytes)
     if settings.allowed_origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""`/v1/completions`, and the seeds' `/generate`."""
+"""`/v1/completions`, and the simpler `/generate`."""
 
 from __future__ import annotations
 

@@ -47,8 +47,9 @@ class TextLogprobs:
 
     def _top(self, token: int, report: Report) -> dict[str, float]:
         top: dict[str, float] = {}
-        for entry in _first(report, token, self._count):
-            top[_name(entry)] = max(_value(entry), top.get(_name(entry), _LEAST))
+        for other, entry in report.items():
+            if other == token or entry.rank <= self._count:
+                top[_name(entry)] = max(_value(entry), top.get(_name(entry), _LEAST))
         return top
 
 
@@ -75,11 +76,6 @@ def prompt_logprobs(reports: Sequence[Report | None], token_ids: Sequence[int], 
         }
         for own, report in zip(token_ids, reports, strict=True)
     )
-
-
-def _first(report: Report, token: int, count: int) -> list[Logprob]:
-    """The token's own entry and the `count` most probable ones."""
-    return [entry for other, entry in report.items() if other == token or entry.rank <= count]
 
 
 def _name(entry: Logprob) -> str:

@@ -67,11 +67,11 @@ class Prompts:
 
     def read_chat(self, body: ChatRequest, max_tokens: int | None, check: Check) -> TokenizedPrompt:
         """As `read`, for the prompt that the chat template makes of a conversation."""
-        text = self.render(body)
+        text = self.render(body.messages, body)
         check()
         return replace(self._read(text, body, max_tokens, check, special=False), text=text)
 
-    def render(self, body: Templated) -> str:
+    def render(self, messages: Sequence[Message], how: Templated) -> str:
         """The text that the chat template makes of a conversation.
 
         Raises:
@@ -80,21 +80,21 @@ class Prompts:
         """
         if self._tokenizer is None:
             raise bad("the server has no tokenizer, so it cannot chat; send token ids to /v1/completions", "messages")
-        options: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
-        if body.continue_final_message:
-            if body.add_generation_prompt:
+        options: dict[str, Any] = {"chat_template_kwargs": how.chat_template_kwargs}
+        if how.continue_final_message:
+            if how.add_generation_prompt:
                 raise bad(
                     "add_generation_prompt and continue_final_message contradict each other; send one",
                     "continue_final_message",
                 )
             options["continue_final_message"] = True
-        if body.add_generation_prompt is not None:
-            options["add_generation_prompt"] = body.add_generation_prompt
+        if how.add_generation_prompt is not None:
+            options["add_generation_prompt"] = how.add_generation_prompt
         if self._chat_template is not None:
             options["chat_template"] = self._chat_template
-        self._check_characters("the conversation", sum(map(_characters, body.messages)), "messages")
+        self._check_characters("the conversation", sum(map(_characters, messages)), "messages")
         try:
-            text = render(self._tokenizer, [_plain(message) for message in body.messages], **options)
+            text = render(self._tokenizer, [_plain(message) for message in messages], **options)
         except RecursionError:
             raise bad("chat_template_kwargs is nested too deeply", "chat_template_kwargs") from None
         self._check_characters("the conversation", len(text), "messages")

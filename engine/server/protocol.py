@@ -154,15 +154,15 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 
 class Templated(_Body):
-    """What decides how a conversation becomes a prompt."""
+    """How a conversation becomes a prompt."""
 
-    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ChatRequest(Sampling, Templated):
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -170,16 +170,13 @@ class ChatRequest(Sampling, Templated):
     modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Templated):
     """A prompt, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -205,8 +205,10 @@ class Run:
             await end(*passing)
 
     def check(self, output: RequestOutput) -> None:
-        """Raise an ApiError for an output of a prompt that failed: 400 if what was asked for cannot be, else 500, and
-        its own error stays in the log."""
+        """Raise an ApiError for a prompt that failed: 400 if what was asked for is impossible, else 500.
+
+        What the engine raised then goes to the log only.
+        """
         if output.error is None:
             return
         told = api_error(output.error)

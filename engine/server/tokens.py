@@ -9,13 +9,7 @@ from fastapi.responses import Response
 
 from .bodies import described
 from .errors import bad, json_response
-from .protocol import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    Templated,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from .protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from .service import Service
 from .workers import Check
 
@@ -61,11 +55,6 @@ def _tokenize(service: Service, body: TokenizeRequest, check: Check) -> list[int
         raise bad("give either a prompt or messages", "prompt")
     if body.messages is None:
         return service.prompts.tokenize(body.prompt or "", check, special=body.add_special_tokens is not False)
-    templated = Templated(
-        messages=body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
+    text = service.prompts.render(body.messages, body)
     # The template writes special tokens itself.
-    return service.prompts.tokenize(service.prompts.render(templated), check, special=bool(body.add_special_tokens))
+    return service.prompts.tokenize(text, check, special=bool(body.add_special_tokens))

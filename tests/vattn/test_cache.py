@@ -144,6 +144,22 @@ def test_a_length_may_go_down_and_loses_nothing_below(cache: vattn.KVCache) -> N
     assert_holds(cache, reqid, 500, 7)
 
 
+def test_the_length_of_a_slot_is_that_of_the_last_step(cache: vattn.KVCache) -> None:
+    tokens = list(range(200))
+    reqid, cached = cache.admit(tokens)
+    assert cache.length(reqid) == cached == 0
+    for length in (200, 150):
+        cache.step({reqid: length})
+        assert cache.length(reqid) == length
+    cache.commit(reqid, tokens[:150])
+    assert cache.length(cache.fork(reqid)) == 150
+    other, cached = cache.admit(tokens)
+    assert cache.length(other) == cached > 0
+    cache.free_reqid(reqid)
+    with pytest.raises(vattn.InvalidSlot):
+        cache.length(reqid)
+
+
 def test_steady_state_makes_no_driver_call() -> None:
     with make(watermark=0) as cache:  # nothing in stock, which fills whenever the worker has time
         reqid = cache.alloc_reqid()

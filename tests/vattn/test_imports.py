@@ -195,7 +195,13 @@ def test_public_names_are_imported_from_where_type_checkers_see_them():
     )
     homes = {alias.name: node.module for node in seen for alias in node.names}
     assert homes == {**vattn._HOME, "attention": "vattn"}
-    assert sorted(vattn.__all__) == sorted(homes)
+    errors = [
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "vattn.errors"
+        for alias in node.names
+    ]
+    assert sorted(vattn.__all__) == sorted([*homes, *errors])
     for name in vattn.__all__:
         assert getattr(vattn, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

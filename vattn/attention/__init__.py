@@ -21,7 +21,7 @@ from vattn.attention.flash_attn_3 import FlashAttn3
 from vattn.attention.flashinfer import FlashInfer
 from vattn.attention.native import Native
 from vattn.attention.plain import attend
-from vattn.attention.storage import Blocks, Contiguous
+from vattn.attention.stored import Blocks, Contiguous
 from vattn.attention.torch_flash import TorchFlash
 from vattn.attention.torch_sdpa import TorchSDPA
 from vattn.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vattn.attention.batch import Group, PackedBatch, Span
-from vattn.attention.storage import Blocks, Contiguous
+from vattn.attention.stored import Blocks, Contiguous
 from vattn.errors import ConfigError
 from vattn.integers import as_real, shown
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Contiguous
+from vattn.attention.stored import Contiguous
 
 
 class FlashAttn2:

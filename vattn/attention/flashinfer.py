@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vattn.attention.base import AttentionParams, Case, KVSource, Reads, flash_refusal, whole_layer
 from vattn.attention.batch import PackedBatch
-from vattn.attention.storage import Blocks, Contiguous
+from vattn.attention.stored import Blocks, Contiguous
 
 _WORKSPACE_BYTES = 128 * 2**20  # what its documentation recommends
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vattn import cpu
 from vattn.attention.base import AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import PackedBatch, Span
-from vattn.attention.storage import Blocks, Contiguous
+from vattn.attention.stored import Blocks, Contiguous
 
 
 class Native:

@@ -30,14 +30,12 @@ class BatchRows:
     Attributes:
         capacity: most rows.
         count: rows in use, slots `[0, count)`.
-        length: tokens of each row, as of the last step.
         start: first token of the last step; later tokens can be taken back.
     """
 
     def __init__(self, capacity: int, count: int) -> None:
         self.capacity = capacity
         self.count = count
-        self.length = 0
         self.start = 0
         self._caches: list[KVCache] = []
         self._claimed = True  # whether all slots are allocated
@@ -49,11 +47,17 @@ class BatchRows:
         """Slots that a cache needs: the capacity, and a spare one for exchanging rows."""
         return self.capacity + (self.capacity > 1)
 
+    @property
+    def length(self) -> int:
+        """The tokens of each row for which there is memory; the most of any cache, if a call was interrupted."""
+        self._claim()
+        return max((cache.length(0) for cache in self._caches), default=0)
+
     def prepare(self, cache: KVCache) -> None:
         """Allocates the slots of a new cache and backs the rows' tokens."""
         _claim(cache)
-        if self.length:
-            cache.step(dict.fromkeys(range(self.count), self.length))
+        if length := self.length:
+            cache.step(self._all(length))
 
     def add(self, cache: KVCache) -> None:
         """Adds a cache that is prepared."""
@@ -71,25 +75,22 @@ class BatchRows:
             InvalidLength: as `go_back`.
         """
         before, done = self.length, 0
-        self._claim()
         if length < before:
             self.go_back(length)
         start = min(self.start, length) if recording else min(before, length)
         caches = [cache for cache in self._caches if length >= before or _window(cache) is None]
         try:
             for cache in caches:
-                self._step(cache, start, length)
+                self._step(cache, start, before, length)
                 done += 1
         except BaseException:
             if length > before:
                 for cache in caches[:done]:
                     cache.step(self._all(before))
             raise
-        if length < before:
-            self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
         if not length:
             self._first.clear()
-        self.start, self.length = start, length
+        self.start = start
 
     def go_back(self, length: int) -> None:
         """Takes layers with windows back to a lower length. Others are never refused it, and lose what their rows share
@@ -98,15 +99,14 @@ class BatchRows:
         Raises:
             InvalidLength: a window there reaches tokens whose memory was given back. Nothing changed.
         """
-        done: list[KVCache] = []
+        before, done = self.length, list[KVCache]()
         for cache, window in self._windows():
             if length and max(0, length - window + 1) < self._first.get(cache, 0):
                 raise InvalidLength(
-                    f"the rows cannot go back from {self.length} tokens to {length}: they were reordered, repeated or "
+                    f"the rows cannot go back from {before} tokens to {length}: they were reordered, repeated or "
                     f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
                     "reset"
                 )
-        self._claim()
         try:
             for cache, _ in self._windows():
                 cache.step(self._all(length))
@@ -114,12 +114,12 @@ class BatchRows:
         except BaseException:
             if length:
                 for cache in done:
-                    cache.step(self._all(self.length))
+                    cache.step(self._all(before))
             raise
+        self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
 
-    def _step(self, cache: KVCache, start: int, length: int) -> None:
-        """Backs `length` tokens of every row in a cache, which can go back to `start` then."""
-        before = self.length
+    def _step(self, cache: KVCache, start: int, before: int, length: int) -> None:
+        """Backs `length` tokens of every row in a cache that backs `before`, which can go back to `start` then."""
         if not start < before < length or _window(cache) is None:
             cache.step(self._all(length))
             return
@@ -153,7 +153,7 @@ class BatchRows:
 
     def resize(self, count: int) -> None:
         """Changes the number of rows, which are empty."""
-        assert self.length == 0
+        assert not self.length
         assert count <= self.capacity
         self.count = count
         self._equal = [[0] * count for _ in range(count)]
@@ -165,7 +165,6 @@ class BatchRows:
             OutOfPages, DriverError: a row could not be replaced; all rows are empty now.
         """
         assert len(sources) <= self.capacity
-        self._claim()
         length, old = self.length, self.count
         equal = [[length if a == b else self._equal[a][b] for b in sources] for a in sources]
         moves = {row: source for row, source in enumerate(sources) if row != source}
@@ -182,7 +181,7 @@ class BatchRows:
                         self._first[cache] = first
                 whole = [cache for cache in self._caches if _window(cache) is None]
                 if length - start < max((cache.layout.page_tokens for cache in whole), default=0):
-                    self._copy(whole, moves, start)
+                    self._copy(whole, moves, start, length)
                 elif whole:
                     self._fork(whole, dict(moves))
             for cache in self._caches:
@@ -194,7 +193,6 @@ class BatchRows:
 
     def trim(self) -> int:
         """Returns the memory of unused and of empty rows to the machine, and the number of its bytes."""
-        self._claim()
         unused = range(self.count if self.length else 0, self.slots)
         given = 0
         self._claimed = False
@@ -222,14 +220,14 @@ class BatchRows:
             if window is not None:
                 yield cache, window
 
-    def _copy(self, caches: Sequence[KVCache], moves: dict[int, int], start: int) -> None:
-        tails = [tail for cache in caches for tail in _tails(cache, start, self.length)]
+    def _copy(self, caches: Sequence[KVCache], moves: dict[int, int], start: int, length: int) -> None:
+        tails = [tail for cache in caches for tail in _tails(cache, start, length)]
 
         def own() -> None:
             # Stepping back and forth replaces shared pages by private ones without contents, after all were read.
             for cache in caches:
                 cache.step(dict.fromkeys(moves, start))
-                cache.step(dict.fromkeys(moves, self.length))
+                cache.step(dict.fromkeys(moves, length))
 
         _copy(tails, moves, own)
 
@@ -252,12 +250,12 @@ class BatchRows:
     def _abandon(self) -> None:
         """Empties all rows after a failure in which some were lost."""
         self._claimed = False
+        self.start = 0
+        self._first.clear()
+        self._equal = [[0] * self.count for _ in range(self.count)]
         self._claim()
         for cache in self._caches:
             cache.step(dict.fromkeys(range(self.slots), 0))
-        self.start = self.length = 0
-        self._first.clear()
-        self._equal = [[0] * self.count for _ in range(self.count)]
 
 
 def _tails(cache: KVCache, start: int, end: int) -> list[Tensor]:

@@ -30,6 +30,12 @@ from vattn.stats import CacheStats
 SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
 Saved = tuple[int, list[bool], list[SavedLayer | None]]
 
+# Figures of several caches that add up; the others are the pool's, or the same in all.
+_SUMMED = (
+    *("owned_pages", "surplus_pages", "parked_pages", "cached_pages", "shared_pages", "peak_mapped_pages"),
+    *("reserved_bytes", "live_bytes", "steps", "step_seconds", "waits", "wait_seconds"),
+)
+
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
@@ -175,8 +181,10 @@ class Storage:
 
     Attributes:
         views: per layer; None until its first update.
-        lengths: tokens per layer, which differ only during a forward pass.
-        end: the length after the forward pass under way; -1 if tokens were taken back since.
+        lengths: tokens that each layer holds; they differ only during a forward pass. How many are backed is
+            asked of the caches (`BatchRows.length`): more during a pass, and other ones after an interrupt.
+        end: the length to which the forward pass under way brings each layer; -1 if tokens were taken back since, so
+            that the next update begins a pass.
         ungraded: per layer the first token that was stored without its gradient; `max_context_len` if there is none.
         recording: per layer whether tokens behind its window stay until the next crop.
     """
@@ -233,7 +241,6 @@ class Storage:
     def refuse_in_child(self) -> None:
         """Makes later updates raise in a forked child, in which this memory is not mapped."""
         self.views = [None] * len(self.views)
-        self.end = -1
         self._forked = ForkedProcess(
             f"this cache belongs to process {os.getppid()}, and this is a fork of it (process {os.getpid()}): its "
             "memory does not survive a fork; make a cache here, hand over a saved one (pickle), or start workers with "
@@ -311,17 +318,21 @@ class Storage:
                 self._detach()
             elif self._lent:
                 self._move(range(self.count), 0)
-        if self._rows is not None and 0 < longest < self._rows.length:
-            self._rows.go_back(longest)
+        rows = self._rows
+        shorter = rows is not None and longest < rows.length
+        if rows is not None and shorter and longest:
+            rows.go_back(longest)
         before = self.lengths, self.ungraded, self.end
         self.lengths, self.ungraded, self.end = after, ungraded, -1
         try:
+            if rows is not None and shorter:  # even if all layers have windows and are back already: queries start here
+                rows.step(longest)
             self.settle()
         except VattnError:
             self.lengths, self.ungraded, self.end = before
             raise
-        if self._rows is not None and any(self.recording):
-            self._rows.release_past()
+        if rows is not None and any(self.recording):
+            rows.release_past()
 
     def first_kept(self, index: int) -> int:
         """The first token of a layer that is still stored."""
@@ -417,8 +428,8 @@ class Storage:
             self._rows.arrived(start)
 
     def settle(self) -> None:
-        """Tells the caches that tokens were discarded."""
-        if self._rows is not None and max(self.lengths) < self._rows.length:
+        """Makes the caches back what the layers hold, after tokens were discarded or a call was interrupted."""
+        if self._rows is not None and max(self.lengths) != self._rows.length:
             self._rows.step(max(self.lengths))
 
     # Rows
@@ -592,11 +603,7 @@ class Storage:
         owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
         if owns:
             pool = PagePool(
-                budget,
-                device=shape.device,
-                page_size=page_size,
-                guard=config.guard,
-                zero_on_free=config.zero_on_free,
+                budget, device=shape.device, page_size=page_size, guard=config.guard, zero_on_free=config.zero_on_free
             )
         else:
             pool = shared_pool(budget, shape.device, page_size, config.guard)
@@ -668,29 +675,11 @@ class Storage:
         if len(parts) == 1:
             return parts[0]
         assert self._pool is not None
-        owned, parked, cached = (
-            sum(getattr(part, f"{name}_pages") for part in parts) for name in ("owned", "parked", "cached")
-        )
+        total: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
         budget = sum(part.budget_pages for part in parts) if is_shared(self._pool) else self._pool.total_pages
-        free = min(self._pool.free_pages, budget - owned - parked - cached)
-        return replace(
-            parts[0],
-            budget_pages=budget,
-            free_pages=free,
-            owned_pages=owned,
-            surplus_pages=sum(p.surplus_pages for p in parts),
-            parked_pages=parked,
-            cached_pages=cached,
-            other_pages=budget - free - owned - parked - cached,
-            shared_pages=sum(p.shared_pages for p in parts),
-            peak_mapped_pages=sum(p.peak_mapped_pages for p in parts),
-            reserved_bytes=sum(p.reserved_bytes for p in parts),
-            live_bytes=sum(p.live_bytes for p in parts),
-            steps=sum(p.steps for p in parts),
-            step_seconds=sum(p.step_seconds for p in parts),
-            waits=sum(p.waits for p in parts),
-            wait_seconds=sum(p.wait_seconds for p in parts),
-        )
+        rest = budget - total["owned_pages"] - total["parked_pages"] - total["cached_pages"]
+        free = min(self._pool.free_pages, rest)
+        return replace(parts[0], **total, budget_pages=budget, free_pages=free, other_pages=rest - free)
 
     def trim(self) -> int:
         self.check_open()

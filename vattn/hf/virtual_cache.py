@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self, get_args
 
 import torch
@@ -232,9 +231,7 @@ class VirtualCache(DynamicCache):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __copy__(self) -> VirtualCache:

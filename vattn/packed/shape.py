@@ -51,18 +51,10 @@ class KVShape:
 
     @classmethod
     def uniform(
-        cls,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        *,
-        window: int | None = None,
-        softcap: bool = False,
-        sinks: bool = False,
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, v_head_dim: int, *, window: int | None = None
     ) -> KVShape:
         """The shape of a model with identical layers."""
-        return cls((LayerShape(num_kv_heads, head_dim, v_head_dim, window),) * num_layers, softcap, sinks)
+        return cls((LayerShape(num_kv_heads, head_dim, v_head_dim, window),) * num_layers)
 
     @property
     def num_layers(self) -> int:

@@ -47,12 +47,7 @@ def run_packed(
         Logits `[S, vocab_size]`.
     """
     with running(step), torch.inference_mode():
-        output = model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            logits_to_keep=rows,
-        )
+        output = model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
     return logits
 

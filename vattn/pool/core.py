@@ -98,6 +98,16 @@ class Core(Calls):
                 reclaimed += tenant.reclaim(change, pages - reclaimed, wait=wait)
         return reclaimed
 
+    def release_free(self) -> int:
+        """Gives the memory of free pages and of the stock back to the machine; returns its bytes."""
+        free = self.native.counts().free
+
+        def plan(change: Change) -> None:
+            self.native.release_free(change.transaction, free)
+
+        self.execute(plan)
+        return (free + self.mapper.unstock()) * self.page_size
+
     def stock(self) -> None:
         """Has the worker create ahead of need what the tenants' next steps may have to, as far as no free page has the
         memory already.

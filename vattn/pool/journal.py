@@ -46,10 +46,7 @@ class Change:
         if isinstance(before, np.ndarray):  # a view
             before = before.copy()
         self.undo.append((_put, books, key, before))
-        if value is GONE:
-            books.pop(key, None)
-        else:
-            books[key] = value
+        _put(books, key, value)
 
     def set(self, owner: object, name: str, value: object) -> None:
         """`owner.name = value`."""

@@ -44,11 +44,7 @@ class Backer(Decisions):
     # For a step
 
     def step(
-        self,
-        lengths: Mapping[int, int],
-        crossing: Sequence[int],
-        announced: Mapping[int, int],
-        stream: Stream | None,
+        self, lengths: Mapping[int, int], crossing: Sequence[int], announced: Mapping[int, int], stream: Stream | None
     ) -> bool:
         """Sets the lengths of slots and backs all tokens that they need, or changes nothing.
 
@@ -336,10 +332,6 @@ class Backer(Decisions):
         """Notes that the slot's whole extent is ready, unless background growth is still under way."""
         if self._core.mapper.passed(self._slots.pending.get(slot, 0)):
             self._slots.mapped(slot)
-
-    def await_transaction(self, ticket: int) -> None:
-        """Waits for a transaction of the background."""
-        self._core.wait(ticket)
 
     def _await_growth(self, needs: Mapping[int, int]) -> bool:
         """Waits for background growth that these slots rely on; returns whether it had to wait."""

@@ -124,7 +124,7 @@ class Prefixes(Decisions):
     def await_ahead(self) -> None:
         """Waits for what `look_ahead` maps: blocks that a request uses cannot be taken back from it."""
         if self._ahead:
-            self._backer.await_transaction(self._ahead)
+            self._core.wait(self._ahead)
             self._ahead = 0
 
     # What is published

@@ -126,9 +126,12 @@ def move_in_parts() -> None:
 
 @mutation("virtual cache", "slots that an interrupted call freed stay free", "virtual_cache")
 def unclaimed_slots() -> None:
-    _rewrite(_rows(), "step", ("self._claim()", "pass"))
-    _rewrite(_rows(), "select", ("self._claim()", "pass"))
-    _rewrite(_rows(), "trim", ("self._claim()\n    unused", "unused"))
+    _rows().length = property(lambda self: max((cache.length(0) for cache in self._caches), default=0))
+
+
+@mutation("virtual cache", "memory that an interrupted crop left shorter than its contents stays so", "virtual_cache")
+def memory_stays_short() -> None:
+    _rewrite(_storage(), "settle", ("!= self._rows.length", "< self._rows.length"))
 
 
 @mutation(None, "a tensor that was taken changes with a crop", "virtual_cache")

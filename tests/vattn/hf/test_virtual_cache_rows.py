@@ -18,6 +18,7 @@ import vattn
 from tests.support import scripts
 from tests.support.effort import effort
 from tests.support.interruption import entries, interrupted
+from vattn.hf.batch_rows import BatchRows
 
 HEADS = 2
 LIMIT = 200
@@ -448,6 +449,46 @@ def test_a_call_that_is_interrupted_has_happened_or_not_or_leaves_no_token(call:
         cache.check()
         del taken
         cache.close()
+
+
+def test_rows_move_whole_after_a_crop_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With windows only, an interrupt may leave the memory shorter than what the layers hold."""
+    config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=40)
+    with vattn.VirtualCache(config, max_batch_size=4, **OPTIONS) as cache:
+        keys = torch.randn(2, HEADS, 100, 64)
+        for part in (keys[:, :, :60], keys[:, :, 60:]):
+            cache.update(part, part, 0)
+        true = BatchRows.go_back
+
+        def interrupted_after(rows: BatchRows, length: int) -> None:
+            true(rows, length)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BatchRows, "go_back", interrupted_after)
+            cache.crop(-30)
+        assert cache.get_seq_length() == 100
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(cache.layers[0].keys, keys.flip(0)[:, :, -39:])
+        cache.check()
+
+
+def test_a_copy_after_several_crops_has_what_windows_kept() -> None:
+    """With windows only: each crop moves where queries start, and with that what is given back."""
+    config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=40)
+    with vattn.VirtualCache(config, max_batch_size=2, **OPTIONS) as cache:
+        keys = torch.randn(2, HEADS, 150, 64)
+        for part in (keys[:, :, :10], keys[:, :, 10:]):
+            cache.update(part, part, 0)
+        for length in (149, 148, 147):
+            cache.crop(-1)
+            cache.check()
+            with copy.copy(cache) as other:
+                assert torch.equal(other.layers[0].keys, keys[:, :, length - 39 : length])
+        new = torch.randn(2, HEADS, 3, 64)
+        cache.update(new, new, 0)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(cache.layers[0].keys, torch.cat((keys[:, :, :147], new), dim=2).flip(0)[:, :, -39:])
 
 
 def test_rows_that_are_repeated_go_back_as_far_as_before() -> None:

@@ -39,8 +39,7 @@ class Blocks:
         """The rows of the table for a group, `[n, blocks of max_length]`; the same for all layers of a step."""
         used = -(-group.max_length // self.block_size)
         made: Tensor = batch.once(
-            ("tables", group.rows.start, id(self.table)),
-            lambda: self.table[:, :used].index_select(0, group.slots),
+            ("tables", group.rows.start, id(self.table)), lambda: self.table[:, :used].index_select(0, group.slots)
         )
         return made
 

@@ -1,4 +1,4 @@
-"""`Arrivals`: tells the engine which requests are on their way to it."""
+"""`Announcer`: tells the engine which requests are on their way to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..async_engine import AsyncEngine
 _GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 
 
-class Arrivals:
+class Announcer:
     """An ASGI middleware that announces a request before its body is read and its prompt tokenized."""
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine) -> None:
