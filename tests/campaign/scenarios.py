@@ -84,6 +84,11 @@ def draw_config(rng: random.Random, *, table: bool = False) -> Config:
             )
 
 
+def repeats(config: Config, most: int) -> int:
+    """How often a scenario may be played again: rarely where it has much memory to compare."""
+    return max(2, min(most, (64 << 20) // (config.pool_pages * config.page_size)))
+
+
 def _block_tokens(options: dict[str, Any], pages: int) -> int:
     """Tokens of a block; a ConfigError where a pool of so many pages cannot have the cache."""
     size = options["page_size"]
