@@ -73,7 +73,7 @@ class Interrupted(Operation):
 
 def scenario(rng: random.Random, *, points: int = 40) -> Played:
     """A few operations, and one that is interrupted: at so many places, each in a world of its own."""
-    config = replace(draw_config(rng), every=rng.choice((1, 1, SELDOM)), books=False)
+    config = replace(draw_config(rng), own=rng.random() < 0.3, every=rng.choice((1, 1, SELDOM)), books=False)
     return interrupt_one(rng, config, Drawer(rng), points=points)
 
 
