@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tests.campaign import attention, driver_faults, engine, fuzz, interrupts, processes, random_calls, server, windows
-from tests.campaign.isolation import Ended, Send, in_child
+from tests.campaign.isolation import Ended, Send, in_child, set_aside
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play, tell
 from tests.campaign.script import script
@@ -18,24 +18,42 @@ from tests.campaign.shrink import shrink
 from tests.campaign.world import Config
 
 
-def _virtual_cache(rng: random.Random) -> Played:
-    from tests.campaign import virtual_cache  # it imports transformers, which takes seconds
+@dataclass(frozen=True)
+class Mode:
+    """A kind of scenario.
 
-    return virtual_cache.scenario(rng)
+    Attributes:
+        module: of this package: its `scenario(rng)` plays one.
+        weight: how often it is drawn.
+        loads: modules that a scenario imports when it begins, because other modes do without them.
+    """
+
+    module: str
+    weight: int
+    loads: tuple[str, ...] = ()
+
+    def prepare(self) -> None:
+        """Imports what its scenarios need."""
+        for name in (f"tests.campaign.{self.module}", *self.loads):
+            importlib.import_module(name)
+
+    def scenario(self, rng: random.Random) -> Played:
+        """Plays one."""
+        played: Played = importlib.import_module(f"tests.campaign.{self.module}").scenario(rng)
+        return played
 
 
-# A mode, and how often it is drawn.
-MODES: dict[str, tuple[Callable[[random.Random], Played], int]] = {
-    "random": (random_calls.scenario, 60),
-    "fuzz": (fuzz.scenario, 12),
-    "interrupts": (interrupts.scenario, 4),
-    "faults": (driver_faults.scenario, 3),
-    "processes": (processes.scenario, 2),
-    "windows": (windows.scenario, 20),
-    "virtual_cache": (_virtual_cache, 12),
-    "engine": (engine.scenario, 12),
-    "server": (server.scenario, 1),
-    "attention": (attention.scenario, 10),
+MODES = {
+    "random": Mode("random_calls", 60),
+    "fuzz": Mode("fuzz", 12),
+    "interrupts": Mode("interrupts", 4),
+    "faults": Mode("driver_faults", 3),
+    "processes": Mode("processes", 2),
+    "windows": Mode("windows", 20),
+    "virtual_cache": Mode("virtual_cache", 12, loads=("vattn.hf.storage",)),
+    "engine": Mode("engine", 4, loads=("tests.campaign.engine_reference", "vattn.engine.scheduling.scheduler")),
+    "server": Mode("server", 1),
+    "attention": Mode("attention", 10),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs
 
@@ -68,12 +86,13 @@ class Summary:
     """What a campaign did.
 
     Attributes:
-        scenarios: by mode; `calls_of` are their calls on the public interface.
+        scenarios: by mode; `calls_of` are their calls on the public interface, and `seconds_of` the time they took.
         counts: what came up how often.
     """
 
     scenarios: Counter[str] = field(default_factory=Counter)
     calls_of: Counter[str] = field(default_factory=Counter)
+    seconds_of: dict[str, float] = field(default_factory=dict)
     seconds: float = 0
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -84,7 +103,10 @@ class Summary:
         return self.calls_of.total()
 
     def __str__(self) -> str:
-        modes = ", ".join(f"{mode}: {self.calls_of[mode]:,} in {n:,}" for mode, n in self.scenarios.most_common())
+        modes = ", ".join(
+            f"{mode}: {self.calls_of[mode]:,} in {n:,} ({self.seconds_of.get(mode, 0):.0f} s)"
+            for mode, n in self.scenarios.most_common()
+        )
         counts = ", ".join(f"{n:,} {name}" for name, n in self.counts.most_common())
         rate = self.calls / self.seconds if self.seconds else 0
         return (
@@ -94,10 +116,17 @@ class Summary:
         )
 
 
+def prepare(modes: Iterable[str]) -> None:
+    """Imports what scenarios of these modes need, once for all children."""
+    for mode in modes:
+        MODES[mode].prepare()
+    set_aside()
+
+
 def draw(seed: int, number: int, modes: Sequence[str]) -> tuple[str, random.Random]:
     """The mode of a scenario, and what it draws from."""
     rng = random.Random(f"{seed}/{number}")
-    (mode,) = rng.choices(modes, [MODES[mode][1] for mode in modes])
+    (mode,) = rng.choices(modes, [MODES[mode].weight for mode in modes])
     return mode, rng
 
 
@@ -123,6 +152,7 @@ def run(
     """
     summary, begin, number = Summary(), time.monotonic(), first
     known: set[str] = set()
+    prepare(modes)
 
     def left() -> bool:
         summary.seconds = time.monotonic() - begin
@@ -137,15 +167,18 @@ def run(
             setup()
         for i in range(number, number + 500):
             mode, rng = draw(seed, i, modes)
-            played = MODES[mode][0](rng)
-            send((mode, played))
+            began = time.monotonic()
+            played = MODES[mode].scenario(rng)
+            send((mode, time.monotonic() - began, played))
             if played.kind is not None:
                 return  # it may have left something behind
+            set_aside()
 
     while left():
         try:
-            for mode, played in in_child(work, quiet_seconds=_QUIET):
+            for mode, took, played in in_child(work, quiet_seconds=_QUIET):
                 summary.scenarios[mode] += 1
+                summary.seconds_of[mode] = summary.seconds_of.get(mode, 0) + took
                 summary.calls_of[mode] += played.calls
                 summary.counts += played.counts
                 number += 1
@@ -163,7 +196,7 @@ def run(
             number += 1
             if ended.kind not in known:
                 known.add(ended.kind)
-                played = _told(partial(MODES[mode][0], rng), setup, _QUIET)
+                played = _told(partial(MODES[mode].scenario, rng), setup, _QUIET)
                 if played.kind is None:  # it does not come every time
                     played = replace(played, kind=ended.kind, detail=str(ended))
                 found = Finding(mode, seed, number - 1, summary.calls, played)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config
+from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config, repeats
 from tests.campaign.world import Config, Refused, World
 
 _CODES = (2, 999)  # out of memory, unknown
@@ -59,8 +59,8 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> P
 
 
 def fail_each(rng: random.Random, config: Config, drawer: Source, operations: int, points: int) -> Played:
-    """So many operations of a drawer, and again with each of their driver calls failing: with so many of them at most.
-    In some runs others fail as well.
+    """So many operations of a drawer, and again with each of their driver calls failing: with so many of them at most,
+    and fewer where worlds are large. In some runs others fail as well.
     """
     config = replace(config, every=rng.choice((1, 3, SELDOM, SELDOM)), books=False)
     calls = 0
@@ -78,7 +78,7 @@ def fail_each(rng: random.Random, config: Config, drawer: Source, operations: in
     if done.kind:
         return done
     made = done.operations
-    for nth in sorted(rng.sample(range(1, calls + 1), min(points, calls))):
+    for nth in sorted(rng.sample(range(1, calls + 1), min(repeats(config, points), calls))):
         more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))]
         failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
         done = done.plus(play(replace(config, fail=failing), lambda world: made))

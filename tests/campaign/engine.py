@@ -113,7 +113,6 @@ class World:
 
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would stay
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logging.getLogger("vattn").setLevel(logging.CRITICAL)
         torch.set_num_threads(1)
         rng = self.rng
         self.reference = engine_reference
@@ -123,12 +122,15 @@ class World:
         self._prefixes = [self._draw_tokens(rng.randint(50, 110)) for _ in range(3)]
         before, headroom = books.read(), scheduler.HEADROOM_TOKENS
         scheduler.HEADROOM_TOKENS = rng.choice([2, 2, 64])
+        logger = logging.getLogger("vattn")
+        logger.setLevel(logging.CRITICAL)
         try:
             if self._make():
                 self._operate(operations)
                 self._end()
         finally:
             scheduler.HEADROOM_TOKENS = headroom
+            logger.setLevel(logging.NOTSET)  # a server that is forked later logs
         self.llm: Any = None
         gc.collect()
         if left := books.left(before):

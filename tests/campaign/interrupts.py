@@ -10,7 +10,7 @@ import vattn
 from tests.campaign.injection import interrupted
 from tests.campaign.operations import Commit, Operation, Step
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config
+from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config, repeats
 from tests.campaign.world import Config, Found, Refused, Stopped, World
 
 
@@ -73,12 +73,16 @@ class Interrupted(Operation):
 
 def scenario(rng: random.Random, *, points: int = 40) -> Played:
     """A few operations, and one that is interrupted: at so many places, each in a world of its own."""
-    config = replace(draw_config(rng), every=rng.choice((1, 1, SELDOM)), books=False)
+    config = replace(draw_config(rng), own=rng.random() < 0.3, every=rng.choice((1, 1, SELDOM)), books=False)
     return interrupt_one(rng, config, Drawer(rng), points=points)
 
 
 def interrupt_one(rng: random.Random, config: Config, drawer: Source, *, points: int) -> Played:
-    """Operations of a drawer, and one of them interrupted at so many places, each in a world of its own."""
+    """Operations of a drawer, and one of them interrupted at so many places, each in a world of its own.
+
+    Args:
+        points: at most; fewer where worlds are large.
+    """
     first = play(config, lambda world: drawer.operations(world, rng.randint(3, 16)))
     if first.kind:
         return first
@@ -107,7 +111,7 @@ def interrupt_one(rng: random.Random, config: Config, drawer: Source, *, points:
     interrupted.events = 0  # type: ignore[attr-defined]
     done = first.plus(whole).plus(at(1 << 60))
     events = interrupted.events  # type: ignore[attr-defined]
-    for nth in sorted(rng.sample(range(1, events + 1), min(points, events))):
+    for nth in sorted(rng.sample(range(1, events + 1), min(repeats(config, points), events))):
         done = done.plus(at(nth))
         if done.kind:
             break

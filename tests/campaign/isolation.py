@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -13,11 +14,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Send = Callable[[Any], None]
+
+_TELL_STACKS = signal.SIGUSR1
+_alive: Callable[[], None] | None = None  # in a child
 
 
 class Ended(Exception):
@@ -39,14 +45,16 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
         quiet_seconds: without a word for so long on an idle machine, it hangs.
 
     Raises:
-        Ended: it crashed, or hangs.
+        Ended: it crashed, or hangs, with the stacks of its threads.
     """
     read, write = os.pipe()
+    stacks = os.memfd_create("stacks")
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         os.close(read)
+        faulthandler.register(_TELL_STACKS, file=stacks)
         os._exit(_child(work, write))
     os.close(write)
     done = False
@@ -54,9 +62,10 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
         yield from _messages(read, quiet_seconds)
         done = True
     except TimeoutError:
-        raise Ended("hang", f"nothing came for {quiet_seconds:.0f} s") from None
+        raise Ended("hang", f"nothing came for {quiet_seconds:.0f} s\n{_stacks(pid, stacks)}") from None
     finally:
         os.close(read)
+        os.close(stacks)
         if not done:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -69,14 +78,18 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
 def _child(work: Callable[[Send], None], write: int) -> int:
     faulthandler.disable()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    set_aside()
 
-    def send(message: Any) -> None:
-        data = pickle.dumps(message)
+    def put(data: bytes) -> None:
         data = struct.pack("<Q", len(data)) + data
         while data:
             data = data[os.write(write, data) :]
+
+    def send(message: Any) -> None:
+        put(pickle.dumps(message))
+
+    global _alive
+    _alive = partial(put, b"")
 
     try:
         work(send)
@@ -86,12 +99,61 @@ def _child(work: Callable[[Send], None], write: int) -> int:
     return 0
 
 
+def alive() -> None:
+    """Says, from within the work, that it goes on: what is long is no hang."""
+    if _alive is not None:
+        _alive()
+
+
+def _stacks(pid: int, file: int) -> str:
+    """Where the threads of a child and of its children are: what the kernel says, twice; and all of them in Python."""
+    pids = _family(pid)
+    first = [_tasks(pid) for pid in pids]
+    for each in pids:
+        with contextlib.suppress(OSError):
+            os.kill(each, _TELL_STACKS)
+        time.sleep(0.5)
+    later = [_tasks(pid) for pid in pids]
+    told = os.pread(file, 1 << 20, 0).decode(errors="replace")
+    return "\n".join([*first, "a moment later:", *later, told])
+
+
+def _family(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
+    found = [pid]
+    for each in found:
+        for listed in Path(f"/proc/{each}/task").glob("*/children"):
+            found += map(int, listed.read_text().split())
+    return found
+
+
+def _tasks(pid: int) -> str:
+    """The threads of a process: name, state, ticks of computing, and where in the kernel each waits."""
+    lines = [f"process {pid}:"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            state = rest.split()
+            waits = (task / "wchan").read_text()
+            lines.append(f"thread {task.name} {name}: {state[0]}, {int(state[11]) + int(state[12])} ticks, {waits}")
+    return "\n".join(lines)
+
+
+def set_aside() -> None:
+    """Spares the collections to come what exists so far: scenarios collect often, and hundreds of thousands of objects
+    stay as long as the process.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _messages(read: int, quiet_seconds: float) -> Iterator[Any]:
     buffer = b""
     while True:
         while len(buffer) >= 8 and len(buffer) >= 8 + (size := struct.unpack("<Q", buffer[:8])[0]):
             message, buffer = buffer[8 : 8 + size], buffer[8 + size :]
-            yield pickle.loads(message)
+            if message:
+                yield pickle.loads(message)
         began = time.monotonic()
         while not select.select([read], [], [], 1)[0]:
             # Beside others, a child gets its share of the cores only.

@@ -108,7 +108,8 @@ class Make(Life):
         each = self.under(world)
         if each.open:
             return None
-        code = cache_code(each.options) if isinstance(each, CacheUnderTest) else windows_code(each.options)
+        make = cache_code if isinstance(each, CacheUnderTest) else windows_code
+        code = make(each.options, world.config)
         return Call(code, each.name)
 
     def accept(self, world: World, value: Any) -> None:

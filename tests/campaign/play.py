@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import vattn
+from tests.campaign.isolation import alive
 from tests.campaign.operations import Operation
 from tests.campaign.world import Config, Found, Stopped, World
 
@@ -62,6 +63,7 @@ def journal(lines: list[str]) -> None:
 
 def play(config: Config, source: Source) -> Played:
     """Plays operations."""
+    alive()
     played = Played(config)
     world = None
     try:

@@ -77,11 +77,17 @@ def draw_config(rng: random.Random, *, table: bool = False) -> Config:
                 page_size=page_size,
                 zero_on_free=zeroes,
                 guard=guard,
+                own=not table and rng.random() < 0.1,
                 table=table,
                 every=rng.choice((5, SELDOM) if large else (1, 2, 5, 10, SELDOM)),
                 drop=rng.random() < 0.2,
                 books=rng.random() < 0.05,
             )
+
+
+def repeats(config: Config, most: int) -> int:
+    """How often a scenario may be played again: rarely where it has much memory to compare."""
+    return max(2, min(most, (64 << 20) // (config.pool_pages * config.page_size)))
 
 
 def _block_tokens(options: dict[str, Any], pages: int) -> int:
@@ -154,6 +160,38 @@ class Source(Protocol):
 
     def operations(self, world: World, count: int) -> Iterator[Operation]: ...
 
+    def _left(self, world: World) -> Iterator[Operation]:
+        """Published blocks that stay in an idle slot, and are withdrawn by who published them, or found in part by a
+        request whose first step adds nothing: what it does not use must not be seen.
+        """
+        rng = self.rng
+        fit = [
+            (number, each)
+            for number, each in enumerate(world.caches)
+            if each.slots > 1 and each.context > 2 * each.block and (each.zeroes or rng.random() < 0.3)
+        ]
+        if not fit:
+            return
+        number, each = rng.choice(fit)
+        first, second, third = (self.next_label() for _ in range(3))
+        blocks = rng.randint(2, (each.context - 1) // each.block)
+        length = min(each.context, blocks * each.block + rng.randint(1, each.block))
+        yield Admit(number, first, length, 0)
+        yield Step(number, {first: (length, 0)})
+        yield Commit(number, first)
+        yield Admit(number, second, length, 0)
+        yield Step(number, {second: (length, 0)})
+        if rng.random() < 0.5:
+            yield Free(number, second)
+            yield Step(number, {first: (min(length + 1, each.context), 0)})
+            yield Retract(number, first)
+        else:
+            yield Free(number, first)
+            yield Step(number, {second: (min(length + 1, each.context), 0)})
+            found = rng.randint(1, blocks - 1) * each.block
+            yield Admit(number, third, found + rng.randint(1, each.block), 0)
+            yield Step(number, {third: (found, 0)})
+
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
 
@@ -169,8 +207,8 @@ class Drawer:
     def operations(self, world: World, count: int) -> Iterator[Operation]:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
         if self.rng.random() < 0.4:
-            openings = (self._opening, self._copied, self._turns)
-            (opening,) = self.rng.choices(openings, (0.5, 0.25, 0.25))
+            openings = (self._opening, self._copied, self._turns, self._left)
+            (opening,) = self.rng.choices(openings, (0.4, 0.2, 0.2, 0.2))
             yield from opening(world)
         for _ in range(count):
             yield self.draw(world)
@@ -287,6 +325,38 @@ class Drawer:
             length += rng.randint(1, each.block)
             if rng.random() < 0.2:
                 return
+
+    def _left(self, world: World) -> Iterator[Operation]:
+        """Published blocks that stay in an idle slot, and are withdrawn by who published them, or found in part by a
+        request whose first step adds nothing: what it does not use must not be seen.
+        """
+        rng = self.rng
+        fit = [
+            (number, each)
+            for number, each in enumerate(world.caches)
+            if each.slots > 1 and each.context > 2 * each.block and (each.zeroes or rng.random() < 0.3)
+        ]
+        if not fit:
+            return
+        number, each = rng.choice(fit)
+        first, second, third = (self.next_label() for _ in range(3))
+        blocks = rng.randint(2, (each.context - 1) // each.block)
+        length = min(each.context, blocks * each.block + rng.randint(1, each.block))
+        yield Admit(number, first, length, 0)
+        yield Step(number, {first: (length, 0)})
+        yield Commit(number, first)
+        yield Admit(number, second, length, 0)
+        yield Step(number, {second: (length, 0)})
+        if rng.random() < 0.5:
+            yield Free(number, second)
+            yield Step(number, {first: (min(length + 1, each.context), 0)})
+            yield Retract(number, first)
+        else:
+            yield Free(number, first)
+            yield Step(number, {second: (min(length + 1, each.context), 0)})
+            found = rng.randint(1, blocks - 1) * each.block
+            yield Admit(number, third, found + rng.randint(1, each.block), 0)
+            yield Step(number, {third: (found, 0)})
 
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""

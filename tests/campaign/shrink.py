@@ -81,6 +81,8 @@ def _configs(best: Callable[[], Config]) -> Iterator[Config]:
     if len(best().fail) > 1:
         for i in range(len(best().fail)):
             yield replace(best(), fail=best().fail[:i] + best().fail[i + 1 :])
+    if best().own:
+        yield replace(best(), own=False)
     if best().books:
         yield replace(best(), books=False)
     if best().table and not best().fail and not best().delay:

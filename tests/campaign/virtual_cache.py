@@ -165,6 +165,7 @@ class World:
     armed: bool = False
     bystander: int = 0  # its length
     focus: str = ""  # the cache of the last operation
+    lost: tuple[str, int] | None = None  # the cache that the last operation lost the rows of, and how many
 
     # The script
 
@@ -348,6 +349,8 @@ class World:
                 return False
             self.unsure(name)
             self.settle(name, [before, empty] if empties else [before], failed=True)
+            if empties and not under.plain.length:
+                self.lost = name, before.rows
             return False
         finally:
             self.armed = False
@@ -545,6 +548,10 @@ class World:
     def perform(self) -> None:
         """Draws an operation and makes it."""
         rng = self.rng
+        lost, self.lost = self.lost, None
+        if lost is not None and rng.random() < 0.7:
+            self.refill(*lost)
+            return
         choices: list[tuple[float, Callable[[], None]]] = [(1, self.bystand), (0.4, self.fork)]
         if len(self.open()) < 3:
             choices.append((2 if self.open() else 20, self.make))
@@ -561,13 +568,25 @@ class World:
         ((_, drawn),) = rng.choices(choices, [weight for weight, _ in choices])
         drawn()
 
+    def refill(self, name: str, rows: int) -> None:
+        """As many rows again after they were lost, and back from there: nothing of what was lost limits them."""
+        self.focus = name
+        self.add(name, self.rng.choice((17, 33, 70)), rows)
+        if self.caches[name].plain.length:
+            self.crop_to(name, self.rng.randint(1, self.caches[name].plain.length))
+
     def update(self) -> None:
         rng = self.rng
         name = self.pick(self.open())
         under = self.caches[name]
-        plain = under.plain
         tokens = rng.choice((1, 1, 1, 2, 5, 17, 33, 70))
-        rows = plain.rows or min(rng.choice((1, 1, 2, 3, 4)), under.most or 4)
+        self.add(name, tokens, under.plain.rows or min(rng.choice((1, 1, 2, 3, 4)), under.most or 4))
+
+    def add(self, name: str, tokens: int, rows: int) -> None:
+        """An update of all layers."""
+        rng = self.rng
+        under = self.caches[name]
+        plain = under.plain
         code = f"new({rng.randrange(1 << 30)}, {rows}, {under.heads}, {tokens}, {plain.dims}, {plain.dtype})"
         self.run(f"new_rows = {code}")
         after = plain.copy()
@@ -608,12 +627,16 @@ class World:
     def crop(self) -> None:
         rng = self.rng
         name = self.pick(self.filled())
-        under = self.caches[name]
-        plain = under.plain
+        plain = self.caches[name].plain
         back = plain.length - plain.floor
         gone = rng.choice((0, 1, 2, back, rng.randint(0, back), rng.randint(0, plain.length), plain.length))
-        gone = min(gone, plain.length)
-        kept = plain.length - gone
+        self.crop_to(name, max(0, plain.length - gone))
+
+    def crop_to(self, name: str, kept: int) -> None:
+        """A crop that keeps so many tokens, said in either way."""
+        rng = self.rng
+        plain = self.caches[name].plain
+        gone = plain.length - kept
         after = plain.copy()
         after.crop(kept)
         refusable = plain.windowed and 0 < kept < plain.floor

@@ -56,7 +56,7 @@ class Back(OnBlocks):
         new = {block for block in self.blocks if block not in each.model.contents}
         pages = len(new) * world.look(each.it.stats).block_bytes // world.config.page_size
         # Free pages are enough; what caches have parked may be.
-        expected = (vattn.OutOfPages,) if pages > world.pool.free_pages else ()
+        expected = (vattn.OutOfPages,) if pages > world.pool.free_pages and not world.config.own else ()
         return self._of(world, f"back({list(self.blocks)})", expected)
 
     def accept(self, world: World, value: Any) -> None:
@@ -301,14 +301,16 @@ class BlockDrawer:
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
         rng = self.rng
-        if rng.random() < 0.35:
+        if rng.random() < 0.5:
             number = rng.randrange(len(world.windows))
             if not world.windows[number].open:
                 return [], Make(number, blocks=True)
             if rng.random() < 0.3:
                 return [Close(number, blocks=True)], Make(number, blocks=True)
-            look = Look(number, blocks=True, what=rng.choice(("check()", *WINDOWS_LOOKS)))
-            return [], rng.choice((Close(number, blocks=True), look, look))
+            looks = (rng.choice(WINDOWS_LOOKS), "check()")
+            return [], rng.choice(
+                (Close(number, blocks=True), *(Look(number, blocks=True, what=what) for what in looks))
+            )
         while True:
             operation = self.draw(world)
             if type(operation).perform is Operation.perform and operation.call(world) is not None:
@@ -506,12 +508,12 @@ def scenario(rng: random.Random, *, operations: int = 100) -> Played:
     """Operations; or a few of them with each driver call failing; or with one interrupted everywhere; or with odd
     arguments.
     """
-    (kind,) = rng.choices(("plain", "odd", "failing", "interrupted"), (60, 20, 3, 4))
+    (kind,) = rng.choices(("plain", "odd", "failing", "interrupted"), (60, 20, 3, 6))
     if kind == "failing":
         return fail_each(rng, draw_windows(rng, table=True), BlockDrawer(rng), operations=12, points=40)
     config = draw_windows(rng)
     if kind == "interrupted":
-        config = replace(config, every=rng.choice((1, 1, SELDOM)), books=False)
+        config = replace(config, own=rng.random() < 0.4, every=rng.choice((1, 1, SELDOM)), books=False)
         return interrupt_one(rng, config, BlockDrawer(rng), points=40)
     drawer = BlockDrawer(rng, odd=0.5 if kind == "odd" else 0.0)
     return play(config, lambda world: drawer.operations(world, operations))

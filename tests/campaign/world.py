@@ -81,6 +81,7 @@ class Config:
         windows: options of `vattn.BlockWindows`.
         zero_on_free: of the pool; caches have an option of their own.
         guard: of the pool.
+        own: caches and windows have pools of their own, and nothing draws on the world's.
         table: driver calls pass through a table that can make them fail.
         every: operations between two checks, which wait for the worker: with many, it lags behind.
         fail: the nth driver calls fail, once the caches are made, with these codes: (nth, code).
@@ -96,6 +97,7 @@ class Config:
     page_size: int = 4096
     zero_on_free: bool = False
     guard: str = "zero"
+    own: bool = False
     table: bool = False
     every: int = 1
     fail: tuple[tuple[int, int], ...] = ()
@@ -189,14 +191,15 @@ def config_code(options: dict[str, Any]) -> str:
     return f"vattn.KVConfig(groups=[{groups}], {', '.join(f'{k}={v!r}' for k, v in plain.items())})"
 
 
-def cache_code(options: dict[str, Any]) -> str:
-    """A cache on the pool, as an expression."""
-    return f"vattn.KVCache({config_code(options)}, pool=pool)"
+def cache_code(options: dict[str, Any], config: Config) -> str:
+    """A cache, as an expression."""
+    return f"vattn.KVCache({config_code(options)}{'' if config.own else ', pool=pool'})"
 
 
-def windows_code(options: dict[str, Any]) -> str:
-    """Block windows on the pool, as an expression."""
-    return f"vattn.BlockWindows({', '.join(f'{k}={v!r}' for k, v in options.items())}, pool=pool)"
+def windows_code(options: dict[str, Any], config: Config) -> str:
+    """Block windows, as an expression."""
+    pool = f"page_size={config.page_size}, guard={config.guard!r}" if config.own else "pool=pool"
+    return f"vattn.BlockWindows({', '.join(f'{k}={v!r}' for k, v in options.items())}, {pool})"
 
 
 def tokens_code(pieces: list[Piece]) -> str:
@@ -235,10 +238,10 @@ class World:
         self.windows: list[WindowsUnderTest] = []
         try:
             for i, each in enumerate(config.caches):
-                self._exec(f"c{i} = {cache_code(each)}")
+                self._exec(f"c{i} = {cache_code(each, config)}")
                 self.caches.append(self.known_cache(f"c{i}", each))
             for i, each in enumerate(config.windows):
-                self._exec(f"b{i} = {windows_code(each)}")
+                self._exec(f"b{i} = {windows_code(each, config)}")
                 self.windows.append(self.known_windows(f"b{i}", each))
         except BaseException:
             self.close()
@@ -270,7 +273,7 @@ class World:
             options["num_windows"],
             -(-context // size),
             options["num_layers"],
-            self.config.zero_on_free,
+            self.config.zero_on_free and not self.config.own,
         )
         known = WindowsUnderTest(name, options, windows, model)
         known.homes = [contents.flat(windows.home(layer)) for layer in range(model.layers)]
@@ -321,13 +324,16 @@ class World:
 
     def _changed(self) -> str:
         """What lengths, and rows of windows, are instead of the models'; empty if they are those."""
-        with self.quiet():
-            for each in self.caches:
-                if (found := self.lengths(each)) != (expected := each.model.lengths()):
-                    return f"{each.name}: {found} instead of {expected}"
-            for windows in self.windows:
-                if windows.open and (changed := self.changed(windows)):
-                    return changed
+        try:
+            with self.quiet():
+                for each in self.caches:
+                    if (found := self.lengths(each)) != (expected := each.model.lengths()):
+                        return f"{each.name}: {found} instead of {expected}"
+                for windows in self.windows:
+                    if windows.open and (changed := self.changed(windows)):
+                        return changed
+        except vattn.CacheClosed as error:
+            return f"closed in part: {error}"
         return ""
 
     def changed(self, each: WindowsUnderTest) -> str:
@@ -534,6 +540,7 @@ class World:
                 if orphan is not None and all(orphan is not each.cache for each in self.caches):
                     held += orphan.stats().mapped_pages if self._first(kept, orphan) else 0
             self.see_kept()
+            held *= not self.config.own
             if (total := held + self.pool.free_pages) != self.pool.total_pages:
                 raise Found("pages are not conserved", f"{held} held, {self.pool.free_pages} free, {total} in all")
             # The kernel looks at every page for this, which takes longer than all the rest.

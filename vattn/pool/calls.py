@@ -204,6 +204,7 @@ class Calls(ABC):
             change.revert()
         # Submitted growth may not have been noted as pending, so it has to be complete before books are recomputed.
         self.drain()
+        self.worker.forget_done()  # it may be a cache's last call, which it would keep
         call.change = None
         while call.repairs:
             call.repairs[-1]()

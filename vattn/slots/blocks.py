@@ -192,13 +192,15 @@ class SharedBlocks:
             self._recount(block)
 
     def retire(self, change: Change, slot: int, count: int) -> None:
-        """Notes that the first `count` blocks, which the slot's request no longer uses, leave the slot."""
+        """Notes that the first `count` blocks, which the slot's request no longer uses, leave the slot, or private
+        pages that begin it.
+        """
         mine = self._slots[slot]
         removed = mine.blocks[:count]
-        if not removed:
-            return
         used = self.used(slot)[:count]
         change.on_revert(self._bring_back, slot, removed)
+        if not removed:
+            return
         mine.blocks[:count], mine.start = (), mine.start + len(removed)
         self._release(used)
         for block in removed:
@@ -345,13 +347,16 @@ class SharedBlocks:
 
     def _bring_back(self, slot: int, blocks: list[PageBlock]) -> None:
         """Undoes `retire`; `used_tokens` tells whether the request that used the blocks still runs."""
-        mine = self._slots[slot]
-        if mine.blocks[:1] == blocks[:1]:
+        mine, space, columns = self._slots[slot], self._spaces[0], self.columns[0]
+        if blocks and mine.blocks[:1] == blocks[:1]:
             return
-        stop = blocks[-1].depth + 1
-        # Pages between, private at the time and back now, have to be blocks if blocks were added after them since.
-        between = [self._private_block(slot, depth) for depth in range(stop, mine.start)] if mine.blocks else []
-        mine.blocks[:0], mine.start = [*blocks, *between], blocks[0].depth
+        # Pages that were private at the time and are back have to be blocks if blocks were added after them since, or
+        # the request has published what was in them.
+        first = blocks[-1].depth + 1 if blocks else space.first(slot) // columns
+        end = mine.start if mine.blocks else min(self._end(slot), space.columns(slot) // columns)
+        back = [*blocks, *(self._private_block(slot, depth) for depth in range(first, end))]
+        if back:
+            mine.blocks[:0], mine.start = back, back[0].depth
 
     def _add(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
         mine = self._slots[slot]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import vattn
+from tests.campaign import injection
 from tests.support.effort import effort
 from tests.support.faults import FaultyTable
 from tests.support.interruption import entries, interrupted
@@ -388,3 +390,26 @@ def test_the_work_of_an_admission_does_not_depend_on_the_number_of_slots() -> No
             return count
 
     assert calls(512) == calls(8)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are interrupted
+def test_a_cache_whose_close_was_interrupted_anywhere_is_collected() -> None:
+    config = vattn.KVConfig(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=2, max_context_len=64, page_size=4096
+    )
+
+    def is_collected(nth: int) -> bool:
+        cache = vattn.KVCache(config, pool=pool)
+        cache.step({cache.alloc_reqid(): 60})
+        ref = weakref.ref(cache)
+        with contextlib.suppress(KeyboardInterrupt):
+            injection.interrupted(cache.close, "call", nth)
+        del cache
+        gc.collect()
+        return ref() is None
+
+    pool = vattn.PagePool(40 * 4096, page_size=4096)
+    is_collected(1 << 30)
+    places = range(1, injection.interrupted.events + 1)  # type: ignore[attr-defined]
+    assert [nth for nth in places if not is_collected(nth)] == []
+    pool.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import vattn
+from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE, host_only
 
 PAGE = 4096
@@ -345,3 +346,33 @@ def test_layers_without_values_and_of_several_types() -> None:
         with pytest.raises(IndexError, match="layer 2 is not one of the cache's: 0, 1, 3, 4"):
             cache.layer(2)
         cache.check()
+
+
+@host_only
+@pytest.mark.parametrize("length", [37, 52])
+def test_pages_that_come_back_to_a_window_after_a_commit_are_blocks_of_its_request(length: int) -> None:
+    table = FaultyTable()
+    pool = vattn.PagePool(40 * 4096, page_size=4096, zero_on_free=True, table=table.addresses)
+    config = vattn.KVConfig(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=2, max_context_len=64,
+        page_size=4096, sliding_window=4, zero_on_free=True,
+    )  # fmt: skip
+    cache = vattn.KVCache(config, pool=pool)
+    assert cache.prefix_block_tokens == 16
+    slot = cache.alloc_reqid()
+    cache.step({slot: length - 1})
+    cache.check()
+    table.fail(1, name="cuMemMap")  # which zeroing needs once the pages are unmapped
+    table.delay = 0.1  # until the request has published them
+    cache.step({slot: length})
+    cache.commit(slot, list(range(length)))
+    table.delay = 0.0
+    cache.check()
+    assert table.failed == "cuMemMap"
+    cache.step({slot: 60})
+    cache.commit(slot, list(range(60)))
+    cache.free_reqid(slot)
+    cache.evict_prefixes()
+    cache.check()
+    cache.close()
+    pool.close()
