@@ -282,8 +282,8 @@ def resolve(
         coarsest = max(c.page_tokens for c in fine)
         candidates = [c for c in fine if c.page_tokens == coarsest]
         open_size = False
-    chosen = _choose(candidates, budget, device.mapping_limit(), open_size=open_size)
-    pages = _pages(chosen, budget)
+    chosen = choose(candidates, budget, device.mapping_limit(), open_size=open_size)
+    pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
         raise ConfigError(
@@ -295,22 +295,22 @@ def resolve(
     return chosen, pages
 
 
-def _choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None, *, open_size: bool) -> Layout:
+def choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None, *, open_size: bool) -> Layout:
     """The best layout: the first one that is cheap to map and wastes little, or else the one that wastes least.
 
     Args:
         candidates: from the fastest to read to the finest, each with its pages in ascending size.
         budget: bytes.
+        mapping_limit: mappings that the process may have; None without such a limit.
         open_size: whether the page size is to be chosen, and not only the layout.
     """
 
     def mappings(candidate: Layout) -> int:
-        # A page without a neighbour takes a mapping of its own, and so does the rest of every run that has one.
-        pages = _pages(candidate, budget)
-        return pages + min(pages, candidate.lanes * candidate.slots)
+        return candidate.mappings(candidate.budget_pages(budget))
 
     def waste(candidate: Layout) -> float:
-        return candidate.usual_waste * candidate.slots / max(1, _pages(candidate, budget) * candidate.page_size)
+        held = candidate.budget_pages(budget) * candidate.page_size
+        return candidate.usual_waste * candidate.slots / max(1, held)
 
     tried = []
     for candidate in candidates:
@@ -323,9 +323,3 @@ def _choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None
             return candidate
         tried.append((not fits, 0 if fits else mappings(candidate), waste(candidate), candidate))
     return min(tried, key=lambda each: each[:3])[3]
-
-
-def _pages(layout: Layout, budget: int) -> int:
-    """Pages of a budget in bytes, and no more than all slots need at full length."""
-    slot = sum(kind.lanes * kind.run_pages for kind in layout.kinds)
-    return min(budget // layout.page_size, slot * layout.slots)

@@ -195,12 +195,25 @@ class Layout:
         """The most tokens, up to `limit`, to which a slot can grow one by one within `pages` pages."""
         return bisect.bisect_right(range(limit + 1), pages, key=self.most_pages) - 1
 
+    def budget_pages(self, budget: int) -> int:
+        """Pages of a budget in bytes, and no more than all slots need at full length."""
+        slot = sum(kind.lanes * kind.run_pages for kind in self.kinds)
+        return min(budget // self.page_size, slot * self.slots)
+
+    def mappings(self, pages: int) -> int:
+        """The most entries of the kernel's table of mappings that `pages` mapped pages take.
+
+        A page without a neighbour takes a mapping of its own, and so does the rest of every run that has one.
+        """
+        return pages + min(pages, self.lanes * self.slots)
+
     @property
     def worst_waste(self) -> int:
-        """Most bytes that a request can hold unused: a last page with a single token in every lane, and all but one
-        token of a block before a window.
+        """Most bytes that a request can hold unused: the rest of a last page in every lane, and all but one token of a
+        block before a window.
         """
-        ends = sum(kind.lanes * (self.page_size - min(kind.row_bytes, self.page_size)) for kind in self.kinds)
+        # The ends of rows fall on all multiples of the greatest common divisor.
+        ends = sum(kind.lanes * (self.page_size - math.gcd(kind.row_bytes, self.page_size)) for kind in self.kinds)
         return ends + sum((band.block_tokens - 1) * band.token_bytes for band in self.bands if band.window is not None)
 
     @property

@@ -9,7 +9,7 @@ from .flags import Commands
 
 _SHELLS = ("bash", "zsh", "fish")
 _DIRECTORIES = {"model", "tokenizer"}
-_FILES = {"dataset_path", "output_json", "result_filename"}
+_FILES = {"dataset_path", "lengths", "output_json", "result_filename"}
 
 
 def add_to(commands: Commands, help: str) -> None:
