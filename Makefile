@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(shell $(PYTHON) -c 'import
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -32,7 +32,7 @@ check-long: $(VENV)/.dev
 test-fast: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
 
-# The dashboard in headless Chromium, which has to be on PATH or named by CHROMIUM; it is no part of `make test`.
+# The dashboard and the report in headless Chromium, which has to be on PATH or named by CHROMIUM; no part of `make test`.
 dashboard-test: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet "playwright>=1.50"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
@@ -135,6 +135,11 @@ $(WHEEL)/.installed: Makefile
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
+
+# build/report/index.html: the committed records, and this machine's. QUICK=1 takes under two minutes, and RECORDS_ONLY=1
+# measures nothing.
+report: $(VENV)/.installed
+	$(BIN)/python -m bench report $(if $(QUICK),--quick) $(if $(RECORDS_ONLY),--records-only)
 
 # The native modules are built while torch is fetched and unpacked. Few of the Python modules of torch and transformers are
 # ever imported, so they are compiled when they are: pip would take 12 seconds for all. mypy looks for the native module's

@@ -1,9 +1,10 @@
-"""python -m bench: run benchmarks, list them, publish their records."""
+"""python -m bench: run benchmarks, list them, publish, compare and report their records."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -19,11 +20,22 @@ from bench.harness.timing import LoadMeter
 
 _ROOT = Path(__file__).parents[1]
 
+# Words in place of a NAME, and the modules whose `main(argv)` they run.
+_COMMANDS = {"report": "bench.report.command"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, which does not depend on whether goals are met."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _COMMANDS:
+        status: int = importlib.import_module(_COMMANDS[argv[0]]).main(argv[1:])
+        return status
     found = find(cases)
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of vattn.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Benchmarks of vattn.",
+        epilog=f"Further commands, each with a --help of its own: {', '.join(_COMMANDS)}.",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(found))
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--list", action="store_true", help="say what each benchmark measures")

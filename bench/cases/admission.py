@@ -15,11 +15,13 @@ import torch
 
 import vattn
 from bench.harness import theme
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 
 ABOUT = "time to admit, step and free a short request, by the number of slots"
+QUESTION = "Does admitting a request cost more with more slots?"
 
 _PROMPT = list(range(8))
 _BATCH = 20  # requests per measured call
@@ -82,6 +84,22 @@ def _requests(cache: vattn.KVCache) -> Callable[[], None]:
             cache.free_reqid(reqid)
 
     return serve
+
+
+def compare(record: Record) -> list[Comparison]:
+    most, fewest = (pick(row["slots"] for row in record["figures"]) for pick in (max, min))
+    return [
+        Comparison(
+            f"With {most:,} slots, admitting a short request takes {{}} times as long as with {fewest:,}",
+            record,
+            tuple(
+                pair
+                for column in ("never used us", "with parked pages us")
+                for pair in rows(record, column, {"slots": most}, {"slots": fewest})
+            ),
+            higher_is_better=False,
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

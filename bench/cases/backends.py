@@ -17,6 +17,7 @@ import torch
 from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -25,6 +26,7 @@ from vattn.engine.kv.make import BACKENDS, make_backend
 from vattn.engine.kv.spec import KVSpec
 
 ABOUT = "decode steps of all four backends, by batch size"
+QUESTION = "How fast is a decode step over each backend?"
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (256, 2048)
@@ -101,6 +103,17 @@ def run(quick: bool) -> Report:
             ),
         ],
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            f"A step over `{kv}` takes {{}} times as long as over `virtual`",
+            record,
+            columns(record, f"{kv} ms", "virtual ms"),
+        )
+        for kv in ("paged", "dynamic", "static")
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 from bench.demo_queue import MAX_TOKENS, Pass, Queue, run_queue
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 
 ABOUT = "static against continuous batching: waste per request, latency of short ones behind long ones"
+QUESTION = "What does waiting for the slowest request cost?"
 
 _SLOTS = 4
 _SCHEDULING = ("static", "continuous")
@@ -104,6 +106,17 @@ def _latency(run: Pass, index: int) -> float:
 
 def _slot_use(run: Pass) -> float:
     return sum(run.output_tokens) / (_SLOTS * len(run.records))
+
+
+def compare(record: Record) -> list[Comparison]:
+    middle = median(row["output tokens"] for row in record["figures"])
+    return [
+        Comparison(
+            "With static batching, the shorter half of the requests takes {} times as long",
+            record,
+            columns(record, "static ms", "continuous ms", where=lambda row: row["output tokens"] <= middle),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

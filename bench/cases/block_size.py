@@ -19,6 +19,7 @@ from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -30,6 +31,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "waste of larger blocks, cost of smaller ones"
+QUESTION = "What does a larger block waste, and a smaller one cost?"
 
 _BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 _PAGE_SIZES = (4096, 16_384, 65_536)
@@ -136,6 +138,22 @@ def run(quick: bool) -> Report:
             Goal("attention, virtual, slowest over fastest page size", max(virtual_ms) / min(virtual_ms), "<=", 1.05),
         ],
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "Attention over scattered blocks of any size takes {} times as long as over static tensors",
+            record,
+            columns(record, "over static", where=lambda row: row["backend"] == "paged, used"),
+        ),
+        Comparison(
+            "Attention over virtual tensors, with pages of any size, takes {} times as long as over static ones",
+            record,
+            columns(record, "over static", where=lambda row: row["backend"] == "virtual"),
+            higher_is_better=False,
+        ),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -20,6 +20,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "blocks that each request uses, of those that a reservation would take"
+QUESTION = "How much of a reservation does a request use?"
 
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 2048

@@ -22,11 +22,13 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 import vattn
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
 
 ABOUT = "transformers' caches: decode steps and memory of dynamic, static and virtual"
+QUESTION = "What does `VirtualCache` save in `generate()`?"
 
 _MAX_CONTEXT = 131_072
 _LONGEST = 196_608
@@ -247,6 +249,29 @@ def _settle() -> None:
 def _status(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return 1024 * int(line.split()[1])
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "A step over `DynamicCache` takes {} times as long as over `VirtualCache`",
+            record,
+            columns(record, "dynamic ms", "virtual ms"),
+        ),
+        Comparison(
+            "A step over a `StaticCache` of exactly the right size takes {} times as long",
+            record,
+            columns(record, "static ms", "virtual ms"),
+        ),
+        Comparison(
+            "`DynamicCache` holds {} times as much memory", record, columns(record, "dynamic MiB", "virtual MiB")
+        ),
+        Comparison(
+            "A `StaticCache` of twice the size holds {} times as much memory",
+            record,
+            columns(record, "static x2 MiB", "virtual MiB"),
+        ),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.harness import theme
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.base import KVBackend
@@ -27,6 +28,7 @@ from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
 
 ABOUT = "sequences that fit a memory budget, by backend"
+QUESTION = "How many sequences fit a budget?"
 
 _SHAPE = KVShape.uniform(num_layers=22, num_kv_heads=4, head_dim=64, v_head_dim=64)
 _MAX_MODEL_LEN = 2048
@@ -110,6 +112,21 @@ def _fill(backend: KVBackend, lengths: Iterable[int]) -> int:
             break
         count += 1
     return count
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            f"`virtual` holds {{}} times as many sequences as `{kv}`",
+            record,
+            tuple(
+                pair
+                for column in ("sequences, equal", "sequences, mixed")
+                for pair in rows(record, column, {"backend": "virtual"}, {"backend": kv})
+            ),
+        )
+        for kv in ("paged", "static", "dynamic")
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -28,6 +28,7 @@ from bench.harness import limits, theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -40,6 +41,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "attention and whole decode steps: virtual, and paged with a block table and with a gather"
+QUESTION = "What does following a block table cost attention?"
 
 _BATCHES = (1, 8, 32)
 _CONTEXTS = (256, 1024, 2048, 4096, 8192)
@@ -176,6 +178,27 @@ def _least(what: str, column: str, rows: list[Row], bound: float) -> Goal:
     """A goal on the worst case, which it names."""
     worst = min(rows, key=lambda row: row[column])
     return Goal(f"{what} (least, at {worst['batch']} x {worst['context']})", float(worst[column]), ">=", bound)
+
+
+def compare(record: Record) -> list[Comparison]:
+    others = {
+        "paged over virtual": "Attention over scattered blocks takes {} times as long as over contiguous rows",
+        "neighbours over virtual": "Over blocks that happen to be neighbours it takes {} times as long",
+        "gathered over virtual": "Copying blocks together first takes {} times as long",
+        "torch over virtual": "torch's kernel takes {} times as long over the same contiguous rows",
+    }
+    found = [
+        *(Comparison(says, record, columns(record, column)) for column, says in others.items()),
+        Comparison(
+            "A whole step of a small model over scattered blocks takes {} times as long",
+            record,
+            columns(record, "step paged ms", "step virtual ms"),
+        ),
+    ]
+    if "virtual of limit" in record["figures"][0]:
+        says = "vattn's attention is {} times as fast as one that does nothing but read, or nothing but multiply"
+        found.append(Comparison(says, record, columns(record, "virtual of limit"), is_limit=True))
+    return found
 
 
 def draw(axes: Any, record: Record) -> None:

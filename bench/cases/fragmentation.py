@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.harness import theme
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import TensorGroup, layout
 
 ABOUT = "physical over live bytes: static, paged, and virtual by layout and page size"
+QUESTION = "How much memory is lost in last blocks and pages?"
 
 _LAYERS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _GROUP = TensorGroup(layers=range(_LAYERS), num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, dtype="bfloat16")
@@ -139,6 +141,26 @@ def run(quick: bool) -> Report:
         ],
         timed=False,
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    largest = max(row["page KiB"] for row in record["figures"])
+
+    def pages(name: str) -> dict[str, Any]:
+        return {"backend": f"virtual, {name}", "kv order": "NHD", "page KiB": largest}
+
+    traces = list(record["parameters"]["requests"])
+
+    def over(says: str, kind: str, name: str) -> Comparison:
+        pairs = (pair for trace in traces for pair in rows(record, trace, {"backend": kind}, pages(name)))
+        return Comparison(says, record, tuple(pairs))
+
+    size = f"pages of {largest // 1024} MiB"
+    return [
+        over(f"Blocks of 16 tokens take {{}} times the memory of {size} in layout `sliced`", "paged", "sliced"),
+        over(f"Blocks of 16 tokens take {{}} times the memory of {size} in layout `layer`", "paged", "layer"),
+        over(f"A static reservation takes {{}} times the memory of {size} in layout `sliced`", "static", "sliced"),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

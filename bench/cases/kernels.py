@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.harness import limits, theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -26,6 +27,7 @@ from vattn.attention import decode
 from vattn.quantised import quantise
 
 ABOUT = "decode attention of one layer: vattn's kernels for CPUs, torch's, and what the machine allows"
+QUESTION = "How fast are vattn's attention kernels?"
 
 _LENGTHS = {330: 6.0, 1024: 6.0, 4096: 4.0, 16_384: 3.0}  # and what torch's time over ours is to be
 _REQUESTS, _KV_HEADS, _GROUP, _DIM = 32, 2, 7, 64
@@ -130,6 +132,23 @@ def _row(length: int, threads: int, rounds: int) -> Row:
         "int8 reading us": us["int8 reading"],
         "int8 of limit": int8_limit / us["int8"],
     }
+
+
+def compare(record: Record) -> list[Comparison]:
+    if "native of limit" in record["figures"][0]:
+        says = "vattn's kernel is {} times as fast as one that does nothing but read, or nothing but multiply"
+        limit = Comparison(says, record, columns(record, "native of limit"), is_limit=True)
+    else:  # records that have a copy instead
+        says = "vattn's kernel reads keys and values at {} times the rate at which this machine copies as many bytes"
+        limit = Comparison(says, record, columns(record, "native GB/s", "copy GB/s"), is_limit=True)
+    return [
+        Comparison(
+            "torch's kernel takes {} times as long as vattn's",
+            record,
+            columns(record, "torch us", "native us"),
+        ),
+        limit,
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine.kv.make import BACKENDS
 
 ABOUT = "memory of each kind of cache for the same requests, by how many run at a time"
+QUESTION = "How much memory do the same requests take?"
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2048
@@ -74,6 +76,17 @@ def run(quick: bool) -> Report:
         ],
         timed=False,
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            f"`{kv}` holds {{}} times as much memory as `virtual`",
+            record,
+            columns(record, f"{kv} MiB", "virtual MiB"),
+        )
+        for kv in ("paged", "static", "dynamic")
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -28,6 +29,7 @@ from vattn.engine.kv.static import StaticKV
 from vattn.packed import KVShape, LatentAttention, find_latents, kv_shape, register
 
 ABOUT = "latents in place of keys and values: bytes per token, and the time of attention over them"
+QUESTION = "What do latents cost and save?"
 
 _DECODES = (512, 2048, 8192)
 _CHUNKS = ((64, 2048), (128, 2048), (512, 512), (512, 2048))  # new tokens, tokens with them
@@ -164,6 +166,16 @@ def _actions(latent: LatentAttention, shape: Shape, new: int, tokens: int) -> di
             return kernel(query, keys_and_values, 0, batch, params)
 
     return {"absorbed": lambda: over_latents(False), "expanded": lambda: over_latents(True), "stored": over_keys}
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "Attention over stored keys and values takes {} times as long as over latents",
+            record,
+            columns(record, "stored over taken"),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

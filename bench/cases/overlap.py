@@ -20,12 +20,14 @@ import torch
 from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import qwen2
+from bench.harness.ratios import Comparison, columns, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import KVConfig, packed
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "latency of decode iterations that need new memory, mapped ahead and mapped on the spot"
+QUESTION = "Can new memory be mapped without a spike?"
 
 _BATCH = 8
 _MAX_LENGTH = 16_384
@@ -147,6 +149,23 @@ def run(quick: bool) -> Report:
             for (threads, mode), measured in latencies.items()
         },
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    sides = [{"mapping": mapping} for mapping in ("synchronous", "overlapped")]
+    return [
+        Comparison(
+            "An iteration that maps its pages itself takes {} times as long as one whose pages were mapped ahead",
+            record,
+            rows(record, "crossing ms", sides[0], sides[1], same=["threads"]),
+        ),
+        Comparison(
+            "An iteration whose pages were mapped ahead takes {} times as long as one that needs none",
+            record,
+            columns(record, "crossing / other", where=lambda row: row["mapping"] == "overlapped"),
+            higher_is_better=False,
+        ),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

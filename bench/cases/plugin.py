@@ -16,11 +16,13 @@ from typing import Any
 
 from bench.harness import theme
 from bench.harness.models import qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.errors import ConfigError
 
 ABOUT = "vLLM with the plugin beside vLLM without it"
+QUESTION = "Is vLLM faster with the plugin?"
 
 ENGINES = Path(__file__).parents[2] / "plugins" / "vattn-vllm" / "bench"
 _MODEL = {
@@ -110,6 +112,16 @@ def _measure(python: str, order: dict[str, Any]) -> list[dict[str, Any]]:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     figures: list[dict[str, Any]] = json.loads(found[0].removeprefix("ANSWER "))
     return figures
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "vLLM with the plugin makes {} times as many tokens per second as vLLM without it",
+            record,
+            columns(record, "with the plugin, tokens/s", "vLLM, tokens/s"),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -25,6 +25,7 @@ from vattn.engine.model.linears import Packed
 from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "where the time of an engine's step goes"
+QUESTION = "Where does a step's time go?"
 
 _BATCH = 32
 _BOOKKEEPING = ("scheduler", "step()", "sampler")

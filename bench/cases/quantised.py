@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.models import qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -32,6 +33,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.quantised import KVCacheDtype
 
 ABOUT = "keys and values in 8 bits: bytes per token, error of logits and tokens, time of a decode step"
+QUESTION = "What do 8-bit keys and values cost and save?"
 
 _DEMO = str(Path(__file__).parents[2] / "demo" / "model")
 _RANDOM = {
@@ -176,6 +178,21 @@ def _step_times(model: str | PreTrainedModel, context: int, *, rounds: int) -> d
     }
     times = interleave({kind: loop.step for kind, loop in loops.items()}, rounds)
     return {kind: median(values) for kind, values in times.items()}
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "Keys and values in the model's type take {} times the bytes of 8-bit ones",
+            record,
+            columns(record, "float B/token", "int8 B/token"),
+        ),
+        Comparison(
+            "A step over the model's type takes {} times as long as over 8-bit values",
+            record,
+            columns(record, "float step ms", "int8 step ms"),
+        ),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

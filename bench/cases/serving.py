@@ -28,10 +28,12 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, qwen2
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 
 ABOUT = "servers under load: vattn's, vLLM's, and what HTTP costs"
+QUESTION = "How fast is the server?"
 
 _DEMO = Path(__file__).parents[2] / "demo" / "model"
 _VATTN = (sys.executable, "-m", "vattn.engine.cli")
@@ -247,6 +249,16 @@ def _row(server: str, model: str, limit: int, result: Mapping[str, float]) -> Ro
         "median ITL ms": result["median_itl_ms"],
         "p99 ITL ms": result["p99_itl_ms"],
     }
+
+
+def compare(record: Record) -> list[Comparison]:
+    pairs = rows(record, "output tokens/s", {"server": "vattn"}, {"server": "vllm"}, same=["model", "at a time"])
+    offline = rows(record, "output tokens/s", {"server": "vattn"}, {"server": "none"}, same=["model", "at a time"])
+    says = {
+        "`vattn serve` makes {} times as many tokens per second as `vllm serve`": pairs,
+        "`vattn serve` makes {} times as many tokens per second as the engine without HTTP": offline,
+    }
+    return [Comparison(text, record, found) for text, found in says.items() if found]
 
 
 def draw(axes: Any, record: Record) -> None:

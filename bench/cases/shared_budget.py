@@ -17,13 +17,16 @@ from typing import Any
 from bench.cases.plugin import ENGINES, environment, interpreter
 from bench.harness import theme
 from bench.harness.models import QWEN2, qwen2
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 
 ABOUT = "two engines of vLLM in one budget, beside a static split"
+QUESTION = "What does one budget for two engines bring?"
 
 _BLOCK = 128  # tokens, vLLM's default on a CPU
 _NULL = 1  # block, which every engine of vLLM has beside those that it uses
+_SPLIT, _SHARED = "static split, vLLM", "one budget, with the plugin"
 
 
 def run(quick: bool) -> Report:
@@ -43,8 +46,8 @@ def run(quick: bool) -> Report:
         name = f"bench-{os.getpid()}"
         options = {"keep_cached": 0, "keep_free": 0, "shared_budget": f"{name}:{budget}B"}
         sides: dict[str, dict[str, Any]] = {
-            "static split, vLLM": {"num_gpu_blocks_override": blocks // 2 + _NULL},
-            "one budget, with the plugin": {
+            _SPLIT: {"num_gpu_blocks_override": blocks // 2 + _NULL},
+            _SHARED: {
                 "num_gpu_blocks_override": blocks + _NULL,
                 "worker_cls": "vattn_vllm.CPUWorker",
                 "additional_config": {"vattn": options},
@@ -100,6 +103,16 @@ def _hear(engine: subprocess.Popen[str], word: str) -> str:
         if line.startswith(word):
             return line.removeprefix(word)
     raise RuntimeError(f"an engine ended with status {engine.wait()}")
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "Two engines in one budget serve {} times as many requests per second as with half of it each",
+            record,
+            rows(record, "requests/s", {"memory": _SHARED}, {"memory": _SPLIT}),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -26,6 +27,7 @@ from vattn.engine import LLM, RequestOutput, SamplingParams
 from vattn.engine.scheduling.drafts import NgramProposer
 
 ABOUT = "decoding with prompt-lookup drafts: tokens per step and speed-up, by how often drafts are right"
+QUESTION = "What do prompt-lookup drafts bring?"
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _STORIES = [
@@ -167,6 +169,16 @@ def _speed_up(figures: Sequence[Row], text: str, batch: int) -> float:
         for row in figures
         if (row["text"], row["requests at a time"], row["kv"]) == (text, batch, "virtual")
     )
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "With drafts, decoding is {} times as fast",
+            record,
+            columns(record, "drafted tokens/s", "plain tokens/s"),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -17,6 +17,7 @@ import torch
 
 import vattn
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -25,6 +26,7 @@ from vattn.engine.kv.spec import KVSpec
 from vattn.packed import KVShape
 
 ABOUT = "time of step() with 256 running requests, against filling a padded block table"
+QUESTION = "What does a step cost when nothing has to be mapped?"
 
 _SLOTS = 256
 _MAX_CONTEXT = 131_072
@@ -133,6 +135,16 @@ def _fill_seconds(length: int, rounds: int) -> float:
     finally:
         torch.set_num_threads(threads)
     return best
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "Filling a padded block table takes {} times as long as `step()`",
+            record,
+            columns(record, "block table us", "step us"),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 
 ABOUT = "decoding by number of threads: idle, beside busy processes, and after them"
+QUESTION = "Does the engine choose its threads well?"
 
 _MODELS = ("demo", "148 M")
 _BUSY = 1  # processes that do nothing but compute
@@ -197,6 +199,23 @@ def _compute(name: str, count: str) -> None:
                 seen.append((time.monotonic(), tokens))
         seen.append((time.monotonic(), tokens))
     print(json.dumps(seen), flush=True)
+
+
+def compare(record: Record) -> list[Comparison]:
+    fixed = [row["threads"] for row in record["figures"] if row["threads"] not in ("1", "auto")]
+    sides = [{"threads": threads, "waiting": "default"} for threads in ("auto", fixed[0])]
+    return [
+        Comparison(
+            'Beside a busy process, `num_threads="auto"` makes {} times the tokens of one thread per core',
+            record,
+            rows(record, "beside tokens/s", sides[0], sides[1], same=["model"]),
+        ),
+        Comparison(
+            "On an idle machine it makes {} times the tokens of one thread per core",
+            record,
+            rows(record, "idle tokens/s", sides[0], sides[1], same=["model"]),
+        ),
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

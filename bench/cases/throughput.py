@@ -23,12 +23,14 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.workload import make_requests
 from bench.peers import Peer, Workload
 
 ABOUT = "offline throughput of every backend, of transformers and of vLLM"
+QUESTION = "How long does a queue of requests take?"
 
 # Prompt lengths; outputs have 16 to 128 tokens.
 _SETS = {"short": (32, 512), "long": (1024, 3072)}
@@ -146,6 +148,23 @@ def _goals(name: str, seconds: dict[str, list[float]]) -> list[Goal]:
         for key, bound in bounds.items()
         if key in seconds
     ]
+
+
+def compare(record: Record) -> list[Comparison]:
+    says = {
+        "paged": "vattn's engine over `paged` takes {} times as long as over `virtual`",
+        "static": "Over `static` it takes {} times as long",
+        "dynamic": "Over `dynamic` it takes {} times as long",
+        "vllm": "vLLM's CPU build takes {} times as long",
+        "generate_batch": "transformers' `generate_batch` takes {} times as long",
+        "generate": "transformers' `generate`, one request after another, takes {} times as long",
+    }
+    found = []
+    for engine, text in says.items():
+        # The ratios of `over virtual` are medians over rounds; virtual's own are 1.
+        if pairs := rows(record, "over virtual", {"engine": engine}, {"engine": "virtual"}, same=["set"]):
+            found.append(Comparison(text, record, pairs))
+    return found
 
 
 def draw(axes: Any, record: Record) -> None:

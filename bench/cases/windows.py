@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.harness import theme
+from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
@@ -18,6 +19,7 @@ from vattn.groups import TensorGroup
 from vattn.units import format_bytes
 
 ABOUT = "bytes per request against context where layers have sliding windows"
+QUESTION = "What do sliding windows save?"
 
 _CONTEXTS = (1_000, 5_000, 20_000, 65_000, 131_000)
 _PAGE_SIZE = 64 << 10
@@ -147,6 +149,16 @@ def _grow(model: Model, tokens: int) -> tuple[int, int, float]:
                 most = max(most, cache.stats().owned_pages - full.pages(length))
         held = layout.pages(tokens, tokens - 1) * layout.page_size
         return cache.stats().owned_bytes, held, most / bound
+
+
+def compare(record: Record) -> list[Comparison]:
+    return [
+        Comparison(
+            "A cache that keeps every token holds {} times the memory of one whose windows give it back",
+            record,
+            columns(record, "uniform MiB", "groups MiB"),
+        )
+    ]
 
 
 def draw(axes: Any, record: Record) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """A file that measures something: `ABOUT`, `run(quick) -> Report` and, if its record has a plot, `draw`.
+    """A file that measures something: `ABOUT` and `run(quick) -> Report`; `QUESTION` and `compare` for the report, and
+    `draw` if its record has a plot.
 
     Attributes:
         name: the file's name without `.py`.
@@ -21,17 +22,24 @@ class Case:
         constants: the literals assigned at the top level of the file. They are read without importing it: an import
             takes seconds, and one that fails must not hide the other cases.
         draw_source: the source of `draw(axes, record)`, or None if the case has no plot.
+        text: the docstring of the file: how it is measured.
     """
 
     name: str
     module: str
     constants: Mapping[str, Any]
     draw_source: str | None
+    text: str = ""
 
     @property
     def about(self) -> str:
         """One line on what is measured."""
         return str(self.constants["ABOUT"])
+
+    @property
+    def question(self) -> str:
+        """What it answers, as a reader would ask."""
+        return str(self.constants.get("QUESTION", self.about))
 
     def load(self) -> ModuleType:
         """The module itself."""
@@ -50,9 +58,10 @@ def find(package: ModuleType) -> dict[str, Case]:
 
 def _read(path: Path, package: str) -> Case:
     source = path.read_text()
+    tree = ast.parse(source)
     constants: dict[str, Any] = {}
     functions: dict[str, ast.FunctionDef] = {}
-    for statement in ast.parse(source).body:
+    for statement in tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)):
                 constants[name] = value
@@ -65,4 +74,4 @@ def _read(path: Path, package: str) -> Case:
         )
     draw = functions.get("draw")
     draw_source = None if draw is None else ast.get_source_segment(source, draw)
-    return Case(path.stem, f"{package}.{path.stem}", constants, draw_source)
+    return Case(path.stem, f"{package}.{path.stem}", constants, draw_source, ast.get_docstring(tree) or "")

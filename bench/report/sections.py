@@ -1,0 +1,64 @@
+"""The order of the page, and what others have published on the same questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAPER = "vAttention, arXiv 2405.04437 and ASPLOS '25; A100 GPUs"
+CLASSIC = "a public course on inference engines; one GPU"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a benchmark reproduces.
+
+    Attributes:
+        what: what was measured.
+        result: in the words and units of its source.
+    """
+
+    what: str
+    result: str
+    source: str = PAPER
+
+
+# Every benchmark is in one section.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Memory": ("memory", "capacity", "blocks", "fragmentation", "windows", "mla", "quantised"),
+    "Attention": ("decode", "kernels", "block_size"),
+    "Mapping": ("overlap", "step", "admission"),
+    "Serving": ("backends", "throughput", "serving", "batching", "prefix", "speculate", "threads", "profile"),
+    "In other engines": ("cache", "plugin", "shared_budget"),
+}
+
+PUBLISHED: dict[str, tuple[Published, ...]] = {
+    "decode": (
+        Published("decode throughput at 16K tokens", "equal to the best paged kernel; 1.23 x over paged FlashInfer"),
+        Published("paged against contiguous prefill kernels", "paged up to 37 % (FA2) and 42 % (FlashInfer) slower"),
+    ),
+    "block_size": (
+        Published("paged decode kernel by block size", "up to 1.9 x between block sizes"),
+        Published("blocks of 1, 16 and 128 tokens", "about 0, 8 and 64 tokens wasted; 8192, 512, 64 entries", CLASSIC),
+    ),
+    "overlap": (
+        Published("decode latency without overlap", "spikes of 5 to 16 ms when blocks are crossed; with it, none"),
+    ),
+    "fragmentation": (
+        Published(
+            "block size and worst-case waste, Llama-3-8B",
+            "2 MiB pages: 1024 tokens, 128 MB per request; 64 KiB: 32 tokens, 4 MB; slicing at 2 MiB: 32 tokens, 4 MB",
+        ),
+    ),
+    "throughput": (
+        Published("offline throughput, 427 long requests", "1.13 to 1.18 x over paged FA2; 1.14 to 1.23 x FlashInfer"),
+    ),
+    "serving": (Published("online latency, 512 requests", "median latency 28 to 42 % lower than paged"),),
+    "memory": (
+        Published("StaticCache against DynamicCache", "69 to 79 % of 2048 reserved tokens are wasted", CLASSIC),
+    ),
+    "batching": (
+        Published("static batching", "95 and 87 % of the steps of short answers wasted; 35.9 x for one", CLASSIC),
+    ),
+    "blocks": (Published("blocks of 128 that are reserved", "2 for a short answer, 81 for a long one", CLASSIC),),
+    "backends": (Published("16 sequences in a batch", "16 times the tokens in the same time per token", CLASSIC),),
+}
