@@ -15,7 +15,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(shell $(PYTHON) -c 'import
 TRANSFORMERS ?= transformers
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench report clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench bench-check report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -135,6 +135,10 @@ $(WHEEL)/.installed: Makefile
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m bench --all
+
+# README's figures, measured anew on an idle machine, beside the committed records of the same machine.
+bench-check: $(VENV)/.installed
+	$(BIN)/python -m bench check
 
 # build/report/index.html: the committed records, and this machine's. QUICK=1 takes under two minutes, and RECORDS_ONLY=1
 # measures nothing.

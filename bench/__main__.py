@@ -21,7 +21,7 @@ from bench.harness.timing import LoadMeter
 _ROOT = Path(__file__).parents[1]
 
 # Words in place of a NAME, and the modules whose `main(argv)` they run.
-_COMMANDS = {"report": "bench.report.command"}
+_COMMANDS = {"report": "bench.report.command", "compare": "bench.compare", "check": "bench.check"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
