@@ -17,6 +17,7 @@ from bench.harness.records import Record
 
 # Each colour of the theme on a dark page.
 DARK = {
+    theme.GROUND: "#0d1117",
     theme.INK: "#e6edf3",
     theme.QUIET: "#9da7b1",
     theme.GRID: "#373e47",

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.harness.discovery import Case
 from bench.harness.ratios import Comparison
 from bench.harness.records import Record, Records, machine, source
-from bench.report import accountant, drawing
+from bench.report import accountant, drawing, peers
 from bench.report.markup import element, items, prose, sentence, table
 from bench.report.sections import PUBLISHED, SECTIONS
 from vattn.plan import PAGE_SIZES
@@ -37,6 +37,7 @@ Tokens of a block, and the most that a request can waste in its last pages, by p
 for every layout of vattn on a GPU, by `vattn plan`. NVIDIA's driver has pages of 2 MiB; the paper changed it to have
 smaller ones.
 """
+_OTHERS = "Feature by feature, from the sources that are linked, each at its commit."
 _WITHOUT_COMPARISON = "No side to compare with: the goals and the table say what was found."
 
 
@@ -79,7 +80,7 @@ def build(found: Mapping[str, list[Found]], cases: Mapping[str, Case]) -> str:
     style = (_FOLDER / "style.css").read_text()
     colors = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     grid = json.dumps(accountant.grid(), separators=(",", ":")).replace("</", "<\\/")
-    contents = [(_anchor(title), title) for title in ("Verdict", "Plan a memory", *SECTIONS, "Block sizes")]
+    contents = [(_anchor(title), title) for title in ("Verdict", "Plan a memory", *SECTIONS, "Block sizes", "Others")]
     body = [
         element("h1", "vattn, measured"),
         element("p", prose(_INTRODUCTION), _class="lead"),
@@ -88,6 +89,7 @@ def build(found: Mapping[str, list[Found]], cases: Mapping[str, Case]) -> str:
         _section("Plan a memory", (_FOLDER / "panel.html").read_text()),
         *(_section(title, "".join(_questions(names, found, cases))) for title, names in SECTIONS.items()),
         _section("Block sizes", _block_sizes()),
+        _section("Others", element("p", _OTHERS) + peers.table()),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

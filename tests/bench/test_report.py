@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -20,7 +21,7 @@ from bench.harness import records
 from bench.harness.discovery import Case, find
 from bench.harness.ratios import at, interval
 from bench.harness.report import Goal, Report, format_cell
-from bench.report import accountant, drawing, measuring, page
+from bench.report import accountant, drawing, measuring, page, peers
 from bench.report.sections import PUBLISHED, SECTIONS
 from vattn.model_shapes import find_shape
 from vattn.plan import plan
@@ -116,7 +117,8 @@ def test_nothing_is_loaded_from_elsewhere(text: str, tree: Node) -> None:
         assert node.name not in ("link", "img", "iframe"), node
         assert "src" not in node.attributes
         for name in ("href", "xlink:href"):
-            assert (node.attributes.get(name) or "#").startswith("#")
+            to = node.attributes.get(name) or "#"
+            assert to.startswith("#") or (node.name == "a" and to.startswith("https://")), "a link is no request"
     assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest", text)
 
 
@@ -125,7 +127,7 @@ def test_ids_are_unique_and_links_lead_somewhere(tree: Node) -> None:
     assert len(ids) == len(set(ids))
     for node in tree.all():
         for name in ("href", "xlink:href"):
-            if to := node.attributes.get(name):
+            if (to := node.attributes.get(name)) and to.startswith("#"):
                 assert to[1:] in ids
 
 
@@ -216,6 +218,7 @@ def test_what_is_not_marked_as_a_number_has_none_of_its_own(
             page._BLOCK_SIZES,
             *(format_bytes(size) for size in (2**16, 2**17, 2**18, 2**21)),
             *accountant.TABLE_MODELS,
+            *(re.sub(r"<[^>]+>", "", html.unescape(peers.inline(cell))) for row in peers.rows() for cell in row),
         ]
     )
     project = re.sub(r"[`\s]+", " ", project)
@@ -308,6 +311,19 @@ def test_plots_follow_the_colours_of_the_page(text: str, tree: Node, found: dict
     for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
         assert set(re.findall(r"var\(--(c[0-9a-f]{6})\)", svg)) <= set(inks)
         assert "DejaVu" not in svg.replace(drawing._FONTS, "")
+
+
+def test_the_table_of_others_is_the_document_s(tree: Node) -> None:
+    """Whole rows, with their sources pinned to commits."""
+    (table,) = [node for node in tree.all() if node.attributes.get("class") == "peers"]
+    shown = [[cell.text for cell in row.all() if cell.name in ("td", "th")] for row in table.all() if row.name == "tr"]
+    rows = peers.rows()
+    assert [len(row) for row in shown] == [len(rows[0])] * len(rows)
+    assert [row[0] for row in shown[1:4]] == ["a kernel reads", "memory follows the load", "shared prefixes"]
+    assert shown[0][-1] == "vattn"
+    links = [node.attributes["href"] or "" for node in table.all() if node.name == "a"]
+    assert sum("/blob/" in link for link in links) > 5
+    assert not re.search(r"\]\(|\*\*|`", table.text)
 
 
 def test_the_command_writes_the_page(
