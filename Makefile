@@ -89,9 +89,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# The site, into build/site. NO_MKDOCS_2_WARNING silences an advertisement of mkdocs-material's, no warning of ours.
+# The site, into build/site, with the report of the committed records at report/. NO_MKDOCS_2_WARNING silences an advertisement of mkdocs-material's, no warning of ours.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m bench report --records-only --out build/site/report
 
 sanitize: sanitize-native sanitize-python
 

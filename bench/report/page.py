@@ -25,6 +25,7 @@ _VERDICTS = {
     "behind": ("▼", "vattn behind"),
     "few": ("·", "too few cases"),
     "limit": ("⊢", "of the machine's limit"),
+    "void": ("∅", "void: a busy machine"),
 }
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 _INTRODUCTION = """\
@@ -133,8 +134,10 @@ def _verdict(found: Found) -> str:
 
 
 def _mark(comparison: Comparison) -> str:
-    sign, words = _VERDICTS[comparison.verdict]
-    return element("span", f"{sign} {words}", _class=f"mark {comparison.verdict}")
+    """Who is ahead; nobody in times that were taken on a busy machine."""
+    verdict = "void" if comparison.record["contended"] else comparison.verdict
+    sign, words = _VERDICTS[verdict]
+    return element("span", f"{sign} {words}", _class=f"mark {verdict}")
 
 
 def _machine(found: Found) -> str:

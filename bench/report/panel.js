@@ -58,7 +58,8 @@
       `${count(paged.fit)} requests fit in blocks of 16 tokens; of virtual, ${count(most_fit.fit)} with ` +
       `${name(most_fit.option).replace("virtual, ", "layout ")}. ` +
       (Math.min(paged.fit, most_fit.fit) >= batch ? `${count(batch)} at a time fit either way.`
-        : `${count(batch)} at a time do not fit in both.`);
+        : Math.max(paged.fit, most_fit.fit) < batch ? `${count(batch)} at a time fit in neither.`
+          : `${count(batch)} at a time fit only in ${paged.fit < batch ? "pages" : "blocks"}.`);
   }
   document.getElementById("panel").addEventListener("input", show);
   document.getElementById("panel").addEventListener("submit", (event) => event.preventDefault());

@@ -299,6 +299,8 @@ def test_machines_are_told_apart_and_void_runs_say_so(tree: Node) -> None:
     assert "this machine, just now" in cards[-1].text
     badges = [node.text for node in cards[-1].all() if node.attributes.get("class") == "badge"]
     assert badges[:2] == ["quick", "contended"]
+    marks = [[node.text for node in card.all() if "mark" in (node.attributes.get("class") or "")] for card in cards]
+    assert marks == [["▲ vattn ahead"], ["▲ vattn ahead"], ["∅ void: a busy machine"]]
 
 
 def test_plots_follow_the_colours_of_the_page(text: str, tree: Node, found: dict[str, Case]) -> None:

@@ -112,4 +112,8 @@ def test_the_panel_answers_as_the_plan_does(
     baseline = next(option for option in made.options if option.block_tokens == 16)
     answer = page.locator("#panel-answer").inner_text()
     assert answer.startswith(f"{baseline.typical_requests:,} requests fit in blocks of 16 tokens")
+    best = max(option.typical_requests for option in made.options if option.kind == "virtual" and option.offered)
+    fit = [side for side, most in (("blocks", baseline.typical_requests), ("pages", best)) if most >= batch]
+    said = {0: "fit in neither.", 1: f"fit only in {''.join(fit)}.", 2: "fit either way."}[len(fit)]
+    assert answer.endswith(f"{batch:,} at a time {said}")
     page.close()
