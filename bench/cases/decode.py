@@ -28,7 +28,7 @@ from bench.harness import limits, theme
 from bench.harness.decode_loop import DecodeLoop
 from bench.harness.fragmented import fragment
 from bench.harness.models import QWEN2, TINY, qwen2
-from bench.harness.ratios import Comparison, columns
+from bench.harness.ratios import Comparison, by_round, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.timing import interleave
@@ -49,6 +49,7 @@ _MAX_LENGTH = 16_384
 _LONG_CONTEXT = 4096
 _BLOCK_SIZE = 16
 _WARMUP = 3
+_ROUNDS = "paged over virtual, the largest case, by round"
 _MODEL = QWEN2 | {"num_hidden_layers": 4, "max_position_embeddings": _MAX_LENGTH}
 _KERNELS = {
     "virtual": "native",
@@ -98,6 +99,7 @@ def run(quick: bool) -> Report:
     long = [row for row in figures if int(row["context"]) >= long_context]
     middle = [row for row in figures if int(row["context"]) >= long_context // 2]
     largest = figures[-1]
+    rounds_of_largest = [a / b for a, b in zip(attention["paged"], attention["virtual"], strict=True)]
     return Report(
         parameters={
             "model": sizes,
@@ -108,6 +110,7 @@ def run(quick: bool) -> Report:
             "calls": rounds,
         },
         figures=figures,
+        series={_ROUNDS: rounds_of_largest},
         goals=[
             _least("attention, paged over virtual", "paged over virtual", figures, 1.05),
             _least(f"attention, paged over virtual, from {long_context} tokens", "paged over virtual", long, 1.3),
@@ -195,6 +198,10 @@ def compare(record: Record) -> list[Comparison]:
             columns(record, "step paged ms", "step virtual ms"),
         ),
     ]
+    if _ROUNDS in record["series"]:
+        last = record["figures"][-1]
+        says = f"With {last['batch']} requests of {last['context']:,} tokens, scattered blocks take {{}} times as long"
+        found.append(Comparison(says, record, by_round(record, _ROUNDS), of="rounds"))
     if "virtual of limit" in record["figures"][0]:
         says = "vattn's attention is {} times as fast as one that does nothing but read, or nothing but multiply"
         found.append(Comparison(says, record, columns(record, "virtual of limit"), is_limit=True))

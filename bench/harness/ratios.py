@@ -1,8 +1,9 @@
 """Ratios of a record's figures: their median, their spread, and whether they differ from 1.
 
 A ratio is of two figures of one case, measured in turn, so that other load on the machine affects both. The interval is
-a bootstrap of the median over the cases of a table: how sure it is which side is ahead *over these cases*. The noise of
-a single figure is in it only as far as cases differ by it.
+a bootstrap of the median. Over the cases of a table it says how sure it is which side is ahead *over these cases*; the
+noise of a single figure is in it only as far as cases differ by it. Over the rounds of one case it says how much that
+case's ratio is noise.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Comparison:
         record: what it is taken from.
         pairs: for each case the places of the figure above and of the one below; a ratio of the record stands alone.
         higher_is_better: whether vattn is ahead where the ratio is over 1.
+        of: what the values are, in the plural: cases of a table, or rounds of one case.
         is_limit: the ratio is to what the machine can do at most, so nobody is ahead.
     """
 
@@ -74,6 +76,7 @@ class Comparison:
     pairs: tuple[Pair, ...]
     higher_is_better: bool = True
     is_limit: bool = False
+    of: Literal["cases", "rounds"] = "cases"
 
     @cached_property
     def values(self) -> list[float]:
@@ -110,6 +113,11 @@ def columns(
         if (where is None or where(row)) and all(isinstance(row[name], int | float) for name in names):
             pairs.append((("figures", number, above), None if below is None else ("figures", number, below)))
     return tuple(pairs)
+
+
+def by_round(record: Record, name: str) -> tuple[Pair, ...]:
+    """The ratios of a series, each of two calls that were made in turn."""
+    return tuple((("series", name, number), None) for number in range(len(record["series"][name])))
 
 
 def rows(

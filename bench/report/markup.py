@@ -70,7 +70,7 @@ def sentence(comparison: Comparison, record: str, number: int) -> str:
             of(name, value, f"{value:.{DIGITS}f}")
             for name, value in zip(("low", "high"), comparison.interval, strict=True)
         )
-        spread = f"{low} to {high}; {count} cases from {least} to {most}"
+        spread = f"{low} to {high}; {count} {comparison.of} from {least} to {most}"
     return f"{says} {element('span', f'({spread})', _class='spread')}"
 
 

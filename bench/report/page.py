@@ -30,8 +30,9 @@ _VERDICTS = {
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 _INTRODUCTION = """\
 Every figure is from a record of one run on one machine, at one commit; machines stand beside each other and are never
-mixed. A ratio is the median over the cases of its table, with its 95 % interval (a bootstrap over the cases) and its
-range. It is called a tie if the interval includes 1, and is not judged with fewer than three cases.
+mixed. A ratio is the median over the cases of its table, with its 95 % interval (a bootstrap over the cases, or over
+the rounds of one case where it says so) and its range. It is called a tie if the interval includes 1, and is not judged
+with fewer than three cases.
 """
 _BLOCK_SIZES = """\
 Tokens of a block, and the most that a request can waste in its last pages, by page size: Tables 5 and 8 of the paper,

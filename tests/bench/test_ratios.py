@@ -11,7 +11,7 @@ import pytest
 from bench import cases
 from bench.harness import records
 from bench.harness.discovery import find
-from bench.harness.ratios import Comparison, at, columns, interval, rows, verdict
+from bench.harness.ratios import Comparison, at, by_round, columns, interval, rows, verdict
 
 ROOT = Path(__file__).parents[2]
 RECORD = {
@@ -33,6 +33,22 @@ def test_pairs_of_columns_and_of_rows() -> None:
     paired = Comparison("{}", RECORD, rows(RECORD, "ms", {"kv": "paged"}, {"kv": "virtual"}, same=["batch"]))
     assert paired.values == [2.0, 0.8], "a row without its other one is left out"
     assert paired.median == 1.4
+
+
+def test_rounds_of_one_case() -> None:
+    record = {"series": {"a over b": [1.2, 1.4, 1.3]}}
+    assert Comparison("{}", record, by_round(record, "a over b"), of="rounds").values == [1.2, 1.4, 1.3]
+
+
+def test_a_new_record_of_decode_has_rounds_and_the_machine_s_limit() -> None:
+    """Which the committed ones were taken without."""
+    case = find(cases)["decode"].load()
+    record = case.run(quick=True).record("decode", quick=True, foreign_cores=0.0)
+    *_, of_rounds, limit = case.compare(record)
+    assert of_rounds.of == "rounds"
+    assert of_rounds.median == record["figures"][-1]["paged over virtual"]
+    assert limit.is_limit
+    assert limit.verdict == "limit"
 
 
 def test_the_interval_is_that_of_a_bootstrap() -> None:
