@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import subprocess
 import sys
@@ -20,16 +19,15 @@ from bench.harness.timing import LoadMeter
 
 _ROOT = Path(__file__).parents[1]
 
-# Words in place of a NAME, and the modules whose `main(argv)` they run.
-_COMMANDS = {"report": "bench.report.command", "compare": "bench.compare", "check": "bench.check"}
+# Words in place of a NAME.
+_COMMANDS = ("report", "compare", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, which does not depend on whether goals are met."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _COMMANDS:
-        status: int = importlib.import_module(_COMMANDS[argv[0]]).main(argv[1:])
-        return status
+        return run_command(argv[0], argv[1:])
     found = find(cases)
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -63,6 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(args.names) == 1:
         return run(found[args.names[0]], quick=args.quick, file=args.json)
     return run_apart(args.names or list(found), quick=args.quick)
+
+
+def run_command(name: str, argv: Sequence[str]) -> int:
+    """Runs a command that has a command line of its own; only its imports are made."""
+    if name == "report":
+        from bench.report import command
+
+        return command.main(argv)
+    if name == "compare":
+        from bench import compare
+
+        return compare.main(argv)
+    from bench import check
+
+    return check.main(argv)
 
 
 def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
