@@ -23,11 +23,13 @@ import torch
 from bench.harness import theme
 from bench.harness.fabricated import without_model
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.ratios import Comparison
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine import LLM, SamplingParams
 
 ABOUT = "the next turn of 32 long conversations, through the whole engine"
+QUESTION = "What does a block table cost a whole engine at long contexts?"
 
 _SIDES: dict[str, dict[str, Any]] = {
     "virtual": {"kv": "virtual"},
@@ -144,6 +146,22 @@ def _turn(llm: LLM, prompts: list[list[int]], answer: int) -> tuple[float, float
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
     elapsed = time.perf_counter() - start
     return elapsed, sum(output.num_cached_tokens for output in outputs) / sum(map(len, prompts))
+
+
+def compare(record: Record) -> list[Comparison]:
+    requests = record["parameters"]["requests"]
+    says = {
+        "paged": f"With a block table, the same turn of {requests} long conversations takes {{}} times as long",
+        "gathered": "Gathering blocks for torch's kernel, it takes {} times as long",
+        "torch": "With torch's kernel over contiguous rows, it takes {} times as long",
+    }
+    found = []
+    for side, text in says.items():
+        above, below = f"{side}, seconds", "virtual, seconds"
+        rounds = min(len(record["series"][name]) for name in (above, below))
+        pairs = tuple((("series", above, number), ("series", below, number)) for number in range(rounds))
+        found.append(Comparison(text, record, pairs, of="rounds"))
+    return found
 
 
 def draw(axes: Any, record: Record) -> None:

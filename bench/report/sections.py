@@ -27,7 +27,17 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Memory": ("table", "memory", "capacity", "blocks", "fragmentation", "external", "windows", "mla", "quantised"),
     "Attention": ("decode", "kernels", "block_size"),
     "Mapping": ("overlap", "step", "reserve", "admission"),
-    "Serving": ("backends", "throughput", "serving", "batching", "prefix", "speculate", "threads", "profile"),
+    "Serving": (
+        "backends",
+        "conversations",
+        "throughput",
+        "serving",
+        "batching",
+        "prefix",
+        "speculate",
+        "threads",
+        "profile",
+    ),
     "In other engines": ("cache", "plugin", "shared_budget"),
 }
 

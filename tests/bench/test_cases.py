@@ -66,6 +66,9 @@ def test_quick_run_records_valid_json_and_can_be_drawn(
         image = tmp_path / f"{name}.svg"
         plot.draw_record(CASES[name], record, image, "digest of the record")
         assert "digest of the record" in image.read_text()
+    for comparison in getattr(CASES[name].load(), "compare", lambda _: [])(record):
+        assert comparison.says.count("{}") == 1
+        assert not comparison.pairs or comparison.median > 0
 
 
 @pytest.mark.parametrize("kv_order", ["NHD", "HND"])
