@@ -73,8 +73,10 @@ class Worker:
             self._wanted = wanted
 
     def stop(self) -> None:
-        """Ends the thread and gives the memory of free pages back. Idempotent."""
-        self._finalizer()
+        """Ends the thread and gives the memory of free pages back. Idempotent, and goes on if it was interrupted."""
+        if self._finalizer.alive:
+            _stop(self.mapper, self.native)
+            self._finalizer.detach()
 
     def detach(self) -> None:
         """Leaves the thread to another process, of which this one is a fork."""
@@ -136,6 +138,11 @@ def _stop(mapper: _native.Mapper, native: _native.PagePool) -> None:
             failure.revert()
         mapper.resume()
     transaction = _native.Transaction()
-    if native.release_free(transaction, native.counts().free):
-        mapper.submit(transaction)
+    try:
+        if native.release_free(transaction, native.counts().free):
+            mapper.submit(transaction)
+    except BaseException:
+        if not transaction.ticket:
+            transaction.revert()
+        raise
     mapper.stop()

@@ -165,3 +165,8 @@ def a_whole_prompt() -> None:
 @mutation(None, "what a request left behind its last block is found when its pages have gone", "random")
 def kept_for_good() -> None:
     table.SlotTable._has = lambda self, slot, kept: True  # type: ignore[method-assign]
+
+
+@mutation(None, "a pool whose closing was interrupted keeps its thread", "interrupts")
+def stopped_once() -> None:
+    worker.Worker.stop = lambda self: self._finalizer()  # type: ignore[method-assign]

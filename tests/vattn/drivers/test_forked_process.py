@@ -113,6 +113,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.free_reqid": lambda: cache.free_reqid(slot),
         "KVCache.layer": lambda: cache.layer(0)[0][slot, :10].sum(),
         "KVCache.lend": lambda: cache.lend(0, None)[0][slot, :10].sum(),
+        "KVCache.length": lambda: cache.length(slot),
         "KVCache.available_pages": cache.available_pages,
         "KVCache.pages_needed": lambda: cache.pages_needed(1),
         "KVCache.stats": cache.stats,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 import threading
@@ -413,3 +414,22 @@ def test_a_cache_whose_close_was_interrupted_anywhere_is_collected() -> None:
     places = range(1, injection.interrupted.events + 1)  # type: ignore[attr-defined]
     assert [nth for nth in places if not is_collected(nth)] == []
     pool.close()
+
+
+def test_a_close_that_was_interrupted_anywhere_is_completed_by_another() -> None:
+    config = vattn.KVConfig(
+        num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=2, max_context_len=64, page_size=4096
+    )
+
+    def threads_left(nth: int) -> int:
+        before = len(os.listdir("/proc/self/task"))
+        cache = vattn.KVCache(config)  # with a pool of its own, and so a thread
+        cache.step({cache.alloc_reqid(): 60})
+        with contextlib.suppress(KeyboardInterrupt):
+            injection.interrupted(cache.close, "check", nth)
+        cache.close()
+        return len(os.listdir("/proc/self/task")) - before
+
+    threads_left(1 << 30)
+    places = range(1, injection.interrupted.events + 1)  # type: ignore[attr-defined]
+    assert [nth for nth in places if threads_left(nth)] == []
