@@ -416,6 +416,7 @@ def test_a_cache_whose_close_was_interrupted_anywhere_is_collected() -> None:
     pool.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_close_that_was_interrupted_anywhere_is_completed_by_another() -> None:
     config = vattn.KVConfig(
         num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", max_batch_size=2, max_context_len=64, page_size=4096
