@@ -63,7 +63,8 @@ class Prefixes(Decisions):
             self._demand = self._demand + 1 if keys == self._demanded else 1
             self._demanded = keys
         whole = prefix.count * bands.block_tokens
-        self._slots.take(change, slot, whole + self._kept(slot, prefix, self._rest(keys, token_ids, salt)))
+        rest = self._rest(keys, token_ids, salt)
+        self._slots.take(change, slot, whole + (self._kept(slot, prefix, rest) if rest is not _NOTHING else 0))
         self._put(change, slot, prefix)
         bands.use(change, slot, prefix.count)
         self._slots.note_left_over(change, slot)
@@ -186,7 +187,12 @@ class Prefixes(Decisions):
     # Choosing a slot
 
     def _rest(self, keys: Sequence[Key], token_ids: Sequence[int], salt: bytes) -> tuple[Key, Sequence[int]]:
-        """The key of a prompt's cached prefix, and the tokens after it but for the last, which is to be computed."""
+        """The key of a prompt's cached prefix, and the tokens after it but for the last, which is to be computed.
+
+        Nothing if no slot keeps rows: an admission takes forty microseconds, and this would add four.
+        """
+        if not self._slots.kept.rows:
+            return _NOTHING
         return keys[-1] if keys else root_key(salt), token_ids[len(keys) * self._bands.block_tokens : -1]
 
     def _kept(self, slot: int, prefix: Prefix, rest: tuple[Key, Sequence[int]]) -> int:
@@ -214,7 +220,7 @@ class Prefixes(Decisions):
             # Blocks that another request could find in place here are worth as much as blocks to be mapped.
             return (
                 -usable,
-                -self._kept(slot, prefix, rest),
+                -self._kept(slot, prefix, rest) if rest is not _NOTHING else 0,
                 missing + lost,
                 lost,
                 waits,
@@ -222,8 +228,9 @@ class Prefixes(Decisions):
                 extent if extent >= want else -extent,
             )
 
-        candidates = dict.fromkeys(self._slots.kept.holders(*rest, _CANDIDATES))
-        candidates |= dict.fromkeys(self._candidates(prefix, want))
+        candidates = dict.fromkeys(self._candidates(prefix, want))
+        if rest is not _NOTHING:
+            candidates |= dict.fromkeys(self._slots.kept.holders(*rest, _CANDIDATES))
         return min(candidates, key=rank) if len(candidates) > 1 else next(iter(candidates))
 
     def _candidates(self, prefix: Prefix, tokens: int) -> Iterator[int]:
