@@ -160,38 +160,6 @@ class Source(Protocol):
 
     def operations(self, world: World, count: int) -> Iterator[Operation]: ...
 
-    def _left(self, world: World) -> Iterator[Operation]:
-        """Published blocks that stay in an idle slot, and are withdrawn by who published them, or found in part by a
-        request whose first step adds nothing: what it does not use must not be seen.
-        """
-        rng = self.rng
-        fit = [
-            (number, each)
-            for number, each in enumerate(world.caches)
-            if each.slots > 1 and each.context > 2 * each.block and (each.zeroes or rng.random() < 0.3)
-        ]
-        if not fit:
-            return
-        number, each = rng.choice(fit)
-        first, second, third = (self.next_label() for _ in range(3))
-        blocks = rng.randint(2, (each.context - 1) // each.block)
-        length = min(each.context, blocks * each.block + rng.randint(1, each.block))
-        yield Admit(number, first, length, 0)
-        yield Step(number, {first: (length, 0)})
-        yield Commit(number, first)
-        yield Admit(number, second, length, 0)
-        yield Step(number, {second: (length, 0)})
-        if rng.random() < 0.5:
-            yield Free(number, second)
-            yield Step(number, {first: (min(length + 1, each.context), 0)})
-            yield Retract(number, first)
-        else:
-            yield Free(number, first)
-            yield Step(number, {second: (min(length + 1, each.context), 0)})
-            found = rng.randint(1, blocks - 1) * each.block
-            yield Admit(number, third, found + rng.randint(1, each.block), 0)
-            yield Step(number, {third: (found, 0)})
-
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
 

@@ -64,7 +64,7 @@ class Prefixes(Decisions):
             self._demanded = keys
         whole = prefix.count * bands.block_tokens
         rest = self._rest(keys, token_ids, salt)
-        self._slots.take(change, slot, whole + (self._kept(slot, prefix, rest) if rest is not _NOTHING else 0))
+        self._slots.take(change, slot, whole + self._kept(slot, prefix, rest))
         self._put(change, slot, prefix)
         bands.use(change, slot, prefix.count)
         self._slots.note_left_over(change, slot)
@@ -220,7 +220,7 @@ class Prefixes(Decisions):
             # Blocks that another request could find in place here are worth as much as blocks to be mapped.
             return (
                 -usable,
-                -self._kept(slot, prefix, rest) if rest is not _NOTHING else 0,
+                -self._kept(slot, prefix, rest),
                 missing + lost,
                 lost,
                 waits,
