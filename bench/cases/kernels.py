@@ -5,7 +5,9 @@ in turn over plain tensors. `torch` is `scaled_dot_product_attention`, called on
 KV head folded into rows, which is the fastest way to call it.
 
 The limit is the larger of two times, measured in the same rounds on the same threads: reading all keys and values by
-plain loads of vectors (from a cache, where they fit), and the products alone, with operands in registers.
+plain loads of vectors, and the products alone, with operands in registers. Before each call, either the caches are
+filled with other memory ("cold", as in a step, where the weights of a layer come between), or the same call is made
+once ("warm"), where what is read fits into them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ QUESTION = "How fast are vattn's attention kernels?"
 _LENGTHS = {330: 6.0, 1024: 6.0, 4096: 4.0, 16_384: 3.0}  # and what torch's time over ours is to be
 _REQUESTS, _KV_HEADS, _GROUP, _DIM = 32, 2, 7, 64
 _LONG = 4096
+_CACHED = 32 * 2**20  # bytes of keys and values that caches may hold
 _OF_LIMIT, _OF_LIMIT_LONG = 0.6, 0.7  # the limit over the kernel's time is to be this, below and from `_LONG` on
 
 
@@ -43,7 +46,12 @@ def run(quick: bool) -> Report:
     for count in sorted({1, threads}):
         torch.set_num_threads(count)
         try:
-            figures += [_row(length, count, rounds) for length in lengths]
+            figures += [
+                _row(length, count, rounds, caches)
+                for length in lengths
+                for caches in ("cold", "warm")
+                if caches == "cold" or _bytes(length) <= _CACHED
+            ]
         finally:
             torch.set_num_threads(threads)
     long = [row for row in figures if quick or int(row["tokens"]) >= _LONG]
@@ -59,7 +67,7 @@ def run(quick: bool) -> Report:
         goals=[
             *(
                 Goal(
-                    f"torch over native, {row['tokens']} tokens, {row['threads']} threads",
+                    f"torch over native, {_name(row)}",
                     float(row["torch over native"]),
                     ">=",
                     _LENGTHS.get(int(row["tokens"]), 1.0),
@@ -68,7 +76,7 @@ def run(quick: bool) -> Report:
             ),
             *(
                 Goal(
-                    f"{side} of the limit, {row['tokens']} tokens, {row['threads']} threads",
+                    f"{side} of the limit, {_name(row)}",
                     float(row[f"{side} of limit"]),
                     ">=",
                     _OF_LIMIT_LONG if int(row["tokens"]) >= _LONG else _OF_LIMIT,
@@ -78,7 +86,7 @@ def run(quick: bool) -> Report:
             ),
             *(
                 Goal(
-                    f"native over int8, {row['tokens']} tokens, {row['threads']} threads",
+                    f"native over int8, {_name(row)}",
                     float(row["native us"]) / float(row["int8 us"]),
                     ">=",
                     1.4,
@@ -89,7 +97,15 @@ def run(quick: bool) -> Report:
     )
 
 
-def _row(length: int, threads: int, rounds: int) -> Row:
+def _name(row: Row) -> str:
+    return f"{row['tokens']} tokens, {row['threads']} threads, {row['caches']}"
+
+
+def _bytes(length: int) -> int:
+    return 2 * 2 * _REQUESTS * _KV_HEADS * length * _DIM
+
+
+def _row(length: int, threads: int, rounds: int, caches: str) -> Row:
     def rows(*dims: int) -> torch.Tensor:
         return torch.randn(_REQUESTS, _KV_HEADS, *dims, dtype=torch.bfloat16)
 
@@ -115,12 +131,14 @@ def _row(length: int, threads: int, rounds: int) -> Row:
         **limits.actions([keys, values], products, torch.bfloat16),
         **{f"int8 {side}": call for side, call in limits.actions(coded, products, torch.int8).items()},
     }
-    seconds = interleave(actions, rounds, warmup=2)
+    before = limits.warm if caches == "warm" else limits.cold()
+    seconds = interleave(actions, rounds, warmup=2, before=before)
     us = {name: 1e6 * median(s) / _REQUESTS for name, s in seconds.items()}
     limit, int8_limit = (max(us[f"{kind}{side}"] for side in limits.SIDES) for kind in ("", "int8 "))
     return {
         "threads": threads,
         "tokens": length,
+        "caches": caches,
         "native us": us["native"],
         "int8 us": us["int8"],
         "torch us": us["torch"],
@@ -152,14 +170,15 @@ def compare(record: Record) -> list[Comparison]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    for threads, name in zip(sorted({row["threads"] for row in record["figures"]}), ("virtual", "paged"), strict=False):
-        rows = [row for row in record["figures"] if row["threads"] == threads]
+    figures = [row for row in record["figures"] if row.get("caches", "cold") == "cold"]  # some records do not tell
+    for threads, name in zip(sorted({row["threads"] for row in figures}), ("virtual", "paged"), strict=False):
+        rows = [row for row in figures if row["threads"] == threads]
         tokens, ratios = ([row[column] for row in rows] for column in ("tokens", "torch over native"))
         axes.plot(tokens, ratios, **theme.style(name), label=f"{threads} thread{'s' if threads > 1 else ''}")
     theme.reference(axes, "vattn's kernel")
-    ratios = [row["torch over native"] for row in record["figures"]]
+    ratios = [row["torch over native"] for row in figures]
     axes.set_title(
         f"torch's decode attention takes {min(ratios):.1f} to {max(ratios):.1f} times as long as vattn's kernel"
     )
     axes.set(xlabel="tokens per request", ylabel="time of torch's, over vattn's", ylim=(0, None))
-    theme.doublings(axes, sorted({row["tokens"] for row in record["figures"]}))
+    theme.doublings(axes, sorted({row["tokens"] for row in figures}))

@@ -14,6 +14,18 @@ from torch import Tensor
 from vattn import cpu
 
 SIDES = ("products", "reading")
+_EVICTION = 128 * 2**20  # bytes: more than the caches of one machine's share hold
+
+
+def cold() -> Callable[[object], object]:
+    """Of `interleave`: calls find nothing in the caches, as the layers of a model do whose weights fill them."""
+    memory = torch.zeros(_EVICTION, dtype=torch.uint8)
+    return lambda action: memory.add_(1)
+
+
+def warm(action: Callable[[], object]) -> object:
+    """Of `interleave`: calls find what the same call before them has left."""
+    return action()
 
 
 def actions(memory: Sequence[Tensor], products: int, stored: torch.dtype) -> dict[str, Callable[[], object]]:

@@ -42,7 +42,13 @@ def _own_seconds() -> float:
     return own.user + own.system + own.children_user + own.children_system
 
 
-def interleave(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warmup: int = 2) -> dict[Key, list[float]]:
+def interleave(
+    actions: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 2,
+    before: Callable[[Callable[[], object]], object] | None = None,
+) -> dict[Key, list[float]]:
     """Calls every action once per round and returns the seconds of each call.
 
     Other load on the machine then affects all actions alike, so the ratios between them hold. The order rotates from
@@ -52,6 +58,8 @@ def interleave(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warm
         actions: what to time.
         rounds: timed calls of each action.
         warmup: calls of each action before them that are not timed.
+        before: is called with an action before each of its calls and is not timed: it leaves the caches as they are to
+            be.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in actions}
     order = list(actions)
@@ -61,6 +69,8 @@ def interleave(actions: Mapping[Key, Callable[[], object]], rounds: int, *, warm
         for number in range(-warmup, rounds):
             for key in order:
                 action = actions[key]
+                if before is not None:
+                    before(action)
                 start = time.perf_counter()
                 action()
                 elapsed = time.perf_counter() - start

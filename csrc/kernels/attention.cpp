@@ -38,6 +38,11 @@ std::span<const Kernels> kernels() {
   return all;
 }
 
+const Item* Queue::take() {
+  const std::size_t i = taken_.fetch_add(1, std::memory_order_relaxed);
+  return i < items_.size() ? &items_[i] : nullptr;
+}
+
 namespace {
 
 constexpr int kRows = 64;    // of a head in an item: their sums stay in the second cache
@@ -149,6 +154,7 @@ void attend(const Attention& a, const Kernels& k) {
   const int threads = std::min(a.threads, num_items);
   const std::size_t partial = aligned(todo.partial * sizeof(float));
   static thread_local Room room;
+  Queue queue(todo.items);
   std::byte* memory = room.reserve(partial + static_cast<std::size_t>(threads) * each);
 
 #pragma omp parallel num_threads(threads)
@@ -156,8 +162,8 @@ void attend(const Attention& a, const Kernels& k) {
     Scratch scratch;
     lay_out(a, todo, k.lanes, memory + partial + static_cast<std::size_t>(omp_get_thread_num()) * each, scratch);
     scratch.partials = reinterpret_cast<float*>(memory);
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < num_items; ++i) k.attend[static_cast<int>(a.stored_type)](a, todo.items[i], scratch);
+    k.attend[static_cast<int>(a.stored_type)](a, queue, scratch);
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < num_merges; ++i) merge(a, k, todo.merges[i], scratch.partials);
   }

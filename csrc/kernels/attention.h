@@ -4,6 +4,7 @@
 // that is not part of a row below a request's length: what follows may be unmapped.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -63,6 +64,17 @@ struct Item {
   std::int64_t partial;   // where among the partial results this one goes; -1 for a result that is whole
 };
 
+// Items that threads take one after another.
+class Queue {
+ public:
+  explicit Queue(std::span<const Item> items) : items_(items) {}
+  const Item* take();  // null when there are no more
+
+ private:
+  std::span<const Item> items_;
+  std::atomic<std::size_t> taken_ = 0;
+};
+
 constexpr int kBlock = 128;  // keys between two updates of a row's maximum
 constexpr int kPanels = 4;   // vectors of keys that are scored together
 constexpr int kMaxLanes = 16;
@@ -102,7 +114,8 @@ struct Kernels {
   bool (*supported)();
   bool (*worthwhile)();  // whether they are faster than the ones after them, if that is not sure: a measurement
   bool linear_layers;    // whether what linear.h has is faster than products of pairs of bfloat16
-  void (*attend[4])(const Attention&, const Item&, const Scratch&);  // by the type of what is stored
+  // Computes items of a queue until there are no more; by the type of what is stored.
+  void (*attend[4])(const Attention&, Queue&, const Scratch&);
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.
   void (*merge)(const Attention&, const float* partial, int count, std::int64_t stride, std::byte* output);
   // One row or token of what layers.h has.
@@ -112,7 +125,7 @@ struct Kernels {
   // A row's input, and an item, of what linear.h has.
   void (*linear_row)(const Linear&, std::int64_t, float* out);
   void (*linear)(const Linear&, const LinearItem&);
-  // A thread's share of what limits.h has; products by the type of what is stored.
+  // A thread's share of what roofline.h has; products by the type of what is stored.
   void (*products[4])(std::int64_t count);
   void (*read)(const std::byte* data, std::int64_t bytes);
 };

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "layer_rows.h"
-#include "limit_loops.h"
+#include "roofline_loops.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -160,8 +160,8 @@ constinit const Kernels avx2_kernels{
     .supported = supported,
     .worthwhile = nullptr,
     .linear_layers = false,
-    .attend = {attend_item<Floats<Avx2, Type::kFloat32>>, attend_item<Floats<Avx2, Type::kBFloat16>>,
-               attend_item<Floats<Avx2, Type::kFloat16>>, attend_item<Floats<Avx2, Type::kInt8>>},
+    .attend = {attend_items<Floats<Avx2, Type::kFloat32>>, attend_items<Floats<Avx2, Type::kBFloat16>>,
+               attend_items<Floats<Avx2, Type::kFloat16>>, attend_items<Floats<Avx2, Type::kInt8>>},
     .merge = merge_rows<Avx2>,
     .norm = layer_row<Avx2, Norm>,
     .rotation = layer_row<Avx2, Rotation>,

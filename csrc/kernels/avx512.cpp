@@ -1,8 +1,8 @@
 // AVX-512 with products of floats.
 #include "avx512_lanes.h"
 #include "layer_rows.h"
-#include "limit_loops.h"
 #include "linear_tile.h"
+#include "roofline_loops.h"
 
 namespace vattn::kernels {
 namespace {
@@ -91,8 +91,8 @@ constinit const Kernels avx512_kernels{
     .supported = has_avx512,
     .worthwhile = nullptr,
     .linear_layers = true,
-    .attend = {attend_item<Floats<Avx512, Type::kFloat32>>, attend_item<Widened>,
-               attend_item<Floats<Avx512, Type::kFloat16>>, attend_item<Floats<Avx512, Type::kInt8>>},
+    .attend = {attend_items<Floats<Avx512, Type::kFloat32>>, attend_items<Widened>,
+               attend_items<Floats<Avx512, Type::kFloat16>>, attend_items<Floats<Avx512, Type::kInt8>>},
     .merge = merge_rows<Avx512>,
     .norm = layer_row<Avx512, Norm>,
     .rotation = layer_row<Avx512, Rotation>,

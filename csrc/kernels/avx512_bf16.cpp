@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "avx512_lanes.h"
-#include "limit_loops.h"
+#include "roofline_loops.h"
 
 namespace vattn::kernels {
 namespace {
@@ -96,7 +96,7 @@ constinit const Kernels avx512_bf16_kernels{.name = "avx512_bf16",
                                             .supported = supported,
                                             .worthwhile = worthwhile,
                                             .linear_layers = false,
-                                            .attend = {nullptr, attend_item<Pairs>, nullptr, nullptr},
+                                            .attend = {nullptr, attend_items<Pairs>, nullptr, nullptr},
                                             .merge = nullptr,
                                             .norm = nullptr,
                                             .rotation = nullptr,

@@ -78,35 +78,43 @@ struct RowLanes {
 
   // Adds a packed row.
   static void add(const std::uint32_t* row, int r, int lanes, int head_dim, std::uint32_t* out) {
-    const int each = 16 / lanes, part = words(head_dim);
-    for (int i = 0; i < Kind::kHead; ++i) out[16 * i + r * each] = *row++;
-    out += 16 * Kind::kHead;
-    for (int p = 0; p < Kind::kQueryParts; ++p, row += part, out += part * lanes)
-      for (int i = 0; i < part; i += each) std::memcpy(out + i * lanes + r * each, row + i, sizeof(*row) * each);
+    with_rows(lanes, [&]<int kRows>() {
+      constexpr int kEach = 16 / kRows;
+      const int part = words(head_dim);
+      for (int i = 0; i < Kind::kHead; ++i) out[16 * i + r * kEach] = *row++;
+      out += 16 * Kind::kHead;
+      for (int p = 0; p < Kind::kQueryParts; ++p, row += part, out += part * kRows)
+        for (int i = 0; i < part; i += kEach) std::memcpy(out + i * kRows + r * kEach, row + i, sizeof(*row) * kEach);
+    });
   }
 
   // The scores of `count` keys. What lies `ahead` bytes behind each line of them is fetched.
   template <class Rows>
   static void score(int lanes, const Rows& keys, int count, int head_dim, const std::uint32_t* queries,
                     const float* factor, std::int64_t ahead, float* scores) {
-    const auto go = [&]<int kRows>() { score_rows<kRows>(keys, count, head_dim, queries, factor, ahead, scores); };
+    with_rows(lanes, [&]<int kRows>() { score_rows<kRows>(keys, count, head_dim, queries, factor, ahead, scores); });
+  }
+
+ private:
+  // Calls a function with a count of lanes as its template argument.
+  template <class Function>
+  static void with_rows(int lanes, const Function& function) {
     switch (lanes) {
       case 1:
-        return go.template operator()<1>();
+        return function.template operator()<1>();
       case 2:
-        return go.template operator()<2>();
+        return function.template operator()<2>();
       case 4:
-        return go.template operator()<4>();
+        return function.template operator()<4>();
       case 8:
-        if constexpr (Kind::kLaneRows >= 8) go.template operator()<8>();
+        if constexpr (Kind::kLaneRows >= 8) function.template operator()<8>();
         break;
       case 16:
-        if constexpr (Kind::kLaneRows >= 16) go.template operator()<16>();
+        if constexpr (Kind::kLaneRows >= 16) function.template operator()<16>();
         break;
     }
   }
 
- private:
   template <int kRows, class Rows>
   static void score_rows(const Rows& keys, int count, int head_dim, const std::uint32_t* queries, const float* factor,
                          std::int64_t ahead, float* scores) {

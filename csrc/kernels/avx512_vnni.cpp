@@ -1,6 +1,6 @@
 // AVX-512 with products of 8-bit quads.
 #include "avx512_lanes.h"
-#include "limit_loops.h"
+#include "roofline_loops.h"
 
 namespace vattn::kernels {
 namespace {
@@ -162,7 +162,7 @@ constinit const Kernels avx512_vnni_kernels{.name = "avx512_vnni",
                                             .supported = supported,
                                             .worthwhile = nullptr,
                                             .linear_layers = true,
-                                            .attend = {nullptr, nullptr, nullptr, attend_item<Quads>},
+                                            .attend = {nullptr, nullptr, nullptr, attend_items<Quads>},
                                             .merge = nullptr,
                                             .norm = nullptr,
                                             .rotation = nullptr,

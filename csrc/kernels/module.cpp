@@ -10,8 +10,8 @@
 
 #include "attention.h"
 #include "layers.h"
-#include "limits.h"
 #include "linear.h"
+#include "roofline.h"
 
 namespace nb = nanobind;
 using namespace vattn::kernels;
@@ -164,7 +164,7 @@ NB_MODULE(_kernels, module) {
         nb::gil_scoped_release release;
         products(find(kernel), static_cast<Type>(stored_type), count, threads);
       },
-      "As many multiply-adds and nothing else; see limits.h.");
+      "As many multiply-adds and nothing else; see roofline.h.");
 
   module.def(
       "read",
@@ -172,5 +172,5 @@ NB_MODULE(_kernels, module) {
         nb::gil_scoped_release release;
         read(find(kernel), pointer<const std::byte>(data), bytes, threads);
       },
-      "Reads memory and does nothing else; see limits.h.");
+      "Reads memory and does nothing else; see roofline.h.");
 }

@@ -1,6 +1,6 @@
 // Plain C++ over arrays of four floats, which compilers turn into whatever vectors the machine has.
 #include "layer_rows.h"
-#include "limit_loops.h"
+#include "roofline_loops.h"
 #include "tile.h"
 
 namespace vattn::kernels {
@@ -153,8 +153,8 @@ constinit const Kernels portable_kernels{
     .supported = supported,
     .worthwhile = nullptr,
     .linear_layers = false,
-    .attend = {attend_item<Floats<Portable, Type::kFloat32>>, attend_item<Floats<Portable, Type::kBFloat16>>,
-               attend_item<Floats<Portable, Type::kFloat16>>, attend_item<Floats<Portable, Type::kInt8>>},
+    .attend = {attend_items<Floats<Portable, Type::kFloat32>>, attend_items<Floats<Portable, Type::kBFloat16>>,
+               attend_items<Floats<Portable, Type::kFloat16>>, attend_items<Floats<Portable, Type::kInt8>>},
     .merge = merge_rows<Portable>,
     .norm = layer_row<Portable, Norm>,
     .rotation = layer_row<Portable, Rotation>,

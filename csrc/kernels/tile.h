@@ -519,8 +519,10 @@ void write_row(const Attention& a, const float* sums, float total, std::byte* ou
   });
 }
 
+// Computes an item, and returns the one to go on with. It is taken when the last block begins, so that its first keys
+// can be fetched meanwhile.
 template <class Kind>
-void attend_item(const Attention& a, const Item& item, const Scratch& s) {
+const Item* attend_item(const Attention& a, const Item& item, Queue& queue, const Scratch& s) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
   const int group = a.group();
@@ -560,13 +562,21 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
   // Where keys and values are laid out alike, the values are the keys' rows at a distance.
   const bool together = alike(a.key, a.value), scales_together = alike(a.key_scale, a.value_scale);
   Place next_keys(a, a.key, request, item.head, item.begin, s.places);
+  const Item* next = nullptr;
   int room = 0;
   for (std::int64_t at = item.begin; at < item.end; at += kBlock) {  // a length may be the largest number of 32 bits
     const int begin = static_cast<int>(at), count = smaller(kBlock, item.end - begin);
     const int full = ceil_div(count, kLanes);
     const Place first_keys = next_keys;
-    if (count < item.end - begin)
-      next_keys = Place(a, a.key, request, item.head, begin + kBlock, s.places + (room ^= kBlock));
+    const std::byte** next_room = s.places + (room ^= kBlock);
+    if (count < item.end - begin) {
+      next_keys = Place(a, a.key, request, item.head, begin + kBlock, next_room);
+    } else if ((next = queue.take())) {
+      next_keys = Place(a, a.key, next->request, next->head, next->begin, next_room);
+      // As many rows as this block has are fetched along with the values; here, those after them.
+      for (int i = count; i < smaller(kBlock, next->end - next->begin); ++i)
+        for (int d = 0; d < a.head_dim * size_of(a.stored_type); d += 64) fetch(next_keys[i] + d);
+    }
     const Place first_values = together ? first_keys + distance(a.key, a.value)
                                         : Place(a, a.value, request, item.head, begin, s.places + 2 * kBlock);
     Place first_key_scales, first_value_scales;
@@ -614,8 +624,8 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
                                         smaller(count, last + 1 - begin), maximum[r]);
       }
       for (int r = 0; r < rows; r += kLanes) {
-        const auto next = Isa::load(s.next + r);
-        Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), next, factor), kLanes);
+        const auto most = Isa::load(s.next + r);
+        Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
       }
       for (int r = 0; r < rows; ++r) {
         float* weights = s.scores + r * kBlock;
@@ -663,6 +673,12 @@ void attend_item(const Attention& a, const Item& item, const Scratch& s) {
           std::memcpy(partial + 2, sums, sizeof(float) * width);
         }
       }
+  return next;
+}
+
+template <class Kind>
+void attend_items(const Attention& a, Queue& queue, const Scratch& s) {
+  for (const Item* item = queue.take(); item;) item = attend_item<Kind>(a, *item, queue, s);
 }
 
 template <class Isa>

@@ -12,7 +12,7 @@
 
 #include "check.h"
 #include "kernels/attention.h"
-#include "kernels/limits.h"
+#include "kernels/roofline.h"
 #include "kernels/linear.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// The loops of limits.h, written once for all instruction sets; as in tile.h, each has its own copy.
+// The loops of roofline.h, written once for all instruction sets; as in tile.h, each has its own copy.
 #pragma once
 
 #include "tile.h"

@@ -1,4 +1,4 @@
-#include "limits.h"
+#include "roofline.h"
 
 #include <omp.h>
 
