@@ -183,6 +183,47 @@ def attend(
     return out
 
 
+def store(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor | None = None
+) -> bool:
+    """Copies new keys and values, `[n, heads, dim]`, to `keys` and `values`.
+
+    Args:
+        keys, values: `[slots, tokens, heads, dim]`, or `[slots, heads, dim]` without positions.
+        slots, positions: where each of them is stored, `[n]` int64, contiguous; not checked.
+
+    Returns:
+        Whether it did: not on other devices, of other types or shapes, for rows that are not contiguous, or without
+        the native module.
+    """
+    for new, stored in ((key, keys), (value, values)):
+        alike = new.dtype == stored.dtype and new.shape[1:] == stored.shape[-2:] and new.device == stored.device
+        if not alike or new.device.type != "cpu" or new.stride(-1) != 1 or stored.stride(-1) != 1 or new.is_neg():
+            return False
+    module, _ = _module()
+    if module is None:
+        return False
+    n, heads, _ = key.shape
+    module.store(
+        n,
+        heads,
+        _new_rows(key, keys),
+        _new_rows(value, values),
+        slots.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return True
+
+
+def _new_rows(new: Tensor, stored: Tensor) -> tuple[int, int, int, int, tuple[int, int, int, int]]:
+    """Bytes of a row of a head, address, strides in bytes of a token and a head, and where they are stored."""
+    size = new.element_size()
+    token, head, _ = new.stride()
+    place = _place(stored if stored.ndim == 4 else stored.unsqueeze(1))
+    return new.shape[2] * size, new.data_ptr(), token * size, head * size, place
+
+
 def _place(rows: Tensor) -> tuple[int, int, int, int]:
     """Address, and strides in bytes of a slot, a token and a head of `[slots, tokens, heads, dim]`."""
     size = rows.element_size()

@@ -12,6 +12,7 @@
 #include "layers.h"
 #include "linear.h"
 #include "roofline.h"
+#include "store.h"
 
 namespace nb = nanobind;
 using namespace vattn::kernels;
@@ -24,6 +25,9 @@ T* pointer(std::uintptr_t address) {
 }
 
 using Place = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
+
+// New keys or values: bytes of a row, address, strides of a token and a head; and where they are stored.
+using NewRows = std::tuple<std::int64_t, std::uintptr_t, std::int64_t, std::int64_t, Place>;
 
 Rows rows(const Place& place) {
   const auto [data, slot, token, head] = place;
@@ -88,6 +92,21 @@ NB_MODULE(_kernels, module) {
         attend(attention, find(kernel));
       },
       "Attention of new tokens over stored keys and values; see attention.h. Addresses are integers, strides bytes.");
+
+  module.def(
+      "store",
+      [](std::int64_t tokens, std::int64_t heads, const NewRows& key, const NewRows& value, std::uintptr_t slots,
+         std::uintptr_t positions, int threads) {
+        nb::gil_scoped_release release;
+        for (const auto& [bytes, source, source_token, source_head, target] : {key, value}) {
+          const auto [data, slot, token, head] = target;
+          store({tokens, heads, bytes, pointer<const std::byte>(source), source_token, source_head,
+                 pointer<std::byte>(data), slot, token, head, pointer<const std::int64_t>(slots),
+                 pointer<const std::int64_t>(positions)},
+                threads);
+        }
+      },
+      "Stores new keys and values; see store.h. Addresses are integers, strides bytes.");
 
   module.def(
       "norm",

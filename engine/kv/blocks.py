@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from vattn import cpu
 from vattn.attention import PackedBatch
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
@@ -332,3 +333,11 @@ class BlockKV(PlainStore, ABC):
         slot.blocks += blocks
         numbers = [block.number for block in blocks]
         self.block_table[number, have : have + more] = torch.tensor(numbers, dtype=torch.int32)
+
+
+def scatter(key: Tensor, value: Tensor, homes: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    """Writes new keys and values, `[n, heads, dim]`, to rows `[n]` int64 of `homes`, each `[tokens, heads, dim]`."""
+    keys, values = homes
+    if not cpu.store(key, value, keys, values, rows):
+        keys.index_copy_(0, rows, key)
+        values.index_copy_(0, rows, value)

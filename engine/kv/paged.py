@@ -33,7 +33,7 @@ from torch import Tensor
 from vattn.attention import Blocks, PackedBatch
 
 from .base import KVStats, StoredAs, register
-from .blocks import BlockKV, PoolBlock
+from .blocks import BlockKV, PoolBlock, scatter
 from .spec import KVSpec
 
 
@@ -61,23 +61,25 @@ class PagedKV(BlockKV):
                 size = num_kv_heads * self.max_blocks * block_size * dim
                 buffers.append(torch.empty(size, dtype=dtype, device=device))
             self._gather_pools = [pool.unbind() for pool in pools]
-            self._scatter_pools = [
+            heads_first = [
                 pool.view(num_layers, num_kv_heads, num_blocks * block_size, dim).unbind()
                 for pool, dim in zip(pools, self._dims, strict=True)
+            ]
+            # Keys and values of each layer, `[tokens, heads, dim]`.
+            self._homes = [
+                (key.transpose(0, 1), value.transpose(0, 1)) for key, value in zip(*heads_first, strict=True)
             ]
             self._buffers = buffers
             self._head_rows = torch.arange(num_kv_heads, device=device)[:, None] * num_blocks
             self._stored = [
                 Blocks(self._blocked(key), self._blocked(value), self.block_table)
-                for key, value in zip(*self._scatter_pools, strict=True)
+                for key, value in zip(*heads_first, strict=True)
             ]
         # Gather indices of each slot, by block range; kept until its blocks change.
         self._gather: dict[int, dict[tuple[int, int], Tensor]] = {}
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        rows = self._rows(batch)
-        self._scatter_pools[0][layer].index_copy_(1, rows, key.transpose(0, 1))
-        self._scatter_pools[1][layer].index_copy_(1, rows, value.transpose(0, 1))
+        scatter(key, value, self._homes[layer], self._rows(batch))
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As the protocol says: gathers the blocks that hold `[start, length)` into a buffer that is reused."""
@@ -110,13 +112,12 @@ class PagedKV(BlockKV):
 
     def close(self) -> None:
         super().close()
-        self._gather_pools, self._scatter_pools, self._stored, self._buffers = [], [], [], []
+        self._gather_pools, self._homes, self._stored, self._buffers = [], [], [], []
 
     def _copy_block(self, origin: int, target: int) -> None:
-        for pools in self._scatter_pools:
-            for pool in pools:
-                rows = pool.view(self._heads, self.num_blocks, -1)
-                rows[:, target] = rows[:, origin]
+        for layer in self._stored:
+            for blocks in (layer.key, layer.value):
+                blocks[target] = blocks[origin]
 
     def _append(self, number: int, blocks: list[PoolBlock]) -> None:
         super()._append(number, blocks)

@@ -17,7 +17,7 @@ from vattn.block_windows import BlockWindows
 from vattn.errors import ConfigError
 
 from .base import KVStats, StoredAs, mapping_calls, register
-from .blocks import BlockKV, PoolBlock
+from .blocks import BlockKV, PoolBlock, scatter
 from .contiguous import ContiguousKV
 from .spec import KVSpec
 
@@ -94,9 +94,7 @@ class PagedWindowsKV(BlockKV):
         return self.windows.trim(self._held())
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        rows = self._rows(batch)
-        for home, new in zip(self._homes[layer], (key, value), strict=True):
-            home.index_copy_(0, rows, new)
+        scatter(key, value, self._homes[layer], self._rows(batch))
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As the protocol says: two views."""

@@ -14,8 +14,12 @@ from vattn_vllm.attention import on_host
 from vattn_vllm.options import selected
 from vattn_vllm.refusals import TRIED
 from vllm.config import SchedulerConfig, get_layers_from_vllm_config
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -51,8 +55,7 @@ def test_signatures() -> None:
     assert parameters(AttentionMetadataBuilder.build) == build
     forward = ["self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
     assert parameters(AttentionImpl.forward) == [*forward, "output_scale", "output_block_scale"]
-    update = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
-    assert parameters(CPUAttentionBackendImpl.do_kv_cache_update) == update
+    assert AttentionBackend.forward_includes_kv_cache_update
 
 
 def test_what_the_scheduler_says() -> None:

@@ -54,7 +54,9 @@ def engine(**changes: Any) -> Any:
             rswa_window=None,
         ),
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
+        ),
     )
     for path, value in changes.items():
         part, _, name = path.partition("__")
@@ -77,6 +79,7 @@ def engine(**changes: Any) -> Any:
         ({"cache_config__kv_sharing_fast_prefill": True}, "leave out --kv-sharing-fast-prefill"),
         ({"kv_transfer_config": object()}, "leave out --kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__use_ubatching": True}, "leave out --enable-dbo"),
     ],
 )
 def test_engines_that_it_cannot_serve(changes: dict[str, Any], match: str) -> None:

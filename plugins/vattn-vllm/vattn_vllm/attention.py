@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -26,6 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 import vattn.attention
+import vattn.cpu
 from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, SpanColumns
 from vattn.errors import ConfigError
 from vattn_vllm.memory import KVMemory
@@ -36,7 +36,7 @@ from vattn_vllm.steps import Step
 class WindowBackend(AttentionBackend):
     """Says to vLLM what it serves; `CPU_ATTN` or `CUSTOM` in vLLM's register."""
 
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012 (vLLM's own type)
     supported_kv_cache_dtypes = ["auto", "bfloat16", "float16"]  # noqa: RUF012
 
@@ -198,19 +198,6 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         rows = memory.slots(name)
         self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
 
-    def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        step = get_forward_context().attn_metadata
-        if self._shares is not None or step is None:  # a run that only warms up
-            return
-        if not isinstance(step, dict):
-            raise ConfigError("vattn: it does not serve micro-batches; leave out --enable-dbo")
-        # Not `slot_mapping`, which has numbers below 0 for padding.
-        slots = step[layer.layer_name].slots
-        self._keys.index_copy_(0, slots, key[: len(slots)])
-        self._values.index_copy_(0, slots, value[: len(slots)])
-
     def forward(
         self,
         layer: AttentionLayer,
@@ -225,9 +212,15 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
     ) -> Tensor:
         if attn_metadata is None:  # a run that only warms up
             return output
-        count = attn_metadata.num_actual_tokens
+        count, slots = attn_metadata.num_actual_tokens, attn_metadata.slots
+        batch = attn_metadata.batch  # which shows the rows of this step
+        if self._shares is None:
+            key, value = key[:count], value[:count]
+            if not vattn.cpu.store(key, value, self._keys, self._values, slots):
+                self._keys.index_copy_(0, slots, key)
+                self._values.index_copy_(0, slots, value)
         query = query[:count].view(count, self.num_heads, self.head_size)
-        found = self._kernel(query, self, 0, attn_metadata.batch, self._params)
+        found = self._kernel(query, self, 0, batch, self._params)
         output[:count].view(count, self.num_heads, self.head_size).copy_(found)
         return output
 

@@ -110,5 +110,7 @@ def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
         or config.parallel_config.prefill_context_parallel_size > 1
     ):
         yield "context parallelism divides a request's tokens; use tensor or pipeline parallelism"
+    if config.parallel_config.use_ubatching:
+        yield "micro-batches have metadata of their own in one step; leave out --enable-dbo and --ubatch-size"
     if config.model_config.enable_sleep_mode:
         yield "sleep mode allocates the cache by itself; the plugin gives memory back without it"

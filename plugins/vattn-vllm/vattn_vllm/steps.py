@@ -123,6 +123,7 @@ class Step:
             width = max(part.blocks.shape[1] for part in parts)
             blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
             counts = [part.counts for part in parts]
-            found = torch.tensor(self._windows.show(torch.cat(blocks), torch.cat(counts)), dtype=torch.int32)
+            table, wanted = (blocks[0], counts[0]) if len(parts) == 1 else (torch.cat(blocks), torch.cat(counts))
+            found = torch.tensor(self._windows.show(table, wanted), dtype=torch.int32)
             self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
         return self._found[group]
