@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -75,7 +76,14 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
         raise Ended("crash", f"exit status {code}")
 
 
+def die_with_parent() -> None:
+    """Ends this process when the one that forked it has ended, whatever ended that."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def _child(work: Callable[[Send], None], write: int) -> int:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.disable()
     torch.set_num_threads(1)
     set_aside()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.campaign.attacks import SECRET, Attack, draw
-from tests.campaign.isolation import alive
+from tests.campaign.isolation import alive, die_with_parent
 from tests.campaign.play import Played
 
 MOST_BYTES = 64 * 2**20  # that a request takes
@@ -321,12 +320,8 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             answer.body += chunk[:-2]
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _serve(options: list[str], log: int) -> int:
-    _die_with_parent()
+    die_with_parent()
     os.dup2(log, 2)
     signal.set_wakeup_fd(-1)
     from vattn.engine.cli import main
@@ -340,7 +335,7 @@ def _serve(options: list[str], log: int) -> int:
 
 def _probe(host: str, port: int, pid: int, write: int) -> None:
     """Asks for `/health` again and again, and writes how long it took."""
-    _die_with_parent()
+    die_with_parent()
     os.set_blocking(write, False)
     request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
