@@ -109,9 +109,10 @@ sanitize-native:
 # The library's tests over a native module with AddressSanitizer and UBSan, which lies in build/asan and is loaded by the
 # environment's Python without its editable install. Python and torch leak at exit, so leaks are not looked for; and one
 # test is left out that fills the kernel's table of mappings, in which AddressSanitizer needs room of its own.
-ASAN_TESTS := $(addprefix tests/vattn/,test_cache.py drivers/test_vmm_host.py $(addprefix memory/test_,faults.py pool.py \
-  sharing.py sharing_machine.py state_machine.py windows.py zero_on_free.py))
+ASAN_TESTS := $(addprefix tests/vattn/,attention drivers/test_vmm_host.py pool slots test_block_windows.py test_cache.py \
+  test_cpu.py test_quantised.py windows)
 sanitize-python: $(VENV)/.dev
+	ls -d $(ASAN_TESTS) > build/asan-tests
 	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
 	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
 	  -C cmake.define.VATTN_SANITIZE=address,undefined .
