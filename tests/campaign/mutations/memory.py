@@ -8,7 +8,7 @@ import torch
 
 from tests.campaign.mutations import mutation
 from vattn import block_windows
-from vattn.pool import calls, member, pool
+from vattn.pool import calls, core, member, pool
 from vattn.slots import backer, band, prefixes, reclaimer, table
 from vattn.windows import shown
 
@@ -195,3 +195,8 @@ def counted_at_once() -> None:
         change.undo.insert(0, (setattr, self, "attached", attached))
 
     shown.ShownBlocks.show = show  # type: ignore[method-assign]
+
+
+@mutation("pool", "a cache leaves without waiting for what it has planned before", "faults", "windows")
+def leaves_at_once() -> None:
+    core.Core._execute_last = core.Core.execute  # type: ignore[method-assign, assignment]
