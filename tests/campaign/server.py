@@ -294,7 +294,7 @@ class Server:
                 await asyncio.sleep(attack.stall)
                 writer.transport.resume_reading()  # type: ignore[attr-defined]
             async with asyncio.timeout(attack.leave):
-                await _read(reader, answer)
+                await _read(reader, answer, has_body=not _is_head(attack))
         except TimeoutError:
             if attack.leave is None:
                 raise
@@ -302,7 +302,11 @@ class Server:
             writer.transport.abort()
 
 
-async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
+def _is_head(attack: Attack) -> bool:
+    return attack.data.startswith(b"HEAD ")
+
+
+async def _read(reader: asyncio.StreamReader, answer: Answer, *, has_body: bool) -> None:
     while True:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(head[0].split(" ")[1])
@@ -310,6 +314,8 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             break
     answer.headers = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
     answer.status = status
+    if not has_body:
+        return
     if "content-length" in answer.headers:
         answer.body = await reader.readexactly(int(answer.headers["content-length"]))
         return
@@ -512,7 +518,8 @@ def _judge(attack: Attack, answer: Answer, played: Played) -> None:
         raise Found("a request gets a server error", told)
     if attack.statuses and answer.status not in attack.statuses:
         raise Found(f"{kind}: a wrong status", told)
-    if answer.status >= 400 and answer.headers.get("content-type", "") == "application/json":
+    is_json = answer.headers.get("content-type", "") == "application/json" and not _is_head(attack)
+    if answer.status >= 400 and is_json:
         try:
             error = json.loads(answer.body)["error"]
             assert error.keys() == {"message", "type", "param", "code"}
@@ -520,7 +527,7 @@ def _judge(attack: Attack, answer: Answer, played: Played) -> None:
             raise Found("an error of another shape", told) from None
         if len(answer.body) > MOST_MESSAGE_BYTES:
             raise Found("a long error", f"{len(answer.body)} bytes: {told}")
-    if answer.status == 200 and attack.check is not None and answer.headers["content-type"] == "application/json":
+    if answer.status == 200 and attack.check is not None and is_json:
         try:
             attack.check(json.loads(answer.body))
         except (ValueError, AssertionError) as error:
