@@ -175,8 +175,10 @@ def run(
         known.add((mode, kind))
         finding = Finding(mode, seed, number - 1, summary.calls, shown())
         summary.findings.append(finding)
-        _shrink(finding, setup, shrink_seconds)
-        report(finding)
+        try:
+            _shrink(finding, setup, shrink_seconds)
+        finally:
+            report(finding)
 
     def work(send: Send) -> None:
         if setup is not None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.campaign.attacks import SECRET, Attack, draw
-from tests.campaign.isolation import alive, die_with_parent
+from tests.campaign.isolation import alive, die_with_parent, stacks_of
 from tests.campaign.play import Played
 
 MOST_BYTES = 64 * 2**20  # that a request takes
@@ -543,7 +543,8 @@ def _settle(server: Server) -> None:
         time.sleep(0.1)
         quiet = quiet + 1 if server.cpu() - before < 0.03 else 0
         if server.cpu() - begun > MOST_CPU_SECONDS:
-            raise Found("work goes on when all clients have left", f"for {server.cpu() - begun:.1f} s of computing")
+            detail = f"for {server.cpu() - begun:.1f} s of computing\n{stacks_of(server.pid)}"
+            raise Found("work goes on when all clients have left", detail)
     deadline = time.monotonic() + PATIENCE
     while True:
         figures = _samples(asyncio.run(server.get("/metrics")).body.decode())

@@ -137,6 +137,13 @@ class Core(Calls):
         self._tenants.discard(tenant)
         give_back(Change())
 
+    def abandon(self) -> None:
+        """As in any pool; what dropped caches left behind leaves the books as well."""
+        super().abandon()
+        while self._left:
+            self._left[-1](Change())
+            self._left.pop()
+
     def _execute_last(self, plan: Plan) -> None:
         """Executes the plan by which a tenant gives up what it holds for certain: what a transaction of its own brought
         back if it failed later, nobody would give up.

@@ -235,6 +235,20 @@ def test_a_cache_with_unknown_mappings_can_be_closed_and_gives_its_memory_back(h
     setup.pool.close()
 
 
+def test_a_dropped_cache_gives_its_pages_up_to_a_pool_whose_mappings_are_unknown() -> None:
+    setup = Setup(overlap=False)
+    another = vattn.KVCache(setup.config, pool=setup.pool)
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    setup.table.fail(2, name="cuMemUnmap")
+    setup.table.fail_always("cuMemMap")
+    del setup.cache
+    gc.collect()
+    another.close()
+    setup.table.heal()
+    assert setup.pool.free_pages == setup.pool.total_pages
+    setup.pool.close()
+
+
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_close_whose_undoing_fails_can_be_repeated(healed: bool) -> None:
     setup = Setup(overlap=False)
