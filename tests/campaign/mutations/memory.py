@@ -13,7 +13,8 @@ from vattn.slots import backer, band, prefixes, reclaimer, table
 from vattn.windows import shown
 
 
-def _forget_leaving() -> None:
+@mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
+def leaving_forgotten() -> None:
     true = table.SlotTable.refresh
 
     def refresh(self: table.SlotTable, passed: Any) -> None:
@@ -22,17 +23,6 @@ def _forget_leaving() -> None:
         true(self, passed)
 
     table.SlotTable.refresh = refresh  # type: ignore[method-assign]
-
-
-@mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
-def leaving_forgotten() -> None:
-    _forget_leaving()
-
-
-@mutation("zero_on_free", "the same, and check() does not look at it", "faults")
-def leaving_forgotten_unseen() -> None:
-    _forget_leaving()
-    band.BandPages.inherited = lambda self, slot: False  # type: ignore[method-assign]
 
 
 @mutation("zero_on_free", "pages that come back to a slot that was vacated stay", "faults")
