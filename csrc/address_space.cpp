@@ -1,60 +1,12 @@
 #include "address_space.h"
 
 #include <algorithm>
-#include <iterator>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
+#include "left_behind.h"
+
 namespace vattn {
-namespace {
-
-// The reservations of a space that is gone, with what is mapped in them.
-struct Remains {
-  std::shared_ptr<Driver> driver;
-  std::size_t page_size, tensor_bytes;
-  std::vector<Address> bases, mapped;
-
-  // False if something has to wait: for a capture to end, or until a call that failed succeeds.
-  bool give_back() {
-    const Driver::Scope scope(*driver);
-    Call call;
-    if (!mapped.empty())
-      if (const Result result = driver->synchronize(nullptr, &call); result != kSuccess)
-        return result != kCaptureUnsupported;
-    std::erase_if(mapped, [&](Address at) { return driver->unmap(at, page_size) == kSuccess; });
-    if (!mapped.empty()) return false;
-    std::erase_if(bases, [&](Address base) { return driver->free(base, tensor_bytes) == kSuccess; });
-    return bases.empty();
-  }
-};
-
-// Of the whole process. Never destroyed: what waits when the process ends is left to the system.
-struct LeftBehind {
-  std::mutex mutex;
-  std::vector<Remains> remains;
-  const ForkGuard fork;
-};
-
-LeftBehind& left_behind() {
-  static LeftBehind* the = new LeftBehind;
-  return *the;
-}
-
-void give_back_left_behind() {
-  LeftBehind& left = left_behind();
-  if (left.fork.forked() || exiting()) return;
-  std::vector<Remains> remains;  // tried without the lock: the driver's calls may take long, or need other locks
-  {
-    const std::lock_guard lock(left.mutex);
-    remains.swap(left.remains);
-  }
-  std::erase_if(remains, [](Remains& each) { return each.give_back(); });
-  const std::lock_guard lock(left.mutex);
-  std::move(remains.begin(), remains.end(), std::back_inserter(left.remains));
-}
-
-}  // namespace
 
 AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PagePool> pool, const Shape& shape)
     : driver_(std::move(driver)), pool_(std::move(pool)), shape_(shape), slots_(shape.slots) {
@@ -76,7 +28,7 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
 AddressSpace::~AddressSpace() {
   if (fork_.forked() || exiting()) return;
   give_back_left_behind();
-  Remains remains{driver_, pool_->page_size(), tensor_bytes(), bases_, {}};
+  Remains remains{driver_, pool_->page_size(), tensor_bytes(), bases_};
   const Driver::Scope scope(*driver_);
   Handle handle = 0;
   Access access = Access::kNone;
@@ -85,9 +37,7 @@ AddressSpace::~AddressSpace() {
       for (std::size_t page = 0; page < slots_[slot].most_columns; ++page)
         if (const Address at = address(lane, slot, page); driver_->mapped(at, &handle, &access))
           remains.mapped.push_back(at);
-  if (remains.give_back()) return;
-  const std::lock_guard lock(left_behind().mutex);
-  left_behind().remains.push_back(std::move(remains));
+  if (!remains.give_back()) leave_behind(std::move(remains));
 }
 
 Address AddressSpace::address(std::size_t lane, std::size_t slot, std::size_t page) const {

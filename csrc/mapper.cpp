@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "left_behind.h"
+
 namespace vattn {
 
 void Transaction::revert() {
@@ -308,11 +310,24 @@ void Mapper::check() {
 }
 
 // What a transaction has no more use for. A call that fails here takes nothing back; it is made again with the next
-// transaction, and when the thread ends, which is the `last` time. While something is to be undone, that needs memory.
+// transaction, and when the thread ends, which is the `last` time: what fails then is left behind. While something is
+// to be undone, that needs memory.
 void Mapper::tidy(bool last) {
   std::erase_if(worker_->left_over, [&](Window& window) { return close(window); });
   if (last || worker_->undoing.empty())
     std::erase_if(worker_->released, [&](Handle handle) { return release(handle); });
+  if (!last) return;
+  const std::size_t page_size = pool_->page_size();
+  for (const Window& window : worker_->left_over) {
+    Remains remains{driver_, page_size, window.pages * page_size, {window.address}};
+    for (std::size_t page = 0; page < window.mapped; ++page)
+      remains.mapped.push_back(window.address + page * page_size);
+    leave_behind(std::move(remains));
+  }
+  worker_->left_over.clear();
+  if (worker_->released.empty()) return;
+  created_ -= worker_->released.size();
+  leave_behind({.driver = driver_, .handles = std::exchange(worker_->released, {})});
 }
 
 // Maps all that is to be zeroed, side by side; false at the first call that fails.

@@ -97,8 +97,9 @@ struct Quads {
       high_sum = _mm512_add_epi32(high_sum, upper);
       low_sum = _mm512_add_epi32(low_sum, lower);
     }
-    out[0] = static_cast<std::uint32_t>(-128 * _mm512_reduce_add_epi32(high_sum));
-    out[1] = static_cast<std::uint32_t>(-128 * _mm512_reduce_add_epi32(low_sum));
+    // Of a query with NaN they are too large, and wrap.
+    out[0] = -128u * static_cast<std::uint32_t>(_mm512_reduce_add_epi32(high_sum));
+    out[1] = -128u * static_cast<std::uint32_t>(_mm512_reduce_add_epi32(low_sum));
     return largest / kLargest + Isa::sum(poison);
   }
 

@@ -210,8 +210,10 @@ class Place {
   // The same rows at a distance.
   Place operator+(std::int64_t offset) const {
     Place other = *this;
-    other.contiguous_.data += offset;
-    other.paged_.offset += offset;
+    if (paged_.rows)
+      other.paged_.offset += offset;
+    else
+      other.contiguous_.data += offset;
     return other;
   }
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 from pathlib import Path
 
-from tests.campaign.campaign import MODES, Finding, run
+from tests.campaign.campaign import MODES, Finding, Summary, run
 
 
 def main() -> int:
-    """Runs a campaign; the exit status says whether anything was found."""
+    """Runs a campaign, until it is interrupted or terminated at the latest; the exit status says whether anything was
+    found.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--minutes", type=float, help="how long; 10 where --calls is not given either")
     parser.add_argument("--calls", type=int, help="how many calls on the public interface")
@@ -34,16 +38,20 @@ def main() -> int:
         else:
             print(f"{found.script}\n", flush=True)
 
-    summary = run(
-        options.seed,
-        seconds=None if options.minutes is None else options.minutes * 60,
-        calls=options.calls,
-        modes=options.mode or tuple(MODES),
-        most_findings=options.findings,
-        shrink_seconds=options.shrink_seconds,
-        first=options.scenario,
-        report=report,
-    )
+    summary = Summary()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        run(
+            options.seed,
+            seconds=None if options.minutes is None else options.minutes * 60,
+            calls=options.calls,
+            modes=options.mode or tuple(MODES),
+            most_findings=options.findings,
+            shrink_seconds=options.shrink_seconds,
+            first=options.scenario,
+            report=report,
+            summary=summary,
+        )
     print(summary)
     return 1 if summary.findings else 0
 

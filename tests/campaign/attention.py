@@ -178,7 +178,8 @@ class Bound:
 
     Attributes:
         pairs: weights are bfloat16. quads: queries and weights are integers of 16 bits.
-        score: relative, of scores. weight: relative, of weights; and no less than `least`, of each.
+        score: relative, of scores; if any, products of elements are rounded too, so no sum of them is exact.
+        weight: relative, of weights; and no less than `least`, of each.
         largest: scores beyond are no longer numbers.
     """
 
@@ -639,9 +640,9 @@ class World:
         # How far scores may be off.
         rough = 3 * UNIT + bound.score
         off = abs(scale) * shape.dim * 2.0**-126
-        if not stored.sure:
+        if not stored.sure or bound.score:
             off = off + size * (abs(scale) * UNIT * (min(shape.dim, 4 * math.sqrt(shape.dim)) + 4))
-        elif (math.frexp(scale)[0] in (0.5, -0.5) or (scale > 1e-6 and call.softcap is None)) and not bound.score:
+        elif math.frexp(scale)[0] in (0.5, -0.5) or (scale > 1e-6 and call.softcap is None):
             rough = 0.0
         off = off + 2.0**-149 * size
         if bound.quads:
@@ -762,9 +763,8 @@ class Adapters(World):
         self.whole = self.rng.random() < 0.8
         if name != "native":
             rounding = 2 * ROUNDING[shape.dtype]
-            score = 2 * rounding if shape.dtype != torch.float32 else 0.0
             self.bound = Bound(
-                score=score,
+                score=2 * rounding,
                 weight=rounding,
                 least=SMALLEST[shape.dtype],
                 largest=3e4 if shape.dtype == torch.float16 else 1e37,

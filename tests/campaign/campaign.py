@@ -88,6 +88,7 @@ class Summary:
     Attributes:
         scenarios: by mode; `calls_of` are their calls on the public interface, and `seconds_of` the time they took.
         counts: what came up how often.
+        repeated: findings of a mode and kind that was found before.
     """
 
     scenarios: Counter[str] = field(default_factory=Counter)
@@ -96,6 +97,7 @@ class Summary:
     seconds: float = 0
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
+    repeated: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def calls(self) -> int:
@@ -113,6 +115,7 @@ class Summary:
             f"{self.calls:,} calls in {self.seconds:.0f} s ({rate:,.0f} a second)\n"
             f"calls in scenarios: {modes}\n{counts}\n"
             f"{len(self.findings)} found"
+            + "".join(f"\n{n:,} more: {kind} (mode {mode})" for (mode, kind), n in self.repeated.most_common())
         )
 
 
@@ -141,17 +144,20 @@ def run(
     first: int = 0,
     setup: Callable[[], object] | None = None,
     report: Callable[[Finding], object] = lambda found: None,
+    summary: Summary | None = None,
 ) -> Summary:
     """Runs scenarios until the time or the calls are used up, or enough is found.
 
     Args:
-        most_findings: of one kind each; one that was found before is passed over.
+        most_findings: of one mode and kind each; one that was found before is counted.
         first: number of the first scenario.
         setup: is called in the child processes before the first scenario.
         report: is told of each finding, once it is shrunk.
+        summary: is filled as the campaign goes, for a caller that ends it with an exception.
     """
-    summary, begin, number = Summary(), time.monotonic(), first
-    known: set[str] = set()
+    summary = Summary() if summary is None else summary
+    begin, number = time.monotonic(), first
+    known: set[tuple[str, str]] = set()
     prepare(modes)
 
     def left() -> bool:
@@ -161,6 +167,18 @@ def run(
             and (calls is None or summary.calls < calls)
             and len(summary.findings) < most_findings
         )
+
+    def found(mode: str, kind: str, shown: Callable[[], Played]) -> None:
+        if (mode, kind) in known:
+            summary.repeated[mode, kind] += 1
+            return
+        known.add((mode, kind))
+        finding = Finding(mode, seed, number - 1, summary.calls, shown())
+        summary.findings.append(finding)
+        try:
+            _shrink(finding, setup, shrink_seconds)
+        finally:
+            report(finding)
 
     def work(send: Send) -> None:
         if setup is not None:
@@ -182,28 +200,24 @@ def run(
                 summary.calls_of[mode] += played.calls
                 summary.counts += played.counts
                 number += 1
-                if played.kind is not None and played.kind not in known:
-                    known.add(played.kind)
-                    found = Finding(mode, seed, number - 1, summary.calls, played)
-                    summary.findings.append(found)
-                    _shrink(found, setup, shrink_seconds)
-                    report(found)
+                if played.kind is not None:
+                    found(mode, played.kind, partial(replace, played))
                 if not left():
                     break
         except Ended as ended:
             mode, rng = draw(seed, number, modes)
             summary.scenarios[mode] += 1
             number += 1
-            if ended.kind not in known:
-                known.add(ended.kind)
-                played = _told(partial(MODES[mode].scenario, rng), setup, _QUIET)
-                if played.kind is None:  # it does not come every time
-                    played = replace(played, kind=ended.kind, detail=str(ended))
-                found = Finding(mode, seed, number - 1, summary.calls, played)
-                summary.findings.append(found)
-                _shrink(found, setup, shrink_seconds)
-                report(found)
+            found(mode, ended.kind, partial(_once_more, mode, rng, setup, ended))
     return summary
+
+
+def _once_more(mode: str, rng: random.Random, setup: Callable[[], object] | None, ended: Ended) -> Played:
+    """A scenario that ended its process, with what it told until then."""
+    played = _told(partial(MODES[mode].scenario, rng), setup, _QUIET)
+    if played.kind is None:  # it does not come every time
+        return replace(played, kind=ended.kind, detail=str(ended))
+    return played
 
 
 def replay(

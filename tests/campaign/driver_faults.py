@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -62,24 +63,31 @@ def fail_each(rng: random.Random, config: Config, drawer: Source, operations: in
     """So many operations of a drawer, and again with each of their driver calls failing: with so many of them at most,
     and fewer where worlds are large. In some runs others fail as well.
     """
-    config = replace(config, every=rng.choice((1, 3, SELDOM, SELDOM)), books=False)
+    config = replace(
+        config, every=rng.choice((1, 3, SELDOM, SELDOM)), delay=rng.choice((0.0, 0.0, 0.0003)), books=False
+    )
     calls = 0
 
-    def drawn(world: World) -> Iterator[Operation]:
+    def retried(world: World) -> Iterator[Operation]:
         nonlocal calls
         assert world.table is not None
         before = sum(world.table.calls.values())
-        for operation in drawer.operations(world, operations):
+        drawn = drawer.operations(world, operations)
+        if rng.random() < 0.3:  # what was under way when the last of them left
+            drawn = itertools.chain(drawn, drawer.leaving(world))
+        for operation in drawn:
             plain = type(operation).perform is not Operation.perform  # no call that could be made again
             yield operation if plain else Retried(operation.cache, operation)
         calls = sum(world.table.calls.values()) - before
 
-    done = play(config, drawn)
+    done = play(config, retried)
     if done.kind:
         return done
     made = done.operations
     for nth in sorted(rng.sample(range(1, calls + 1), min(repeats(config, points), calls))):
         more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))]
+        if rng.random() < 0.3:  # the undoing of what fails begins with the next call
+            more += [nth + each for each in range(1, rng.choice((2, 3, 4)))]
         failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
         done = done.plus(play(replace(config, fail=failing), lambda world: made))
         if done.kind:

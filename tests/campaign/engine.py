@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they load transformers, which other modes do without
     from vattn.engine import RequestOutput
 
 _OPERATIONS = 80
-_INTERRUPTED = 0.03  # the share of calls
+_INTERRUPTED = (0.03, 0.03, 0.03, 0.2)  # the share of calls, of a world
 
 
 class Injected(RuntimeError):
@@ -103,6 +103,7 @@ class World:
         self._tenant: vattn.KVCache | None = None  # takes pages of the engine's pool
         self._squeezed = False
         self._forms: list[Form] = []
+        self._interrupts = self.rng.choice(_INTERRUPTED)
 
     # The engine
 
@@ -213,12 +214,12 @@ class World:
             options["block_size"] = rng.choice([4, 8, 16])
         elif kv == "static":
             memory = request * rng.randint(1, 4)
-        if rng.random() < 0.2:
+        if rng.random() < (0.4 if kv == "virtual" else 0.2):  # it reserves memory, which layers with a window may lose
             options["scheduling"] = "static"
             options.pop("speculative_config", None)
             options.pop("long_prefill_token_threshold")
             memory = max(memory, 2 * request)
-        if rng.random() < 0.15:
+        if rng.random() < 0.25:
             self._forms = _forms(self.reference)
         return {**options, "kv": "paged" if kv == "windows" else kv, "memory_budget": memory, "max_logprobs": 10}
 
@@ -259,11 +260,11 @@ class World:
             self._sleep: 3,
             self._reset: 2,
             self._squeeze: 3,
-            self._break: 2,
+            self._break: 4,
             self._misuse: 3,
             self._wait: 1,
             self._generate: 3,
-            self._beams: 2,
+            self._beams: 4,
         }
         for _ in range(operations):
             (operation,) = self.rng.choices(list(weights), list(weights.values()))
@@ -282,7 +283,7 @@ class World:
         """
         self.calls += 1
         self.counts[what] += 1
-        if self.rng.random() >= _INTERRUPTED:
+        if self.rng.random() >= self._interrupts:
             self.log.append(what)
             return function()
         try:
@@ -458,7 +459,7 @@ class World:
                 self.counts["squeezed in vain"] += 1
 
     def _break(self) -> None:
-        kind = self.rng.choice(["raise", "nan", "interrupt", "refused", "on_step"])
+        kind = self.rng.choice(["raise", "nan", "nan", "interrupt", "refused", "on_step"])
         self.log.append(f"break: {kind}")
         if kind == "refused":
             self._refusals = self.rng.randint(1, 3)
@@ -552,6 +553,8 @@ class World:
         self._idle()
 
     def _beams(self) -> None:
+        if self.live and self.rng.random() < 0.5:
+            self._wait()
         if self.live or self.asleep or self.options.get("scheduling") == "static":
             return
         rng = self.rng

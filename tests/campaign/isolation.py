@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -24,6 +25,7 @@ Send = Callable[[Any], None]
 
 _TELL_STACKS = signal.SIGUSR1
 _alive: Callable[[], None] | None = None  # in a child
+_told: int | None = None  # likewise: the file to which it and its children tell stacks
 
 
 class Ended(Exception):
@@ -54,7 +56,7 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        faulthandler.register(_TELL_STACKS, file=stacks)
+        _tell_stacks(stacks)
         os._exit(_child(work, write))
     os.close(write)
     done = False
@@ -75,7 +77,14 @@ def in_child(work: Callable[[Send], None], *, quiet_seconds: float) -> Iterator[
         raise Ended("crash", f"exit status {code}")
 
 
+def die_with_parent() -> None:
+    """Ends this process when the one that forked it has ended, whatever ended that."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def _child(work: Callable[[Send], None], write: int) -> int:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.disable()
     torch.set_num_threads(1)
     set_aside()
@@ -97,6 +106,17 @@ def _child(work: Callable[[Send], None], write: int) -> int:
         traceback.print_exc()
         return 70
     return 0
+
+
+def _tell_stacks(file: int) -> None:
+    global _told
+    _told = file
+    faulthandler.register(_TELL_STACKS, file=file)
+
+
+def stacks_of(pid: int) -> str:
+    """Where the threads of a process are that was forked within the work."""
+    return _stacks(pid, _told) if _told is not None else _tasks(pid)
 
 
 def alive() -> None:

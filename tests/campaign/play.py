@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -87,4 +88,6 @@ def play(config: Config, source: Source) -> Played:
     if world is not None:
         played.calls = world.calls
         played.counts += world.counts
+    if played.counts["interrupts"]:
+        gc.collect()  # what it leaves is not the next one's
     return played

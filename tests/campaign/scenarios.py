@@ -163,6 +163,9 @@ class Source(Protocol):
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
 
+    def leaving(self, world: World) -> Iterator[Operation]:
+        """Every cache, or all block windows, closed or dropped."""
+
 
 class Drawer:
     """Draws operations, one after another, for the model as it is then."""
@@ -176,7 +179,8 @@ class Drawer:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
         if self.rng.random() < 0.4:
             openings = (self._opening, self._copied, self._turns, self._left)
-            (opening,) = self.rng.choices(openings, (0.4, 0.2, 0.2, 0.2))
+            zeroing = any(each.zeroes for each in world.caches)
+            (opening,) = self.rng.choices(openings, (0.4, 0.2, 0.2, 1.0 if zeroing else 0.2))
             yield from opening(world)
         for _ in range(count):
             yield self.draw(world)
@@ -295,14 +299,14 @@ class Drawer:
                 return
 
     def _left(self, world: World) -> Iterator[Operation]:
-        """Published blocks that stay in an idle slot, and are withdrawn by who published them, or found in part by a
-        request whose first step adds nothing: what it does not use must not be seen.
+        """Published blocks that stay in an idle slot, and are withdrawn by who published them, or found in part or not
+        at all by a request whose first step adds nothing: what it does not use must not be seen.
         """
         rng = self.rng
         fit = [
             (number, each)
             for number, each in enumerate(world.caches)
-            if each.slots > 1 and each.context > 2 * each.block and (each.zeroes or rng.random() < 0.3)
+            if each.context > 2 * each.block and (each.zeroes or rng.random() < 0.3)
         ]
         if not fit:
             return
@@ -313,6 +317,13 @@ class Drawer:
         yield Admit(number, first, length, 0)
         yield Step(number, {first: (length, 0)})
         yield Commit(number, first)
+        if each.slots == 1 or rng.random() < 0.3:
+            yield Free(number, first)
+            for _ in range(each.slots - 1):
+                yield Alloc(number, self.next_label())
+            yield rng.choice((Alloc(number, third), Admit(number, third, length, 0, 1)))
+            yield Step(number, {third: (0, 0)})
+            return
         yield Admit(number, second, length, 0)
         yield Step(number, {second: (length, 0)})
         if rng.random() < 0.5:
@@ -342,6 +353,13 @@ class Drawer:
             few = list(itertools.islice(calls, 10))
             return [], next((each for each in few if isinstance(each, (Admit, Alloc, Fork))), few[-1])
         return [], next(calls)
+
+    def leaving(self, world: World) -> Iterator[Operation]:
+        """Every cache, closed or dropped, often while its last pages are being unmapped."""
+        for number, each in enumerate(world.caches):
+            for label in list(each.model.requests) if self.rng.random() < 0.7 else ():
+                yield Free(number, label)
+            yield self.rng.choice((Close, Drop))(number)
 
     def next_label(self) -> int:
         self._label += 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.campaign.attacks import SECRET, Attack, draw
-from tests.campaign.isolation import alive
+from tests.campaign.isolation import alive, die_with_parent, stacks_of
 from tests.campaign.play import Played
 
 MOST_BYTES = 64 * 2**20  # that a request takes
@@ -295,7 +294,7 @@ class Server:
                 await asyncio.sleep(attack.stall)
                 writer.transport.resume_reading()  # type: ignore[attr-defined]
             async with asyncio.timeout(attack.leave):
-                await _read(reader, answer)
+                await _read(reader, answer, has_body=not _is_head(attack))
         except TimeoutError:
             if attack.leave is None:
                 raise
@@ -303,7 +302,11 @@ class Server:
             writer.transport.abort()
 
 
-async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
+def _is_head(attack: Attack) -> bool:
+    return attack.data.startswith(b"HEAD ")
+
+
+async def _read(reader: asyncio.StreamReader, answer: Answer, *, has_body: bool) -> None:
     while True:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(head[0].split(" ")[1])
@@ -311,6 +314,8 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             break
     answer.headers = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
     answer.status = status
+    if not has_body:
+        return
     if "content-length" in answer.headers:
         answer.body = await reader.readexactly(int(answer.headers["content-length"]))
         return
@@ -321,12 +326,8 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             answer.body += chunk[:-2]
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _serve(options: list[str], log: int) -> int:
-    _die_with_parent()
+    die_with_parent()
     os.dup2(log, 2)
     signal.set_wakeup_fd(-1)
     from vattn.engine.cli import main
@@ -340,7 +341,7 @@ def _serve(options: list[str], log: int) -> int:
 
 def _probe(host: str, port: int, pid: int, write: int) -> None:
     """Asks for `/health` again and again, and writes how long it took."""
-    _die_with_parent()
+    die_with_parent()
     os.set_blocking(write, False)
     request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -517,7 +518,8 @@ def _judge(attack: Attack, answer: Answer, played: Played) -> None:
         raise Found("a request gets a server error", told)
     if attack.statuses and answer.status not in attack.statuses:
         raise Found(f"{kind}: a wrong status", told)
-    if answer.status >= 400 and answer.headers.get("content-type", "") == "application/json":
+    is_json = answer.headers.get("content-type", "") == "application/json" and not _is_head(attack)
+    if answer.status >= 400 and is_json:
         try:
             error = json.loads(answer.body)["error"]
             assert error.keys() == {"message", "type", "param", "code"}
@@ -525,7 +527,7 @@ def _judge(attack: Attack, answer: Answer, played: Played) -> None:
             raise Found("an error of another shape", told) from None
         if len(answer.body) > MOST_MESSAGE_BYTES:
             raise Found("a long error", f"{len(answer.body)} bytes: {told}")
-    if answer.status == 200 and attack.check is not None and answer.headers["content-type"] == "application/json":
+    if answer.status == 200 and attack.check is not None and is_json:
         try:
             attack.check(json.loads(answer.body))
         except (ValueError, AssertionError) as error:
@@ -541,7 +543,8 @@ def _settle(server: Server) -> None:
         time.sleep(0.1)
         quiet = quiet + 1 if server.cpu() - before < 0.03 else 0
         if server.cpu() - begun > MOST_CPU_SECONDS:
-            raise Found("work goes on when all clients have left", f"for {server.cpu() - begun:.1f} s of computing")
+            detail = f"for {server.cpu() - begun:.1f} s of computing\n{stacks_of(server.pid)}"
+            raise Found("work goes on when all clients have left", detail)
     deadline = time.monotonic() + PATIENCE
     while True:
         figures = _samples(asyncio.run(server.get("/metrics")).body.decode())

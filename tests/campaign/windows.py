@@ -298,6 +298,11 @@ class BlockDrawer:
         ((_, draw),) = rng.choices(drawn, [weight for weight, _ in drawn])
         return draw(number, each)
 
+    def leaving(self, world: World) -> Iterator[Operation]:
+        """All of them, one after another."""
+        for number in range(len(world.windows)):
+            yield self.rng.choice((Close, Drop))(number, blocks=True)
+
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
         rng = self.rng
@@ -307,7 +312,7 @@ class BlockDrawer:
                 return [], Make(number, blocks=True)
             if rng.random() < 0.3:
                 return [Close(number, blocks=True)], Make(number, blocks=True)
-            looks = (rng.choice(WINDOWS_LOOKS), "check()")
+            looks = (rng.choice(WINDOWS_LOOKS), "check()", "check()")
             return [], rng.choice(
                 (Close(number, blocks=True), *(Look(number, blocks=True, what=what) for what in looks))
             )

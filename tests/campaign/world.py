@@ -22,6 +22,7 @@ from tests.campaign.blocks import BlockModel
 from tests.campaign.model import Model, Piece, Request
 from tests.support.faults import FaultyTable
 from vattn import _native
+from vattn.drivers import host
 
 _CHECKS_OF_BOOKS = 20  # one in so many compares what /proc says as well
 
@@ -585,6 +586,7 @@ class World:
                 self.ended(each, dropped=False)
         self.forget(lambda kept: kept.owner is not None and not kept.over)  # these keep caches open
         self.pool.close()
+        self._give_back()
 
     def _end(self) -> None:
         """Closes or drops everything, and looks for what is left."""
@@ -601,6 +603,8 @@ class World:
             self.see_kept()
             self.kept.clear()
         self.before_call = None
+        if self.counts["interrupts"]:
+            gc.collect()  # frames that an interrupt left refer to each other
         if left := self._left():
             how = "dropped and not collected" if self.config.drop else "closed"
             raise Found(f"something is left of caches that were {how}", left, _CLOSE)
@@ -621,6 +625,7 @@ class World:
         self.see_kept()
         self.kept.clear()
         gc.collect()
+        self._give_back()
         if alive:
             raise Found(
                 "a dropped cache is not collected",
@@ -628,6 +633,14 @@ class World:
                 f"import gc, weakref\n\nref = weakref.ref(c0)\ndel {', '.join([*names, 'c0', 'pool'])}\ngc.collect()\n"
                 "assert ref() is None, 'DEFECT: still alive'",
             )
+
+    def _give_back(self) -> None:
+        """What could not be given back, because driver calls failed, goes when the next memory is made; before the
+        table goes.
+        """
+        if self.config.fail:
+            driver = host.HostDevice().open(4096)
+            _native.AddressSpace(driver.native, _native.PagePool(4096, 1), tensors=1, slots=1, runs=1, run_pages=1)
 
     def _left(self) -> str:
         """What the process holds beyond what it held before; empty if nothing."""

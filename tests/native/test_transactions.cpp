@@ -755,6 +755,33 @@ TEST(zeroing_takes_place_once_per_transaction) {
   CHECK(world.clear() == Status::kDone);
 }
 
+// What the worker cannot give back when it ends goes with the next address space.
+TEST(what_fails_when_the_worker_ends_is_given_back_later) {
+  for (const Call failing : {Call::kRelease, Call::kUnmap, Call::kFree}) {
+    check::context = std::string(call_name(failing)) + " fails";
+    const HostUsage before = host_usage();
+    World world(kShape, 4 * 6, intercepted_vmm(), 12, true);
+    CHECK(world.grow(0, 2) == Status::kDone);
+    {
+      bool zeroed = false;
+      const Interception fault([&](Call call) {
+        zeroed = zeroed || call == Call::kMemset;
+        return zeroed && call == failing ? kUnknown : kSuccess;
+      });
+      CHECK(world.shrink(0, 2) == Status::kDone);
+      CHECK(world.run([&](Transaction& t) { release_free(*world.pool, t, 4 * 2); }) == Status::kDone);
+      CHECK(zeroed);
+      world.mapper.reset();
+    }
+    CHECK(host_usage().physical_bytes > before.physical_bytes || host_usage().reservations > before.reservations + 2);
+    world.space.reset();
+    CHECK_EQ(host_usage().physical_bytes, before.physical_bytes);
+    CHECK_EQ(host_usage().handles, before.handles);
+    CHECK_EQ(host_usage().reservations, before.reservations);
+    CHECK_EQ(host_usage().kernel_mappings, before.kernel_mappings);
+  }
+}
+
 // Whatever fails: a page that stays with its holder keeps its contents, and one that is free is zero.
 TEST(with_zeroing_the_nth_call_fails_for_every_n) {
   const HostUsage before = host_usage();

@@ -71,7 +71,7 @@ class TorchSDPA:
         # `is_causal` aligns the first query with the first key: right for a first chunk that no window cuts.
         # Its kernel scales the -inf of hidden scores too, so the scale has to be positive.
         whole = span.start == 0 and (params.window is None or span.end <= params.window)
-        causal = whole and not plain and (params.scale is None or params.scale > 0)
+        causal = whole and not plain and (params.scale is None or bool(params.scale > 0))
         mask = None if causal else batch.mask(span, first, params.window, query.dtype)
         if plain:
             output = plain_attention(queries, key, value, mask, params)

@@ -126,7 +126,7 @@ class Core(Calls):
             self._tenants.discard(tenant)
             self._give_up(change, give_back)
 
-        self.execute(plan)
+        self._execute_last(plan)
         self.worker.forget_last()
 
     def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
@@ -136,6 +136,20 @@ class Core(Calls):
         self.abandon()
         self._tenants.discard(tenant)
         give_back(Change())
+
+    def abandon(self) -> None:
+        """As in any pool; what dropped caches left behind leaves the books as well."""
+        super().abandon()
+        while self._left:
+            self._left[-1](Change())
+            self._left.pop()
+
+    def _execute_last(self, plan: Plan) -> None:
+        """Executes the plan by which a tenant gives up what it holds for certain: what a transaction of its own brought
+        back if it failed later, nobody would give up.
+        """
+        self.drain()
+        self.execute(plan)
 
     def _give_up(self, change: Change, give_back: Plan) -> None:
         give_back(change)
@@ -216,7 +230,7 @@ class Core(Calls):
 
     def _take_leftovers(self) -> None:
         while self._left:
-            self.execute(lambda change: self._give_up(change, self._left[0]))
+            self._execute_last(lambda change: self._give_up(change, self._left[0]))
             self.commit()
             del self._left[0]
 

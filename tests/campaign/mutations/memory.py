@@ -8,12 +8,13 @@ import torch
 
 from tests.campaign.mutations import mutation
 from vattn import block_windows
-from vattn.pool import calls, member, pool
+from vattn.pool import calls, core, member, pool
 from vattn.slots import backer, band, prefixes, reclaimer, table
 from vattn.windows import shown
 
 
-def _forget_leaving() -> None:
+@mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
+def leaving_forgotten() -> None:
     true = table.SlotTable.refresh
 
     def refresh(self: table.SlotTable, passed: Any) -> None:
@@ -22,17 +23,6 @@ def _forget_leaving() -> None:
         true(self, passed)
 
     table.SlotTable.refresh = refresh  # type: ignore[method-assign]
-
-
-@mutation("zero_on_free", "what has to leave a slot is forgotten once a request has it", "faults")
-def leaving_forgotten() -> None:
-    _forget_leaving()
-
-
-@mutation("zero_on_free", "the same, and check() does not look at it", "faults")
-def leaving_forgotten_unseen() -> None:
-    _forget_leaving()
-    band.BandPages.inherited = lambda self, slot: False  # type: ignore[method-assign]
 
 
 @mutation("zero_on_free", "pages that come back to a slot that was vacated stay", "faults")
@@ -195,3 +185,8 @@ def counted_at_once() -> None:
         change.undo.insert(0, (setattr, self, "attached", attached))
 
     shown.ShownBlocks.show = show  # type: ignore[method-assign]
+
+
+@mutation("pool", "a cache leaves without waiting for what it has planned before", "faults", "windows")
+def leaves_at_once() -> None:
+    core.Core._execute_last = core.Core.execute  # type: ignore[method-assign, assignment]

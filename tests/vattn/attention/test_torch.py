@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,10 +112,12 @@ def test_half_precision(kernel: attention.Attention, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "options",
     [{"scale": 0.0, "softcap": 2.0}, {"scale": 0.0, "sinks": torch.randn(2)}, {"softcap": 1e20}]
-    + [{"scale": scale} for scale in (0.0, -0.3)],
+    + [{"scale": scale} for scale in (0.0, -0.3, np.float32(0.3))],
 )
 def test_numbers_at_the_ends(kernel: attention.Attention, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """A scale of 0 hides what keys say; a softcap beyond the range of half precision changes nothing."""
+    """A scale of 0 hides what keys say, and may be a number of numpy's; a softcap beyond the range of half precision
+    changes nothing.
+    """
     batch = PackedBatch.pack([Span(0, 0, 30), Span(1, 40, 41), Span(2, 20, 29)])
     store = Store(3, 8, 8, dtype)
     query = torch.randn(batch.num_tokens, HEADS, 8, generator=torch.Generator().manual_seed(1)).to(dtype)

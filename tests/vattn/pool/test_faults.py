@@ -34,7 +34,8 @@ class Setup:
             "eager_pages": 0,
             "watermark": 0,
         }
-        self.cache = vattn.KVCache(vattn.KVConfig(**options | changes), pool=self.pool)
+        self.config = vattn.KVConfig(**options | changes)
+        self.cache = vattn.KVCache(self.config, pool=self.pool)
 
     def check(self) -> None:
         with self.table.transparent():
@@ -234,6 +235,20 @@ def test_a_cache_with_unknown_mappings_can_be_closed_and_gives_its_memory_back(h
     setup.pool.close()
 
 
+def test_a_dropped_cache_gives_its_pages_up_to_a_pool_whose_mappings_are_unknown() -> None:
+    setup = Setup(overlap=False)
+    another = vattn.KVCache(setup.config, pool=setup.pool)
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    setup.table.fail(2, name="cuMemUnmap")
+    setup.table.fail_always("cuMemMap")
+    del setup.cache
+    gc.collect()
+    another.close()
+    setup.table.heal()
+    assert setup.pool.free_pages == setup.pool.total_pages
+    setup.pool.close()
+
+
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_close_whose_undoing_fails_can_be_repeated(healed: bool) -> None:
     setup = Setup(overlap=False)
@@ -342,6 +357,25 @@ def test_any_address_space_of_several_may_be_refused() -> None:
     table.fail(5, name="cuMemAddressReserve")
     vattn.KVCache(config, pool=pool).close()
     pool.close()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_what_fails_in_the_background_while_a_cache_leaves_is_not_lost(how: str) -> None:
+    """The last unmapping of a request that ended is executed, and fails, when the cache that planned it has gone."""
+    setup = Setup(deferred_reclamation=False)
+    slot = setup.cache.alloc_reqid()
+    setup.cache.step({slot: 100})
+    setup.table.fail(1, name="cuMemUnmap")
+    setup.table.delay = 0.01  # as long as a cache takes to leave
+    setup.cache.free_reqid(slot)
+    if how == "close":
+        setup.cache.close()
+    del setup.cache
+    gc.collect()
+    assert setup.table.failed == "cuMemUnmap"
+    setup.cache = vattn.KVCache(setup.config, pool=setup.pool)
+    assert setup.cache.stats().free_pages == setup.pool.total_pages
+    setup.close()
 
 
 UNSTOPPED = """

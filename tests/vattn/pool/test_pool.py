@@ -181,6 +181,7 @@ def test_a_write_past_the_mapped_pages_faults_and_a_strict_guard_faults_on_reads
 
 
 @host_only
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs mappings of its own")
 def test_the_kernels_table_of_mappings_is_never_filled() -> None:
     """Pages that cannot merge, up to the limit: a typed error comes first, and the process goes on."""
     pool = vattn.PagePool(70_000 * PAGE, page_size=PAGE)
