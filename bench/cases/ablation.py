@@ -80,7 +80,7 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 1, "vocab_size": 256} if quick else {})
     model = qwen2(**sizes)
     trace = TRACES[-1]
-    count, rounds, names = (6, 1, (_NOTHING, "overlap", _EVERYTHING)) if quick else (24, 3, _NAMES)
+    count, rounds, names = (6, 1, (_NOTHING, "overlap", _EVERYTHING)) if quick else (16, 3, _NAMES)
     arrivals = log_normal(
         trace.prompt,
         trace.output,

@@ -129,7 +129,7 @@ def _torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, new: i
     requests, context = len(keys), keys.shape[2]
     if new == 1:  # the query heads of a KV head as rows, request by request: the fastest way to call it
         folded = query.view(requests, 1, _KV_HEADS, _GROUP, _DIM).unbind()
-        rows = list(zip(folded, keys.split(1), values.split(1), strict=True))
+        rows = [(folded[i], keys[i : i + 1], values[i : i + 1]) for i in range(requests)]
         return lambda: [scaled_dot_product_attention(*each) for each in rows]
     heads = query.view(1, new, _KV_HEADS * _GROUP, _DIM).transpose(1, 2)
     mask = None if new == context else torch.ones(new, context, dtype=torch.bool).tril(context - new)
