@@ -91,10 +91,11 @@ def compare(record: Record) -> list[Comparison]:
 def draw(axes: Any, record: Record) -> None:
     rows = {row["backend"]: row for row in record["figures"]}
     theme.bars(axes, {kv: row["output tokens/s"] for kv, row in rows.items()}, ["virtual"])
-    virtual, static = rows["virtual"], rows["static"]
+    budget = record["parameters"]["memory"]
+    running = {kv: f"{row['most running']:.0f}" for kv, row in rows.items()}
     paged = theme.more_time(rows["paged"]["virtual over it"])
     axes.set_title(
-        f"In {record['parameters']['memory']}, virtual runs up to {virtual['most running']:.0f} long requests at a time "
-        f"and static {static['most running']:.0f}; over paged, a queue takes {paged}"
+        f"In {budget}, virtual runs up to {running['virtual']} long requests at a time, static {running['static']}; "
+        f"over paged, a queue takes {paged}"
     )
     axes.set_xlabel("output tokens per second; more is better")
