@@ -81,12 +81,13 @@ def run(quick: bool) -> Report:
     model = qwen2(**sizes)
     trace = TRACES[-1]
     count, rounds, names = (6, 1, (_NOTHING, "overlap", _EVERYTHING)) if quick else (16, 3, _NAMES)
+    divisors = (256, 64) if quick else _DIVISORS
     arrivals = log_normal(
         trace.prompt,
         trace.output,
         count,
         sizes["vocab_size"],
-        divisors=_DIVISORS,
+        divisors=divisors,
         longest=_LONGEST,
         shared=[1] * _SHARED,
     )
@@ -108,7 +109,7 @@ def run(quick: bool) -> Report:
             "model": sizes,
             "dtype": "bfloat16",
             "threads": torch.get_num_threads(),
-            "trace": f"{trace.name}, prompts / {_DIVISORS[0]}, outputs / {_DIVISORS[1]}, seed 0",
+            "trace": f"{trace.name}, prompts / {divisors[0]}, outputs / {divisors[1]}, seed 0",
             "requests": count,
             "tokens in common": _SHARED,
             "memory": _BUDGET,

@@ -14,7 +14,7 @@ def in_the_step(cache: KVCache, length: int) -> Row:
     start = time.perf_counter()
     cache.step(dict.fromkeys(slots, length))
     seconds = time.perf_counter() - start
-    return _end(cache, slots, seconds)
+    return _end(cache, slots, length, seconds)
 
 
 def ahead(cache: KVCache, length: int) -> Row:
@@ -24,19 +24,19 @@ def ahead(cache: KVCache, length: int) -> Row:
     cache.step(dict.fromkeys(slots, 1), dict.fromkeys(slots, length))
     cache.step(dict.fromkeys(slots, length))
     seconds = time.perf_counter() - start
-    return _end(cache, slots, seconds)
+    return _end(cache, slots, length, seconds)
 
 
 def _all_slots(cache: KVCache) -> list[int]:
     return [cache.alloc_reqid() for _ in range(cache.layout.slots)]
 
 
-def _end(cache: KVCache, slots: list[int], seconds: float) -> Row:
-    """Ends the requests, and has their pages unmapped."""
-    stats = cache.stats()
+def _end(cache: KVCache, slots: list[int], length: int, seconds: float) -> Row:
+    """Ends the requests, and has their pages unmapped. What was mapped ahead of the next token does not count."""
     for slot in slots:
         cache.free_reqid(slot)
     cache.step({})  # all is launched: what was freed may be unmapped
     cache.check()  # and is
-    size, pages = stats.mapped_bytes, stats.mapped_pages
+    pages = len(slots) * cache.layout.pages(length)
+    size = pages * cache.layout.page_size
     return {"pages": pages, "ms": 1e3 * seconds, "GB/s": size / 1e9 / seconds, "us per page": 1e6 * seconds / pages}
