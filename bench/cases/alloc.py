@@ -192,3 +192,4 @@ def draw(axes: Any, record: Record) -> None:
     )
     axes.set(xlabel="KiB per page", ylabel="GB/s of new memory", yscale="log")
     theme.doublings(axes, sizes)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])

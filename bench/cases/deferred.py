@@ -161,7 +161,8 @@ def draw(axes: Any, record: Record) -> None:
     left = max(row["in prepare ms"] for row in figures if row["mapping"] == "deferred")
     axes.set_title(
         f"Mapping {record['parameters']['MiB per prompt']} MiB in pages of {first['page KiB']} KiB makes a prompt take "
-        f"{theme.more_time(first['over ideal'])}; left mapped, {left:.1f} ms at most"
+        f"{theme.more_time(first['over ideal'])}; where they were left mapped, it waits {left:.2f} ms at most"
     )
     axes.set(xlabel="KiB per page", ylabel="ms until a prompt's memory is there")
     theme.doublings(axes, sizes)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
