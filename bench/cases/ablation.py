@@ -9,7 +9,7 @@ memory take turns:
     deferred       ended requests leave no page mapped
     eager          no idle slot has pages for the next request
     stock          the worker creates no page before one is needed (`watermark=0`)
-    slicing        a K and a V tensor per layer, so that a page covers eight times as many tokens
+    slicing        a K and a V tensor per layer, so that a page covers four times as many tokens
     prefix         no prefix is found again
     everything     all of these at once
 
@@ -43,7 +43,7 @@ _MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -51,7 +51,7 @@ _MODEL = {
 }
 _LONGEST = 1024
 _SLOTS = 8
-_BUDGET = "56MiB"
+_BUDGET = "28MiB"
 _CACHE = {"page_size": 2**16, "layout": "sliced", "kv_order": "NHD"}
 _OFF: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": False},
@@ -80,7 +80,7 @@ def run(quick: bool) -> Report:
     sizes = _MODEL | ({"num_hidden_layers": 1, "vocab_size": 256} if quick else {})
     model = qwen2(**sizes)
     trace = TRACES[-1]
-    count, rounds, names = (6, 1, (_NOTHING, "overlap", _EVERYTHING)) if quick else (16, 3, _NAMES)
+    count, rounds, names = (6, 1, (_NOTHING, "overlap", _EVERYTHING)) if quick else (12, 3, _NAMES)
     divisors = (256, 64) if quick else _DIVISORS
     arrivals = log_normal(
         trace.prompt,
