@@ -9,7 +9,7 @@ memory take turns:
     deferred       ended requests leave no page mapped
     eager          no idle slot has pages for the next request
     stock          the worker creates no page before one is needed (`watermark=0`)
-    slicing        a K and a V tensor per layer, so that a page covers four times as many tokens
+    slicing        a K and a V tensor per layer: no tensor slicing, so a page covers four times as many tokens
     prefix         no prefix is found again
     everything     all of these at once
 
@@ -68,7 +68,7 @@ _SAYS = {
     "deferred": "deferred reclamation",
     "eager": "eager pages",
     "stock": "a stock of pages",
-    "slicing": "tensors of all layers instead of one",
+    "slicing": "tensor slicing",
     "prefix": "prefixes found again",
     _EVERYTHING: "all mechanisms",
 }
@@ -173,7 +173,7 @@ def compare(record: Record) -> list[Comparison]:
 
     return [
         Comparison(
-            f"With {_SAYS[name]}, the trace has {{}} times the throughput",
+            f"With {_SAYS[name]}, the engine makes {{}} times as many tokens per second",
             record,
             pairs(name),
             of="rounds",

@@ -53,8 +53,8 @@ class Served:
             "median latency ms": summary["median_e2el_ms"],
             "p99 latency ms": summary["p99_e2el_ms"],
             **({} if objectives is None else {"goodput, requests/s": summary["request_goodput"]}),
-            "most running": max(step.num_running for step in self.steps),
-            "preempted": sum(step.num_preempted for step in self.steps),
+            "most running": float(max(step.num_running for step in self.steps)),
+            "preempted": float(sum(step.num_preempted for step in self.steps)),
         }
 
 
