@@ -2,8 +2,8 @@
 
 Reproduces the classic "naive batching sweep" (16 sequences produce 16 times the tokens of one, in the same time per
 token) and "paged against dynamic throughput" (paged reached 0.84 to 0.97 of dynamic at 8 to 32 sequences, because it
-gathered in Python). Every backend runs the machine's default kernel under a model of Qwen2's shape with few layers; all
-advance by one token per call, in turn.
+gathered in Python), with the memory that each backend holds. Every backend runs the machine's default kernel under a
+model of Qwen2's shape with few layers; all advance by one token per call, in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.decode_loop import DecodeLoop
+from bench.harness.held import held_bytes
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
@@ -45,7 +46,7 @@ def run(quick: bool) -> Report:
         for batch in batches:
             longest = context + rounds + _WARMUP
             with ExitStack() as stack:
-                loops = {}
+                loops, backends = {}, {}
                 for kv in BACKENDS:
                     backend = make_backend(
                         kv,
@@ -58,9 +59,10 @@ def run(quick: bool) -> Report:
                             memory_budget="2GiB",
                         ),
                     )
-                    stack.enter_context(closing(backend))
+                    backends[kv] = stack.enter_context(closing(backend))
                     loops[kv] = DecodeLoop(model, backend, batch=batch, length=context, max_length=longest)
                 times = interleave({kv: loop.step for kv, loop in loops.items()}, rounds, warmup=_WARMUP)
+                held = {kv: held_bytes(kv, backend.stats()) / 2**20 for kv, backend in backends.items()}
             ms = {kv: 1e3 * median(times[kv]) for kv in ("static", "dynamic", "paged", "virtual")}
             figures.append(
                 {
@@ -68,6 +70,7 @@ def run(quick: bool) -> Report:
                     "batch": batch,
                     **{f"{kv} ms": value for kv, value in ms.items()},
                     **{f"{kv} tokens/s": batch * 1e3 / value for kv, value in ms.items()},
+                    **{f"{kv} MiB": held[kv] for kv in ms},
                     "paged over dynamic": ms["dynamic"] / ms["paged"],
                     "virtual over paged": ms["paged"] / ms["virtual"],
                     "virtual over static": ms["static"] / ms["virtual"],

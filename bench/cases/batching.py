@@ -45,6 +45,10 @@ def run(quick: bool) -> Report:
         name: [median(_latency(each, index) for each in runs) for index in range(len(queue.texts))]
         for name, runs in passes.items()
     }
+    first = {
+        name: [median(_first_token(each, index) for each in runs) for index in range(len(queue.texts))]
+        for name, runs in passes.items()
+    }
     figures: list[Row] = []
     for index, tokens in enumerate(static.output_tokens):
         idle = static.idle_steps[index]
@@ -58,6 +62,7 @@ def run(quick: bool) -> Report:
                 "static ms": slow,
                 "continuous ms": fast,
                 "speedup": slow / fast,
+                **{f"{name} TTFT ms": 1e3 * first[name][index] for name in _SCHEDULING},
             }
         )
 
@@ -71,6 +76,10 @@ def run(quick: bool) -> Report:
             "runs of each": len(passes["static"]),
             "steps": {name: len(passes[name][-1].records) for name in _SCHEDULING},
             "slots that gave a token, share": {name: round(_slot_use(passes[name][-1]), 3) for name in _SCHEDULING},
+            "peak MiB held": {
+                name: round(max(step.kv.used_bytes for step in passes[name][-1].records) / 2**20, 2)
+                for name in _SCHEDULING
+            },
             "seconds for the queue": {name: round(value, 3) for name, value in seconds.items()},
         },
         figures=figures,
@@ -102,6 +111,12 @@ def _latency(run: Pass, index: int) -> float:
     latency = run.outputs[index].metrics.latency
     assert latency is not None
     return latency
+
+
+def _first_token(run: Pass, index: int) -> float:
+    seconds = run.outputs[index].metrics.time_to_first_token
+    assert seconds is not None
+    return seconds
 
 
 def _slot_use(run: Pass) -> float:

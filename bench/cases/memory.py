@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from bench.demo_queue import MAX_TOKENS, Queue, run_queue
 from bench.harness import theme
+from bench.harness.held import held_bytes
 from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -39,9 +40,7 @@ def run(quick: bool) -> Report:
                 max_model_len=_MAX_MODEL_LEN,
             )
             stats = [record.kv for record in done.records]
-            # Static holds its slots and dynamic its copies whether or not a request has a use for them.
-            whole = kv in ("static", "dynamic")
-            peaks[kv] = max(s.peak_physical_bytes if whole else s.used_bytes for s in stats) / _MIB
+            peaks[kv] = max(held_bytes(kv, each) for each in stats) / _MIB
             waste[kv] = sum(s.waste_bytes for s in stats) / max(1, sum(s.used_bytes for s in stats))
             tokens = done.cached_tokens
         figures.append(

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from bench.harness import timing
+from bench.harness import instructions, timing
+from bench.harness.instructions import CannotCount, Counter
 from bench.harness.report import Goal, Report
 from bench.harness.timing import LoadMeter
 
@@ -38,3 +39,21 @@ def test_other_processes_are_foreign_until_they_turn_out_to_be_children() -> Non
 @pytest.mark.parametrize(("timed", "cores", "contended"), [(True, 1, True), (True, 0, False), (False, 1, False)])
 def test_only_times_are_void_on_a_busy_machine(timed: bool, cores: float, contended: bool) -> None:
     assert Report(parameters={}, figures=[], goals=[], timed=timed).contended(cores) is contended
+
+
+def test_instructions_are_counted_or_it_says_why_not() -> None:
+    """Most virtual machines have no counter."""
+    try:
+        counter = Counter()
+    except CannotCount as error:
+        assert str(error).startswith("perf_event_open: ")
+        return
+    few, many = (counter.count(lambda n=n: sum(range(n))) for n in (1000, 100_000))  # type: ignore[misc]
+    counter.close()
+    assert 0 < 10 * few < many
+
+
+def test_a_processor_whose_call_is_not_known_has_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions.platform, "machine", lambda: "another")
+    with pytest.raises(CannotCount, match="another"):
+        Counter()

@@ -6,12 +6,11 @@ on the caller's thread without `overlap`, and on the worker's with it. Mapped ah
 
 from __future__ import annotations
 
-import time
-
 from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS
 from bench.gpu.figures import Figures
-from bench.harness.report import Goal, Report, Row
+from bench.harness import allocation
+from bench.harness.report import Goal, Report
 from vattn import KVCache, KVConfig
 
 ABOUT = "allocation bandwidth by layout, with and without the worker"
@@ -46,10 +45,14 @@ def run(quick: bool) -> Report:
             who = "the worker" if overlap else "the caller"
             with KVCache(config) as cache:
                 for what in ("new pages", "used pages"):
-                    figures.append({"layout": layout, "by": who, "memory": what, **_in_the_step(cache, length)})
+                    figures.append(
+                        {"layout": layout, "by": who, "memory": what, **allocation.in_the_step(cache, length)}
+                    )
                 if overlap:
                     cache.trim()
-                    figures.append({"layout": layout, "by": who, "memory": "new pages, ahead", **_ahead(cache, length)})
+                    figures.append(
+                        {"layout": layout, "by": who, "memory": "new pages, ahead", **allocation.ahead(cache, length)}
+                    )
                 calls[f"calls, {layout}, by {who}"] = ", ".join(
                     f"{call.count} {name} of {1e6 * call.seconds / call.count:.1f} us"
                     for name, call in cache.stats().calls.items()
@@ -68,31 +71,3 @@ def run(quick: bool) -> Report:
             Goal("new pages in GB/s, slowest layout, ahead", slowest("the worker", "new pages, ahead"), ">=", 35),
         ],
     )
-
-
-def _in_the_step(cache: KVCache, length: int) -> Row:
-    slots = [cache.alloc_reqid() for _ in range(_SLOTS)]
-    start = time.perf_counter()
-    cache.step(dict.fromkeys(slots, length))
-    seconds = time.perf_counter() - start
-    return _end(cache, slots, seconds)
-
-
-def _ahead(cache: KVCache, length: int) -> Row:
-    """From the step that queues the pages of the next one, to the return of that one, which comes at once."""
-    slots = [cache.alloc_reqid() for _ in range(_SLOTS)]
-    start = time.perf_counter()
-    cache.step(dict.fromkeys(slots, 1), dict.fromkeys(slots, length))
-    cache.step(dict.fromkeys(slots, length))
-    seconds = time.perf_counter() - start
-    return _end(cache, slots, seconds)
-
-
-def _end(cache: KVCache, slots: list[int], seconds: float) -> Row:
-    size = cache.stats().mapped_bytes
-    for slot in slots:
-        cache.free_reqid(slot)
-    cache.step({})  # all is launched: what was freed may be unmapped
-    cache.check()  # and is
-    pages = size // PAGE
-    return {"pages": pages, "ms": 1e3 * seconds, "GB/s": size / 1e9 / seconds, "us per page": 1e6 * seconds / pages}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
@@ -20,21 +18,14 @@ from bench.gpu.engines import engine, kernels
 from bench.gpu.figures import MISSING, Figures
 from bench.gpu.models import llama
 from bench.harness.report import Goal, Report, Row
+from bench.harness.trace import Arrival, Played, play
 from vattn.attention import Attention
-from vattn.engine import LLM, SamplingParams
-from vattn.engine.requests.outputs import RequestOutput
+from vattn.engine import SamplingParams
 from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "a trace of requests through the engine, end to end"
 RANK = 12
 SECONDS = 150
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    time: float
-    prompt: list[int]
-    output: int
 
 
 def run(quick: bool) -> Report:
@@ -58,10 +49,10 @@ def run(quick: bool) -> Report:
                 warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
                 llm.generate([arrival.prompt for arrival in arrivals[:2]], warm, use_tqdm=False)
                 steps.clear()
-                seconds, outputs = _play(llm, arrivals)
+                played = play(llm, arrivals)
                 captured = llm.core.runner.graphs is not None and llm.core.runner.graphs.captured
             name = kv if graphs else f"{kv}, eager"
-            row = _row(name, attention, arrivals, outputs, steps, seconds)
+            row = _row(name, attention, played, steps)
             rates[name] = float(row["output tokens/s"])
             figures.append(row | {"graphs": "yes" if captured else "no"})
             series[f"running, {name}"] = [float(step.num_running) for step in steps]
@@ -84,7 +75,7 @@ def run(quick: bool) -> Report:
     )
 
 
-def _arrivals(model: PreTrainedModel, count: int, *, rate: float, prompt: int) -> list[_Arrival]:
+def _arrivals(model: PreTrainedModel, count: int, *, rate: float, prompt: int) -> list[Arrival]:
     """Requests with log-normal lengths, at the times of a Poisson process of `rate` per second."""
     rng = random.Random(0)
     at, arrivals = 0.0, []
@@ -92,42 +83,23 @@ def _arrivals(model: PreTrainedModel, count: int, *, rate: float, prompt: int) -
         at += rng.expovariate(rate)
         length = min(8 * prompt, math.ceil(prompt * rng.lognormvariate(0, 0.8)))
         tokens = [rng.randrange(model.config.vocab_size) for _ in range(length)]
-        arrivals.append(_Arrival(at, tokens, rng.randint(prompt // 8, prompt // 4)))
+        arrivals.append(Arrival(at, tokens, rng.randint(prompt // 8, prompt // 4)))
     return arrivals
-
-
-def _play(llm: LLM, arrivals: list[_Arrival]) -> tuple[float, list[RequestOutput]]:
-    waiting = list(enumerate(arrivals))
-    outputs: dict[str, RequestOutput] = {}
-    start = time.monotonic()
-    while waiting or llm.has_unfinished():
-        while waiting and waiting[0][1].time <= time.monotonic() - start:
-            number, arrival = waiting.pop(0)
-            sampling = SamplingParams(temperature=0, max_tokens=arrival.output, ignore_eos=True)
-            llm.add_request(str(number), arrival.prompt, sampling)
-        if llm.has_unfinished():
-            outputs |= {output.request_id: output for output in llm.step()}
-        else:
-            time.sleep(0.001)
-    return time.monotonic() - start, list(outputs.values())
 
 
 def _row(
     name: str,
     attention: Attention,
-    arrivals: list[_Arrival],
-    outputs: list[RequestOutput],
+    played: Played,
     steps: list[StepRecord],
-    seconds: float,
 ) -> Row:
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert tokens == sum(arrival.output for arrival in arrivals), f"{name}: {tokens} tokens"
-    firsts = [output.metrics.time_to_first_token or 0.0 for output in outputs]
+    tokens = sum(timing.output_tokens for timing in played.timings)
+    firsts = [timing.ttft for timing in played.timings]
     return {
         "cache": name,
         "kernel": attention.name,
-        "seconds": seconds,
-        "output tokens/s": tokens / seconds,
+        "seconds": played.seconds,
+        "output tokens/s": tokens / played.seconds,
         "TTFT s": median(firsts),
         "TTFT s, 90th percentile": quantiles(firsts, n=10)[8],
         "most running": max(step.num_running for step in steps),
