@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "speculate",
         "threads",
         "profile",
+        "simulate",
     ),
     "In other engines": ("cache", "plugin", "shared_budget"),
 }
