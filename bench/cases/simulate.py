@@ -32,6 +32,7 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
+import sys
 from contextlib import closing
 from typing import Any, get_args
 
@@ -74,6 +75,9 @@ def run(quick: bool) -> Report:
         workers, spawn = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
             done = [pool.submit(_row, *cell, counts[cell[0]]) for cell in cells]
+            for number, _ in enumerate(concurrent.futures.as_completed(done), start=1):
+                print(f"\r{number} of {len(done)} replays", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
             figures = [each.result() for each in done]
     goals: list[Goal] = []
     layouts: tuple[LayoutName, ...] = ("sliced",) if quick else get_args(LayoutName)

@@ -44,7 +44,11 @@ def table(cases: Mapping[str, Case], records: Records, names: Sequence[str]) -> 
     for name in names:
         if not records.get(name):
             raise ValueError(f"claims are asked of benchmark {name!r}, of which there is no record")
-    places = {place: record for name in names for place, record in records[name].items()}
+    # Of several records of a machine, the one that says most about it.
+    places: dict[str, str] = {}
+    for name in names:
+        for place, record in records[name].items():
+            places[place] = max(places.get(place, ""), machine(record), key=len)
     rows: dict[str, dict[str, str]] = {}
     for name in names:
         for place, record in records[name].items():
@@ -53,7 +57,7 @@ def table(cases: Mapping[str, Case], records: Records, names: Sequence[str]) -> 
                     rows.setdefault(comparison.says.replace("{}", "…"), {})[place] = _cell(comparison)
     order = sorted(places)
     return [
-        ["", *(machine(places[place]) for place in order)],
+        ["", *(places[place] for place in order)],
         *([says, *(cells.get(place, "") for place in order)] for says, cells in rows.items()),
     ]
 

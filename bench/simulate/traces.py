@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.cases.fragmentation import TRACES as PAPER
+from bench.harness.traces import TRACES as PAPER
 
 LONGEST = 131_072  # Llama-3.1's positions
 
