@@ -1,4 +1,4 @@
-"""A serving day on cards that are not here: the real allocator and the real scheduler, under a simulated clock.
+"""Serving on cards that are not here: the real allocator and the real scheduler, under a simulated clock.
 
 Llama-3-8B on 1 to 8 cards of 80 GB, 64 slots, steps of up to 8,192 tokens; 100,000 requests over all rows. What decides
 about memory is the library's own: `KVCache` and its worker, the paged backend's blocks and prefix cache, the engine's
@@ -50,7 +50,7 @@ from vattn.layout import LayoutName
 from vattn.model_shapes import find_shape
 
 ABOUT = "64 slots on 1 to 8 simulated cards: throughput, preemptions, waste and driver calls, paged and virtual"
-QUESTION = "What would a day of serving on GPUs look like?"
+QUESTION = "What would serving on GPUs look like, as far as memory decides?"
 
 _SLOTS, _TOKENS_PER_STEP = 64, 8192
 _CARD_BYTES, _SHARE, _ACTIVATION_BYTES = 80e9, 0.9, 2e9
@@ -160,18 +160,15 @@ def compare(record: Record) -> list[Comparison]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    figures = record["figures"]
-    card, gpus = "A100", sorted({row["GPUs"] for row in figures})
-    traces = list(dict.fromkeys(row["trace"] for row in figures))
-    styles = dict(zip(traces, ("virtual", "other", "another"), strict=False))
-    for trace in traces:
-        waited = [
-            row[f"{card} waited s/h"] / 36
-            for row in figures
-            if (row["trace"], row["memory"]) == (trace, "virtual, sliced")
-        ]
-        axes.plot(gpus, waited, **theme.style(styles[trace]), label=trace)
-    most = max(row[f"{card} waited s/h"] for row in figures if row["memory"] == "virtual, sliced") / 36
-    axes.set_title(f"Simulated {card}s wait for driver calls for at most {most:.1f} % of the time, in layout sliced")
+    card, memory = _CARDS[0].name, "virtual, sliced"
+    figures = [row for row in record["figures"] if row["memory"] == memory]
+    shares: dict[str, list[float]] = {trace: [] for trace in dict.fromkeys(row["trace"] for row in figures)}
+    for row in figures:
+        shares[row["trace"]].append(100 * row[f"{card} waited s/h"] / _HOUR)
+    gpus = list(dict.fromkeys(row["GPUs"] for row in figures))
+    for style, (trace, percent) in zip(("virtual", "other", "another"), shares.items(), strict=False):
+        axes.plot(gpus, percent, **theme.style(style), label=trace)
+    most = max(map(max, shares.values()))
+    axes.set_title(f"Simulated {card}s wait for driver calls for up to {most:.1f} % of the time, with {memory}")
     axes.set(xlabel="GPUs", ylabel="time waited for driver calls, %", ylim=(0, None))
     theme.doublings(axes, gpus)

@@ -78,6 +78,13 @@ def plotted(root: Path) -> set[str]:
     return {match[2] for path in _documents(root) for match in _PLOT.finditer(path.read_text())}
 
 
+def claimed(path: Path) -> list[str]:
+    """The benchmarks of a document's claims and plots."""
+    text = path.read_text()
+    names = [name for pattern in (_CLAIMS, _PLOT) for match in pattern.finditer(text) for name in match[2].split()]
+    return list(dict.fromkeys(names))
+
+
 def _documents(root: Path) -> list[Path]:
     return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.exists()]
 

@@ -166,14 +166,18 @@ def _background(case: Case) -> str:
             f"{escape(each.what)}: <strong>{escape(each.result)}</strong> ({escape(each.source)})" for each in published
         )
         parts.append(element("h4", "Published") + items(rows, _class="published"))
-    paragraphs = (
-        element("pre" if part.startswith("    ") else "p", escape(part) if part.startswith("    ") else prose(part))
-        for part in case.text.split("\n\n")
-    )
+    paragraphs = map(_paragraph, case.text.split("\n\n"))
     summary = element("summary", "How it is measured")
     command = element("pre", f"python -m bench {case.name}")
     parts.append(element("details", summary + "".join(paragraphs) + command, _class="how"))
     return "".join(parts)
+
+
+def _paragraph(text: str) -> str:
+    """A part of a docstring: a list, lines that are aligned, or prose."""
+    if text.startswith("- "):
+        return items(map(prose, text.removeprefix("- ").split("\n- ")))
+    return element("pre", escape(text)) if text.startswith("    ") else element("p", prose(text))
 
 
 def _card(found: Found) -> str:
