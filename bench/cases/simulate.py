@@ -142,20 +142,27 @@ def _row(trace: str, gpus: int, name: str, requests: int) -> Row:
 
 def compare(record: Record) -> list[Comparison]:
     card = _CARDS[0].name
+    kinds = {"with prompts that have nothing in common": False, "in a chat": True}
     return [
         Comparison(
             f"Were kernels equally fast, `virtual` in layout `{layout}` would make {{}} times as many tokens per "
-            f"second as paged on an {card}",
+            f"second as paged, {kind}, on {card}s",
             record,
-            rows(
-                record,
-                f"{card} output tokens/s",
-                {"memory": f"virtual, {layout}"},
-                {"memory": "paged"},
-                same=["trace", "GPUs"],
+            tuple(
+                pair
+                for trace in _REQUESTS
+                if trace.shares == shares
+                for pair in rows(
+                    record,
+                    f"{card} output tokens/s",
+                    {"memory": f"virtual, {layout}", "trace": trace.name},
+                    {"memory": "paged", "trace": trace.name},
+                    same=["GPUs"],
+                )
             ),
         )
-        for layout in ("sliced", "fused", "layer")
+        for layout in ("sliced", "layer")
+        for kind, shares in kinds.items()
     ]
 
 

@@ -35,8 +35,11 @@ def verdict(comparison: Comparison) -> str:
     return "void" if comparison.record["contended"] else comparison.verdict
 
 
-def table(cases: Mapping[str, Case], records: Records, names: Sequence[str]) -> list[list[str]]:
+def table(cases: Mapping[str, Case], records: Records, names: Sequence[str], *, every: bool = False) -> list[list[str]]:
     """What the records of these benchmarks say, the machines beside each other; the first row has their names.
+
+    Args:
+        every: all comparisons, not only the leading ones.
 
     Raises:
         ValueError: there is no such benchmark, or no record of it.
@@ -53,7 +56,7 @@ def table(cases: Mapping[str, Case], records: Records, names: Sequence[str]) -> 
     for name in names:
         for place, record in records[name].items():
             for number, comparison in enumerate(comparisons(cases[name], record)):
-                if leading(number, comparison):
+                if every or leading(number, comparison):
                     rows.setdefault(comparison.says.replace("{}", "…"), {})[place] = _cell(comparison)
     order = sorted(places)
     return [

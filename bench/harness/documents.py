@@ -3,6 +3,7 @@
 README.md and docs/*.md mark the places:
 
     <!-- claims NAME NAME -->   to  <!-- /claims -->       what the records of these benchmarks say, as the report does
+    <!-- all claims NAME -->    to  <!-- /claims -->       the same, with all that a record says
     <!-- plot NAME -->          to  <!-- /plot -->         the plot of every machine
     <!-- gpu -->                to  <!-- /gpu -->          the section on GPUs; nothing while there is no record
     <!-- gpu tables -->         to  <!-- /gpu tables -->   every table and goal of every GPU, or nothing
@@ -21,7 +22,7 @@ from bench.harness.discovery import Case
 from bench.harness.records import Record, Records, source
 from bench.harness.report import format_cell
 
-_CLAIMS = re.compile(r"(<!-- claims ([\w ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
+_CLAIMS = re.compile(r"(<!-- (?:all )?claims ([\w ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
 _PLOT = re.compile(r"(<!-- plot (\w+) -->\n).*?(<!-- /plot -->)", re.DOTALL)
 _GPU = re.compile(r"(<!-- gpu( tables|) -->\n).*?(<!-- /gpu\2 -->)", re.DOTALL)
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
@@ -47,7 +48,7 @@ def update(
 
         def fill_claims(match: re.Match[str]) -> str:
             opening, names, closing = match.groups()
-            header, *rows = claims.table(cases, records, names.split())
+            header, *rows = claims.table(cases, records, names.split(), every=" all " in opening)
             return opening + "\n".join(_markdown(header, rows)) + "\n" + closing
 
         def fill_plot(match: re.Match[str], path: Path = path) -> str:
