@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(found))
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--list", action="store_true", help="say what each benchmark measures")
-    parser.add_argument("--publish", action="store_true", help="update tables and plots from the committed records")
+    parser.add_argument(
+        "--publish", action="store_true", help="update the documents' claims and plots from the committed records"
+    )
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, or print it for -")
     parser.add_argument("--check", action="store_true", help="with --publish: write nothing, fail if anything is stale")
@@ -83,15 +86,15 @@ def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
     module = case.load()
     gc.freeze()  # collections between measurements then skip what was imported, half a second each
     try:
-        load = LoadMeter()
+        load, start = LoadMeter(), time.monotonic()
         report: Report = module.run(quick)
-        foreign = load.foreign_cores()
+        foreign, seconds = load.foreign_cores(), time.monotonic() - start
     finally:
         gc.unfreeze()
     print(report.text())
     if report.contended(foreign):
         print(f"CONTENDED: others kept {foreign:.2f} cores busy; these times are void. Run it on an idle machine")
-    record = report.record(case.name, quick=quick, foreign_cores=foreign)
+    record = report.record(case.name, quick=quick, foreign_cores=foreign, seconds=seconds)
     if file == Path("-"):
         print(json.dumps(record))
     elif file is not None:
@@ -121,9 +124,8 @@ def publish(root: Path, *, check: bool) -> int:
         parts = find_parts()
         gpu = records.load_gpu(root / "bench" / "results", list(parts))
         about = {name: part.about for name, part in parts.items()}
-        drawn = {name: case.about for name, case in found.items() if case.draw_source is not None}
-        stale = documents.update(root, committed, drawn, gpu, about, check=check)
-        stale += plot.update(root, found, committed, check=check)
+        stale = documents.update(root, found, committed, gpu, about, check=check)
+        stale += plot.update(root, found, committed, documents.plotted(root), check=check)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

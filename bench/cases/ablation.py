@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench.cases.fragmentation import TRACES
 from bench.harness import theme
 from bench.harness.critical_path import watching
 from bench.harness.models import qwen2
@@ -33,6 +32,7 @@ from bench.harness.ratios import Comparison, Pair
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.trace import Arrival, log_normal, play
+from bench.harness.traces import TRACES
 from vattn.engine import LLM
 from vattn.engine.scheduling.record import StepRecord
 

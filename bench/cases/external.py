@@ -15,11 +15,11 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from bench.cases.fragmentation import TRACES
 from bench.harness import theme
 from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.traces import TRACES
 from vattn import layout
 from vattn.model_shapes import find_shape
 

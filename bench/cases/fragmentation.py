@@ -8,15 +8,13 @@ mapped.
 
 from __future__ import annotations
 
-import math
-import random
-from dataclasses import dataclass
 from typing import Any
 
 from bench.harness import theme
 from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.traces import SEED, TRACES
 from vattn import TensorGroup, layout
 
 ABOUT = "physical over live bytes: static, paged, and virtual by layout and page size"
@@ -28,34 +26,6 @@ _TOKEN_BYTES = _GROUP.token_bytes
 _BLOCK_SIZE = 16
 _PAGE_SIZES = tuple(2**power for power in range(16, 22))
 _MIB = 2**20
-_SEED = 0
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Log-normal numbers of prompt and output tokens, each given by the mean and deviation of the logarithm."""
-
-    name: str
-    requests: int
-    prompt: tuple[float, float]
-    output: tuple[float, float]
-
-    def lengths(self, requests: int) -> tuple[list[int], int]:
-        """Tokens in the cache of each request at a random moment of its decode; and the final length of the longest."""
-        draw = random.Random(_SEED)
-        lengths, longest = [], 0
-        for _ in range(requests):
-            prompt, output = (max(1, math.ceil(draw.lognormvariate(*shape))) for shape in (self.prompt, self.output))
-            lengths.append(prompt + draw.randint(1, output))
-            longest = max(longest, prompt + output)
-        return lengths, longest
-
-
-TRACES = (
-    Trace("long offline", 427, (11.35, 0.24), (5.79, 0.72)),
-    Trace("long online", 10_111, (10.28, 0.18), (5.70, 0.61)),
-    Trace("sample", 2_895, (9.08, 0.51), (5.87, 0.61)),
-)
 
 
 def run(quick: bool) -> Report:
@@ -128,7 +98,7 @@ def run(quick: bool) -> Report:
             "head_dim": _HEAD_DIM,
             "dtype": "bfloat16",
             "block_size": _BLOCK_SIZE,
-            "seed": _SEED,
+            "seed": SEED,
             "requests": {name: len(ns) for name, ns in lengths.items()},
             "mean_tokens": {name: round(sum(ns) / len(ns)) for name, ns in lengths.items()},
             "static_tokens": longest,

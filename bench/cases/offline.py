@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bench.cases.fragmentation import TRACES
 from bench.harness import theme
 from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison
@@ -20,6 +19,7 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, serve
 from bench.harness.trace import log_normal
+from bench.harness.traces import TRACES
 
 ABOUT = "a queue of long requests through every backend, in a memory that cannot hold them all"
 QUESTION = "How long does a queue of long requests take over each backend?"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bench.cases.fragmentation import TRACES
 from bench.harness import theme
 from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison
@@ -23,6 +22,7 @@ from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, Served, serve
 from bench.harness.trace import Arrival, log_normal
+from bench.harness.traces import TRACES
 
 ABOUT = "requests with Poisson arrivals through every backend: latencies, goodput, preemptions"
 QUESTION = "How long do requests wait that come at random times?"

@@ -1,11 +1,12 @@
-"""Tables and plots in the documents, generated from the committed records.
+"""Claims, tables and plots in the documents, generated from the committed records.
 
 README.md and docs/*.md mark the places:
 
-    <!-- bench:NAME -->         to  <!-- /bench:NAME -->          the plot and the table of every machine
-    <!-- bench:NAME goals -->   to  <!-- /bench:NAME goals -->    the goals of every machine, and whether they were met
-    <!-- gpu -->                to  <!-- /gpu -->                 the section on GPUs; nothing while there is no record
-    <!-- gpu tables -->         to  <!-- /gpu tables -->          every table and goal of every GPU, or nothing
+    <!-- claims NAME NAME -->   to  <!-- /claims -->       what the records of these benchmarks say, as the report does
+    <!-- all claims NAME -->    to  <!-- /claims -->       the same, with all that a record says
+    <!-- plot NAME -->          to  <!-- /plot -->         the plot of every machine
+    <!-- gpu -->                to  <!-- /gpu -->          the section on GPUs; nothing while there is no record
+    <!-- gpu tables -->         to  <!-- /gpu tables -->   every table and goal of every GPU, or nothing
 """
 
 from __future__ import annotations
@@ -16,57 +17,77 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness import claims
+from bench.harness.discovery import Case
 from bench.harness.records import Record, Records, source
 from bench.harness.report import format_cell
 
-_MARKED = re.compile(r"(<!-- bench:(\w+)( goals|) -->\n).*?(<!-- /bench:\2\3 -->)", re.DOTALL)
+_CLAIMS = re.compile(r"(<!-- (?:all )?claims ([\w ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
+_PLOT = re.compile(r"(<!-- plot (\w+) -->\n).*?(<!-- /plot -->)", re.DOTALL)
 _GPU = re.compile(r"(<!-- gpu( tables|) -->\n).*?(<!-- /gpu\2 -->)", re.DOTALL)
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 
 
 def update(
-    root: Path, records: Records, plots: Mapping[str, str], gpu: Records, parts: Mapping[str, str], *, check: bool
+    root: Path, cases: Mapping[str, Case], records: Records, gpu: Records, parts: Mapping[str, str], *, check: bool
 ) -> list[Path]:
     """Fills the marked places in all documents under `root`; returns the documents that were stale.
 
     Args:
         records: by benchmark and machine.
-        plots: the benchmarks that have a plot for each machine, and what each measures.
         gpu: by machine and part.
         parts: the parts that there are, and what each measures.
         check: write nothing.
 
     Raises:
-        ValueError: a document asks for a benchmark that has no record.
+        ValueError: a document asks for a benchmark that has no record, or for the plot of one that draws none.
     """
     stale = []
-    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
-        if not path.exists():
-            continue
+    for path in _documents(root):
         old = path.read_text()
 
-        def fill(match: re.Match[str], path: Path = path) -> str:
-            opening, name, goals, closing = match.groups()
-            if not records.get(name):
-                raise ValueError(f"{path} asks for benchmark {name!r}, of which there is no record")
-            shown = []
-            for machine, record in records[name].items():
-                if name in plots and not goals:
-                    image = os.path.relpath(root / "docs" / "img" / f"{name}-{machine}.svg", path.parent)
-                    shown.append(f"![{plots[name][0].upper()}{plots[name][1:]}]({image})")
-                shown.append(_goals(record) if goals else _table(record))
-            return opening + "\n\n".join(shown) + "\n" + closing
+        def fill_claims(match: re.Match[str]) -> str:
+            opening, names, closing = match.groups()
+            header, *rows = claims.table(cases, records, names.split(), every=" all " in opening)
+            return opening + "\n".join(_markdown(header, rows)) + "\n" + closing
+
+        def fill_plot(match: re.Match[str], path: Path = path) -> str:
+            opening, name, closing = match.groups()
+            if not records.get(name) or cases[name].draw_source is None:
+                raise ValueError(f"{path} asks for the plot of {name!r}, of which there is no record, or no plot")
+            about = cases[name].about
+            folder = root / "docs" / "img"
+            images = [os.path.relpath(folder / f"{name}-{machine}.svg", path.parent) for machine in records[name]]
+            return (
+                opening + "\n".join(f"![{about[0].upper()}{about[1:]}]({image})" for image in images) + "\n" + closing
+            )
 
         def fill_gpu(match: re.Match[str]) -> str:
             opening, tables, closing = match.groups()
             return opening + (_gpu_tables(gpu, parts) if tables else _gpu_section(gpu, parts)) + closing
 
-        new = _GPU.sub(fill_gpu, _MARKED.sub(fill, old))
+        new = _GPU.sub(fill_gpu, _PLOT.sub(fill_plot, _CLAIMS.sub(fill_claims, old)))
         if new != old:
             stale.append(path)
             if not check:
                 path.write_text(new)
     return stale
+
+
+def plotted(root: Path) -> set[str]:
+    """The benchmarks whose plots the documents under `root` show."""
+    return {match[2] for path in _documents(root) for match in _PLOT.finditer(path.read_text())}
+
+
+def claimed(path: Path) -> list[str]:
+    """The benchmarks of a document's claims and plots."""
+    text = path.read_text()
+    names = [name for pattern in (_CLAIMS, _PLOT) for match in pattern.finditer(text) for name in match[2].split()]
+    return list(dict.fromkeys(names))
+
+
+def _documents(root: Path) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.exists()]
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -81,11 +102,6 @@ def _table(record: Record) -> str:
 def _goal(goal: Mapping[str, Any]) -> list[str]:
     asked = f"{_RELATIONS[goal['relation']]} {goal['bound']:.4g}"
     return [goal["what"], asked, f"{goal['value']:.4g}", "met" if goal["met"] else "not met"]
-
-
-def _goals(record: Record) -> str:
-    rows = [_goal(goal) for goal in record["goals"]]
-    return "\n".join([f"{source(record)}:", "", *_markdown(["what", "goal", "measured", ""], rows)])
 
 
 def _gpu_section(gpu: Records, parts: Mapping[str, str]) -> str:

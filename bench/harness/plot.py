@@ -1,4 +1,4 @@
-"""Plots of the committed records: docs/img/<name>-<machine>.svg, and the overview of several benchmarks.
+"""Plots of the committed records for the documents: docs/img/<name>-<machine>.svg, and the overview of several.
 
 A plot carries a digest of its record and of the code that draws it. The digests are compared, not the files: two
 versions of matplotlib do not write the same bytes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,17 @@ class Plot:
     save: Callable[[Path], None]
 
 
-def update(root: Path, cases: Mapping[str, Case], records: Records, *, check: bool) -> list[Path]:
+def update(
+    root: Path, cases: Mapping[str, Case], records: Records, names: Collection[str], *, check: bool
+) -> list[Path]:
     """Draws the plots that are missing or stale; returns their paths.
 
     Args:
+        names: the benchmarks that are drawn, besides the overview.
         check: draw nothing.
     """
     stale = []
-    for plot in plots(cases, records):
+    for plot in plots(cases, records, names):
         path = root / "docs" / "img" / plot.file
         if path.exists() and plot.digest in path.read_text():
             continue
@@ -77,10 +80,10 @@ def draw_overview(machines: Mapping[str, Mapping[str, Record]], path: Path, dige
         figure.savefig(path, metadata={"Date": None, "Source": digest})
 
 
-def plots(cases: Mapping[str, Case], records: Records) -> Iterator[Plot]:
-    """All plots of the records; the overview of the machines that have the records it needs, if there are any."""
-    for name, by_machine in records.items():
-        for machine, record in by_machine.items():
+def plots(cases: Mapping[str, Case], records: Records, names: Collection[str]) -> Iterator[Plot]:
+    """The plots of these benchmarks; the overview of the machines that have the records it needs, if there are any."""
+    for name in sorted(names):
+        for machine, record in records[name].items():
             if (code := cases[name].draw_source) is not None:
                 yield _plot(f"{name}-{machine}.svg", record, code, draw_record, cases[name])
     complete = set.intersection(*(set(records.get(name, {})) for name in overview.NEEDED))

@@ -70,11 +70,17 @@ class Report:
         lines += ["", *text_table(self.figures), "", *map(str, self.goals)]
         return "\n".join(lines)
 
-    def record(self, name: str, *, quick: bool, foreign_cores: float) -> dict[str, Any]:
-        """The same as JSON values, with hardware, versions and commit."""
+    def record(self, name: str, *, quick: bool, foreign_cores: float, seconds: float = 0.0) -> dict[str, Any]:
+        """The same as JSON values, with hardware, versions and commit.
+
+        Args:
+            foreign_cores: kept busy by others meanwhile.
+            seconds: that the run has taken.
+        """
         return {
             "name": name,
             "quick": quick,
+            "seconds": round(seconds, 1),
             "foreign_cores": round(foreign_cores, 3),
             "contended": self.contended(foreign_cores),
             "parameters": self.parameters,

@@ -11,7 +11,7 @@ from bench import cases
 from bench.harness import records
 from bench.harness.discovery import find
 from bench.report import page
-from bench.report.measuring import measure
+from bench.report.measuring import expected_seconds, measure
 
 _ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    fresh = {} if args.records_only else measure(quick=args.quick)
+    fresh = {} if args.records_only else measure(quick=args.quick, expected=expected_seconds(committed))
     print("drawing ...", file=sys.stderr)
     text = page.build(page.collect(found, committed, fresh), found)
     args.out.mkdir(parents=True, exist_ok=True)

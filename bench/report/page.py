@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from bench.harness import claims
 from bench.harness.discovery import Case
 from bench.harness.ratios import Comparison
 from bench.harness.records import Record, Records, machine, source
@@ -19,14 +20,7 @@ from vattn.units import format_bytes
 
 HERE = "here"  # the machine of records that were taken for this page
 _FOLDER = Path(__file__).parent
-_VERDICTS = {
-    "ahead": ("▲", "vattn ahead"),
-    "tie": ("=", "tie"),
-    "behind": ("▼", "vattn behind"),
-    "few": ("·", "too few cases"),
-    "limit": ("⊢", "of the machine's limit"),
-    "void": ("∅", "void: a busy machine"),
-}
+_SIGNS = {"ahead": "▲", "tie": "=", "behind": "▼", "few": "·", "limit": "⊢", "void": "∅"}
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 _INTRODUCTION = """\
 Every figure is from a record of one run on one machine, at one commit; machines stand beside each other and are never
@@ -39,7 +33,7 @@ Tokens of a block, and the most that a request can waste in its last pages, by p
 for every layout of vattn on a GPU, by `vattn plan`. NVIDIA's driver has pages of 2 MiB; the paper changed it to have
 smaller ones.
 """
-_OTHERS = "Feature by feature, from the sources that are linked, each at its commit."
+_OTHERS = "Feature by feature, from the sources that are linked, each at its commit or release."
 _WITHOUT_COMPARISON = "No side to compare with: the goals and the table say what was found."
 
 
@@ -68,11 +62,9 @@ def collect(cases: Mapping[str, Case], committed: Records, fresh: Mapping[str, R
     found: dict[str, list[Found]] = {}
     for name in (name for names in SECTIONS.values() for name in names):
         by_place = {**committed.get(name, {}), **({HERE: fresh[name]} if name in fresh else {})}
-        compare = getattr(cases[name].load(), "compare", None) if by_place else None
         for place, record in by_place.items():
-            said = [] if compare is None else compare(record)
-            comparisons = tuple(comparison for comparison in said if comparison.pairs)
-            found.setdefault(name, []).append(Found(cases[name], place, record, comparisons))
+            said = claims.comparisons(cases[name], record)
+            found.setdefault(name, []).append(Found(cases[name], place, record, said))
     return found
 
 
@@ -91,7 +83,7 @@ def build(found: Mapping[str, list[Found]], cases: Mapping[str, Case]) -> str:
         _section("Plan a memory", (_FOLDER / "panel.html").read_text()),
         *(_section(title, "".join(_questions(names, found, cases))) for title, names in SECTIONS.items()),
         _section("Block sizes", _block_sizes()),
-        _section("Others", element("p", _OTHERS) + peers.table()),
+        _section("Others", element("p", _OTHERS) + peers.html()),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -128,17 +120,15 @@ def _verdict(found: Found) -> str:
     shown = [
         f"{_mark(comparison)} {sentence(comparison, found.key, number)}"
         for number, comparison in enumerate(found.comparisons)
-        if number == 0 or comparison.is_limit
+        if claims.leading(number, comparison)
     ]
     lines = shown or [f"{element('span', '·', _class='mark few')} {_goals_met(found)}"]
     return element("p", _machine(found), _class="machine") + "".join(element("p", line) for line in lines)
 
 
 def _mark(comparison: Comparison) -> str:
-    """Who is ahead; nobody in times that were taken on a busy machine."""
-    verdict = "void" if comparison.record["contended"] else comparison.verdict
-    sign, words = _VERDICTS[verdict]
-    return element("span", f"{sign} {words}", _class=f"mark {verdict}")
+    verdict = claims.verdict(comparison)
+    return element("span", f"{_SIGNS[verdict]} {claims.WORDS[verdict]}", _class=f"mark {verdict}")
 
 
 def _machine(found: Found) -> str:
@@ -176,14 +166,18 @@ def _background(case: Case) -> str:
             f"{escape(each.what)}: <strong>{escape(each.result)}</strong> ({escape(each.source)})" for each in published
         )
         parts.append(element("h4", "Published") + items(rows, _class="published"))
-    paragraphs = (
-        element("pre" if part.startswith("    ") else "p", escape(part) if part.startswith("    ") else prose(part))
-        for part in case.text.split("\n\n")
-    )
+    paragraphs = map(_paragraph, case.text.split("\n\n"))
     summary = element("summary", "How it is measured")
     command = element("pre", f"python -m bench {case.name}")
     parts.append(element("details", summary + "".join(paragraphs) + command, _class="how"))
     return "".join(parts)
+
+
+def _paragraph(text: str) -> str:
+    """A part of a docstring: a list, lines that are aligned, or prose."""
+    if text.startswith("- "):
+        return items(map(prose, text.removeprefix("- ").split("\n- ")))
+    return element("pre", escape(text)) if text.startswith("    ") else element("p", prose(text))
 
 
 def _card(found: Found) -> str:

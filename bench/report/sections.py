@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "speculate",
         "threads",
         "profile",
+        "simulate",
     ),
     "In other engines": ("cache", "plugin", "shared_budget"),
 }

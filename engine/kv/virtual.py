@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from vattn.cache import KVCache
 from vattn.config import KVConfig
+from vattn.pool.pool import PagePool
 from vattn.prefix import Admission
 
 from .base import KVDescription, KVStats, SlotView, mapping_calls, register
@@ -20,6 +21,7 @@ class VirtualKV(ContiguousKV):
 
     Args:
         chunk_tokens: maximum tokens of a request in one step; the memory that layers with a window need depends on it.
+        pool: where the pages come from; by default a pool of its own.
 
     Raises:
         ConfigError: the configuration does not fit.
@@ -28,8 +30,8 @@ class VirtualKV(ContiguousKV):
     name: ClassVar[str] = "virtual"
     forgets_windows: ClassVar[bool] = True
 
-    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
-        self.cache = KVCache(config)
+    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None, pool: PagePool | None = None) -> None:
+        self.cache = KVCache(config, pool=pool)
         self._chunk_tokens = chunk_tokens
         super().__init__([self.cache.layer(i) for i in self.cache.layers])
 

@@ -11,9 +11,9 @@ import torch
 import vattn
 from bench import cases
 from bench.__main__ import main
-from bench.cases.fragmentation import TRACES
 from bench.harness import plot
 from bench.harness.discovery import find
+from bench.harness.traces import TRACES
 from vattn.config import build_layout
 
 NEEDS_VLLM = pytest.mark.skipif("VATTN_VLLM_PYTHON" not in os.environ, reason="VATTN_VLLM_PYTHON names no vLLM")

@@ -1,4 +1,4 @@
-"""Tables and plots in the documents follow the committed records, and only records that count are published."""
+"""Claims and plots in the documents follow the committed records, and only records that count are published."""
 
 import json
 import shutil
@@ -9,9 +9,10 @@ import pytest
 
 from bench import cases
 from bench.__main__ import publish
-from bench.harness import overview, plot, records, report, theme
+from bench.harness import claims, overview, plot, records, report, theme
 from bench.harness.discovery import Case, find
 from bench.harness.report import Goal, Report, Row
+from bench.report import page
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,29 +28,57 @@ def project(tmp_path: Path) -> Path:
     results = tmp_path / "bench" / "results" / "here"
     results.mkdir(parents=True)
     (results / "step.json").write_text(json.dumps(_record()))
-    text = (
-        "a\n<!-- bench:step -->\n<!-- /bench:step -->\nb\n<!-- bench:step goals -->\nold\n<!-- /bench:step goals -->\n"
+    (tmp_path / "README.md").write_text(
+        "a\n<!-- claims step -->\nold\n<!-- /claims -->\nb\n<!-- plot step -->\n<!-- /plot -->\n"
     )
-    (tmp_path / "README.md").write_text(text)
     return tmp_path
 
 
-def test_plot_fills_documents_and_notices_what_is_stale(project: Path) -> None:
+def test_publishing_fills_documents_and_notices_what_is_stale(project: Path) -> None:
     readme, svg = project / "README.md", project / "docs" / "img" / "step-here.svg"
     assert publish(project, check=True) == 1
     assert not svg.exists()
     assert publish(project, check=False) == 0
     text = readme.read_text()
-    assert "| 8192 | 10.0 | 2000 |" in text
+    assert "| Filling a padded block table takes … times as long as `step()` | **200.00**, too few cases |" in text
     assert text.count("](docs/img/step-here.svg)") == 1
-    assert "| flat | at most 1.2 | 1.01 | met |" in text
     assert "old" not in text
     assert publish(project, check=True) == 0
-    readme.write_text(text.replace("2000", "2001"))
+    readme.write_text(text.replace("200", "201"))
     assert publish(project, check=True) == 1
     readme.write_text(text)
     svg.unlink()
     assert publish(project, check=True) == 1
+
+
+def test_claims_are_those_of_the_report() -> None:
+    """The sentences, ratios and intervals of the page's verdicts, machine by machine."""
+    found = find(cases)
+    committed = records.load(ROOT / "bench" / "results", found)
+    on_page = page.collect(found, committed, {})
+    header, *rows = claims.table(found, committed, ["decode", "memory", "plugin"])
+    said = {
+        (verdict.comparisons[number].says.replace("{}", "…"), verdict.machine): verdict.comparisons[number]
+        for name in ("decode", "memory", "plugin")
+        for verdict in on_page[name]
+        for number, comparison in enumerate(verdict.comparisons)
+        if claims.leading(number, comparison)
+    }
+    shown = {(row[0], machine): cell for row in rows for machine, cell in zip(header[1:], row[1:], strict=True) if cell}
+    assert shown.keys() == said.keys()
+    for key, cell in shown.items():
+        assert cell.startswith(f"**{said[key].median:.2f}**")
+        assert cell.endswith(claims.WORDS[claims.verdict(said[key])])
+    assert len(header) == 3, "two machines beside each other"
+
+
+@pytest.mark.parametrize("asked", ["claims stride", "claims mla unknown", "plot unknown", "plot profile"])
+def test_claims_and_plots_of_no_record_are_refused(
+    asked: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "README.md").write_text(f"<!-- {asked} -->\n<!-- /{asked.split()[0]} -->\n")
+    assert publish(project, check=False) == 2
+    assert "of which there is no record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flaw", ["quick", "contended"])
@@ -131,11 +160,11 @@ def test_the_overview_shows_the_machines_that_have_the_records(tmp_path: Path, n
         for name in its:
             shutil.copy(next((ROOT / "bench" / "results").glob(f"*/{name}.json")), results)
     found = find(cases)
-    (drawn,) = [p for p in plot.plots(found, records.load(tmp_path, found)) if p.file == "overview.svg"]
+    (drawn,) = [p for p in plot.plots(found, records.load(tmp_path, found), ()) if p.file == "overview.svg"]
     drawn.save(tmp_path / "overview.svg")
     assert drawn.digest in (tmp_path / "overview.svg").read_text()
     (tmp_path / "whole" / f"{names[0]}.json").unlink()
-    assert not [p for p in plot.plots(found, records.load(tmp_path, found)) if p.file == "overview.svg"]
+    assert not [p for p in plot.plots(found, records.load(tmp_path, found), ()) if p.file == "overview.svg"]
 
 
 def _axes(case: Case, record: records.Record) -> Any:

@@ -218,7 +218,12 @@ def test_what_is_not_marked_as_a_number_has_none_of_its_own(
             page._BLOCK_SIZES,
             *(format_bytes(size) for size in (2**16, 2**17, 2**18, 2**21)),
             *accountant.TABLE_MODELS,
-            *(re.sub(r"<[^>]+>", "", html.unescape(peers.inline(cell))) for row in peers.rows() for cell in row),
+            *(
+                re.sub(r"<[^>]+>", "", html.unescape(peers.inline(cell)))
+                for rows in peers.tables().values()
+                for row in rows
+                for cell in row
+            ),
         ]
     )
     project = re.sub(r"[`\s]+", " ", project)
@@ -284,7 +289,7 @@ def test_every_benchmark_is_on_the_page_once(tree: Node, found: dict[str, Case])
     placed = [name for names in SECTIONS.values() for name in names]
     assert sorted(placed) == sorted(found)
     assert PUBLISHED.keys() <= found.keys()
-    assert set(measuring.ORDER) <= found.keys()
+    assert set(measuring.ORDER) | set(measuring.LEFT_OUT) == found.keys()
     articles = {node.attributes["id"] for node in tree.all() if node.name == "article"}
     assert articles == set(found)
 
@@ -315,17 +320,21 @@ def test_plots_follow_the_colours_of_the_page(text: str, tree: Node, found: dict
         assert "DejaVu" not in svg.replace(drawing._FONTS, "")
 
 
-def test_the_table_of_others_is_the_document_s(tree: Node) -> None:
-    """Whole rows, with their sources pinned to commits."""
-    (table,) = [node for node in tree.all() if node.attributes.get("class") == "peers"]
-    shown = [[cell.text for cell in row.all() if cell.name in ("td", "th")] for row in table.all() if row.name == "tr"]
-    rows = peers.rows()
-    assert [len(row) for row in shown] == [len(rows[0])] * len(rows)
-    assert [row[0] for row in shown[1:4]] == ["a kernel reads", "memory follows the load", "shared prefixes"]
-    assert shown[0][-1] == "vattn"
-    links = [node.attributes["href"] or "" for node in table.all() if node.name == "a"]
-    assert sum("/blob/" in link for link in links) > 5
-    assert not re.search(r"\]\(|\*\*|`", table.text)
+def test_the_tables_of_others_are_the_document_s(tree: Node) -> None:
+    """Whole rows, with their sources pinned to commits and releases."""
+    tables = [node for node in tree.all() if node.attributes.get("class") == "peers"]
+    for table, rows in zip(tables, peers.tables().values(), strict=True):
+        shown = [
+            [cell.text for cell in row.all() if cell.name in ("td", "th")] for row in table.all() if row.name == "tr"
+        ]
+        assert [len(row) for row in shown] == [len(row) for row in rows] == [len(rows[0])] * len(rows)
+        assert shown[1][0] == "a kernel reads"
+        assert shown[0][-1] == "vattn"
+        links = [node.attributes["href"] or "" for node in table.all() if node.name == "a"]
+        assert sum("/blob/" in link for link in links) > 5
+        assert not [link for link in links if re.search(r"/(blob|tree)/(main|master)", link)]
+        assert not re.search(r"\]\(|\*\*|`", table.text)
+    assert "SGLang" in tables[1].text
 
 
 def test_the_command_writes_the_page(
@@ -353,11 +362,15 @@ def test_a_run_that_fails_or_hangs_does_not_cost_the_page(
         return subprocess.CompletedProcess(command, returncode=int(name == "fails"), stderr="why it failed")
 
     monkeypatch.setattr(measuring.subprocess, "run", fake)
-    measured = measuring.measure(quick=True, names=("first", "fails", "hangs", "last"))
+    measured = measuring.measure(quick=True, names=("first", "fails", "hangs", "last"), expected={"last": 1e9})
     assert measured == {name: {"name": name, "argv": "--quick"} for name in ("first", "last")}
     said = capsys.readouterr().err
-    assert "[2/4] fails ... failed:\nwhy it failed" in said
-    assert "[3/4] hangs ... stopped: out of time" in said
+    assert re.search(r"\[2/4\] fails, of \d+ s left ... failed:\nwhy it failed", said)
+    assert re.search(r"\[3/4\] hangs, of \d+ s left ... stopped: out of time", said)
+    full = measuring.measure(quick=False, names=("first", "last"), minutes=1, expected={"first": 5.0, "last": 61.0})
+    assert list(full) == ["first"], "what would end late is not begun"
+    said = capsys.readouterr().err
+    assert re.search(r"\[2/2\] last, about 61 s, of \d+ s left ... left out: it would end late", said)
     monkeypatch.setattr(measuring, "QUICK_MINUTES", 0)
     assert measuring.measure(quick=True, names=("first", "last")) == {}
     assert "not measured are first, last" in capsys.readouterr().err

@@ -338,10 +338,7 @@ class Backer(Decisions):
         mapper, pending, ready = self._core.mapper, self._slots.pending, self._slots.ready
         tickets = [pending[slot] for slot, tokens in needs.items() if slot in pending and tokens > ready[slot]]
         waited = bool(tickets) and not mapper.passed(max(tickets))
-        if tickets:
-            mapper.wait(max(tickets))
-        if mapper.failed:
-            self._core.settle()
+        self._core.wait(max(tickets, default=0))
         for slot in needs:
             if slot in pending:
                 self.note_growth(slot)
