@@ -8,7 +8,7 @@ memory take turns:
     overlap        nothing is mapped ahead by the worker
     deferred       ended requests leave no page mapped
     eager          no idle slot has pages for the next request
-    stock          the worker creates no page before one is needed (`watermark=0`)
+    stock          the worker creates no page before one is needed
     slicing        a K and a V tensor per layer: no tensor slicing, so a page covers four times as many tokens
     prefix         no prefix is found again
     everything     all of these at once

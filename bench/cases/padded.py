@@ -4,7 +4,7 @@ Reproduces what the paper says of preparing block tables (section 3.3.2): it too
 vLLM and up to 10 % later, in proportion to the batch times its longest request. 255 requests of 256 tokens and one that
 is longer decode together. Before each step, an engine with a block table makes one padded tensor:
 
-    lists   of Python's lists of blocks, padded and made into a tensor, as vLLM 0.2 did
+    lists   of Python's lists of blocks, padded and made into a tensor, as early versions of vLLM did
     gather  of the rows of a table that is kept, by one gather of the columns in use, as in `step`
 
 vattn's engine calls `step()` instead, which has no table to fill. Then one layer of attention: over contiguous rows,
