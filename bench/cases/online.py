@@ -38,7 +38,7 @@ def run(quick: bool) -> Report:
     sizes = MODEL | (SMALL if quick else {})
     model = qwen2(**sizes)
     trace = TRACES[1]
-    requests, divisors = (6, (512, 64)) if quick else (64, _DIVISORS)
+    requests, divisors = (6, (512, 64)) if quick else (48, _DIVISORS)
 
     def arrivals(rate: float, count: int = requests) -> list[Arrival]:
         return log_normal(
