@@ -40,7 +40,7 @@ def test_all_runs_every_case_in_a_process_and_says_which_failed(
     [
         ([], "give either NAMEs or one of --all, --list and --publish"),
         (["step", "--all"], "give either NAMEs"),
-        (["steps"], "no benchmark is called steps; there are admission, "),
+        (["steps"], "no benchmark is called steps; there are ablation, "),
         (["--all", "--json", "x"], "--json takes the record of one benchmark"),
         (["step", "--check"], "--check belongs to --publish"),
     ],
