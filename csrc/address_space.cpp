@@ -18,7 +18,8 @@ AddressSpace::AddressSpace(std::shared_ptr<Driver> driver, std::shared_ptr<PageP
     Address base = 0;
     const Result result = driver_->reserve(&base, tensor_bytes(), alignment);
     if (result != kSuccess) {
-      for (const Address reserved : bases_) driver_->free(reserved, tensor_bytes());
+      Remains remains{driver_, pool_->page_size(), tensor_bytes(), bases_};
+      if (!remains.give_back()) leave_behind(std::move(remains));
       throw driver_->failure(Call::kReserve, result);
     }
     bases_.push_back(base);

@@ -86,8 +86,8 @@ def fail_each(rng: random.Random, config: Config, drawer: Source, operations: in
     made = done.operations
     for nth in sorted(rng.sample(range(1, calls + 1), min(repeats(config, points), calls))):
         more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))]
-        if rng.random() < 0.3:  # the undoing of what fails begins with the next call
-            more += [nth + each for each in range(1, rng.choice((2, 3, 4)))]
+        if rng.random() < 0.3:  # undoing begins with the next call, and is tried twice
+            more += [nth + each for each in range(1, rng.choice((2, 4, 6)))]
         failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
         done = done.plus(play(replace(config, fail=failing), lambda world: made))
         if done.kind:

@@ -12,8 +12,8 @@
 
 #include "check.h"
 #include "kernels/attention.h"
-#include "kernels/roofline.h"
 #include "kernels/linear.h"
+#include "kernels/roofline.h"
 
 namespace {
 

@@ -81,7 +81,7 @@ def stale_left_over() -> None:
     backer.Backer._grow_now = grow_now  # type: ignore[method-assign]
 
 
-@mutation("mappings", "a close whose undoing failed too counts as done", "faults", "windows")
+@mutation("mappings", "a close whose undoing failed too counts as done", "faults")
 def closed_although_refused() -> None:
     def leave_pool(self: member.PoolMember) -> None:
         give_back = self._give_back()
@@ -103,7 +103,7 @@ def tensors_in_children() -> None:
     member.PoolMember._check_usable = lambda self: self._check_open()  # type: ignore[method-assign]
 
 
-@mutation("mappings", "an undo that failed is not tried again", "faults", "windows")
+@mutation("mappings", "an undo that failed is not tried again", "faults")
 def broken_for_good() -> None:
     calls.Calls.is_broken = lambda self: self.worker.mapper.broken  # type: ignore[method-assign]
 
@@ -187,6 +187,6 @@ def counted_at_once() -> None:
     shown.ShownBlocks.show = show  # type: ignore[method-assign]
 
 
-@mutation("pool", "a cache leaves without waiting for what it has planned before", "faults", "windows")
+@mutation("pool", "a cache leaves without waiting for what it has planned before", "faults")
 def leaves_at_once() -> None:
     core.Core._execute_last = core.Core.execute  # type: ignore[method-assign, assignment]

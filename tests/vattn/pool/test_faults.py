@@ -401,22 +401,26 @@ def test_a_worker_that_nobody_stopped_ends_with_its_last_reference() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("also", [(), ((4, 999),), ((4, 999), (5, 999))])
+def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing(
+    also: tuple[tuple[int, int], ...],
+) -> None:
+    """If what was reserved before it cannot be given back either, it goes with the next address space."""
     table = FaultyTable()
     pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
-    table.fail(3, code=2)
+    table.fail_several((3, 2), *also)
+    config = vattn.KVConfig(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=16,
+        dtype="float32",
+        max_batch_size=3,
+        max_context_len=640,
+        device=DEVICE,
+    )
     with pytest.raises(vattn.DriverError, match="cuMemAddressReserve") as caught:
-        vattn.KVCache(
-            vattn.KVConfig(
-                num_layers=2,
-                num_kv_heads=1,
-                head_dim=16,
-                dtype="float32",
-                max_batch_size=3,
-                max_context_len=640,
-                device=DEVICE,
-            ),
-            pool=pool,
-        )
+        vattn.KVCache(config, pool=pool)
     assert caught.value.name == "CUDA_ERROR_OUT_OF_MEMORY"
+    if also:
+        vattn.KVCache(config, pool=pool).close()
     pool.close()
