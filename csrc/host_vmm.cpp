@@ -29,6 +29,24 @@ namespace {
 
 constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
 
+// Makes an empty memfd with these seals.
+//
+// Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
+// Memory is given back by punching holes, so nothing here ever shrinks a file.
+Result make_file(off_t size, int seals, int* file) {
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
+  int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return kErrno + errno;
+  if ((size && ftruncate(fd, size) != 0) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL | seals) != 0) {
+    const Result failed = kErrno + errno;
+    close(fd);
+    return failed;
+  }
+  *file = fd;
+  return kSuccess;
+}
+
 // Hands out ranges of one memfd, lowest first, so that memory created in sequence has neighbouring offsets:
 // neighbouring mappings of neighbouring offsets cost one entry in the kernel's table instead of one each.
 class PhysicalFile {
@@ -79,22 +97,7 @@ class PhysicalFile {
   }
 
  private:
-  // Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
-  // Memory is given back by punching holes, so nothing here ever shrinks it.
-  Result open() {
-    if (fd_ >= 0) return kSuccess;
-    constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
-    int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
-    if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0) return kErrno + errno;
-    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
-      const Result failed = kErrno + errno;
-      close(fd);
-      return failed;
-    }
-    fd_ = fd;
-    return kSuccess;
-  }
+  Result open() { return fd_ >= 0 ? kSuccess : make_file(0, 0, &fd_); }
 
   int fd_ = -1;
   off_t end_ = 0;
@@ -104,6 +107,7 @@ class PhysicalFile {
 // Physical memory lives while references + mappings > 0.
 struct Physical {
   int granularity_log2;
+  int own;  // the descriptor of a file of its own; -1: a range of the file of its granularity
   off_t offset;
   std::size_t size;
   std::size_t references;
@@ -162,6 +166,8 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
     [] { forking->mutex.unlock(); },
     [] {
       for (PhysicalFile& file : forking->files) file.close_in_child();
+      for (const auto& [handle, memory] : forking->physical)
+        if (memory.own >= 0) close(memory.own);
       forking->mutex.unlock();
     });
 
@@ -297,7 +303,10 @@ Result room_for_memory(State& s, std::size_t size) try {
 
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
   if (it->second.references + it->second.mappings > 0) return;
-  s.files[it->second.granularity_log2 - kMinGranularityLog2].deallocate(it->second.offset, it->second.size);
+  if (it->second.own >= 0)
+    close(it->second.own);
+  else
+    s.files[it->second.granularity_log2 - kMinGranularityLog2].deallocate(it->second.offset, it->second.size);
   s.physical_bytes -= it->second.size;
   s.physical.erase(it);
 }
@@ -342,26 +351,36 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
   const int log2 = prop->location.id;
   if (log2 < kMinGranularityLog2 || log2 > kMaxGranularityLog2) return kInvalidValue;
   if (size == 0 || size % (std::size_t{1} << log2)) return kInvalidValue;
+  if (prop->requested_handle_types & ~kPosixFileDescriptor) return kNotSupported;
+  const bool exportable = prop->requested_handle_types != 0;
   State& s = state();
   PhysicalFile& file = s.files[log2 - kMinGranularityLog2];
+  Handle made = 0;
+  int own = -1;
   off_t offset = 0;
   {
     const std::lock_guard lock(s.mutex);
     if (const Result r = room_for_memory(s, size); r != kSuccess) return r;
-    if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
+    if (exportable && size > static_cast<std::size_t>(std::numeric_limits<off_t>::max())) return kOutOfMemory;
+    const Result r = exportable ? make_file(static_cast<off_t>(size), F_SEAL_GROW, &own) : file.allocate(size, &offset);
+    if (r != kSuccess) return r;
+    // Entered before it is filled, so that a child of a fork during that closes the descriptor.
+    made = s.next_handle++;
+    s.physical.emplace(made, Physical{log2, own, offset, size, 1, 0});
+    s.physical_bytes += size;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const Result filled = populate(file.fd(), offset, size);
-  const std::lock_guard lock(s.mutex);
-  if (filled != kSuccess) {
-    file.deallocate(offset, size);
-    return filled;
+  const Result filled = populate(exportable ? own : file.fd(), offset, size);
+  if (filled == kSuccess) {
+    *handle = made;
+    return kSuccess;
   }
-  *handle = s.next_handle++;
-  s.physical.emplace(*handle, Physical{log2, offset, size, 1, 0});
-  s.physical_bytes += size;
-  return kSuccess;
+  const std::lock_guard lock(s.mutex);
+  const auto it = s.physical.find(made);
+  it->second.references = 0;
+  forget(s, it);
+  return filled;
 }
 
 Result release(Handle handle) {
@@ -390,7 +409,7 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
   if (!(flags & kMapRestore) && !room_for_mappings(s, 2)) return kOutOfMemory;
-  const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
+  const int fd = memory.own >= 0 ? memory.own : s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   const int protection = protection_of(Access::kNone, reservation.strict);
   if (!map_fixed(address, size, protection, MAP_SHARED, fd, memory.offset)) return from_errno();
@@ -463,6 +482,41 @@ Result retain_handle(Handle* handle, void* address) {
   if (!mapping) return kInvalidValue;
   *handle = mapping->handle;
   s.physical.at(*handle).references += 1;
+  return kSuccess;
+}
+
+Result export_handle(void* shareable, Handle handle, unsigned type, Flags flags) {
+  if (!shareable || flags || type != kPosixFileDescriptor) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto it = s.physical.find(handle);
+  if (it == s.physical.end() || it->second.references == 0 || it->second.own < 0) return kInvalidValue;
+  const int fd = fcntl(it->second.own, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return kErrno + errno;
+  std::memcpy(shareable, &fd, sizeof fd);
+  return kSuccess;
+}
+
+// A descriptor that was opened read-only makes memory that cannot be mapped for writing: the kernel refuses it.
+Result import_handle(Handle* handle, void* shareable, unsigned type) {
+  if (!handle || type != kPosixFileDescriptor) return kInvalidValue;
+  const auto given = reinterpret_cast<std::uintptr_t>(shareable);
+  if (given > static_cast<std::uintptr_t>(std::numeric_limits<int>::max())) return kInvalidValue;
+  // Only a file that nobody can make shorter, or longer: any other could fault under a kernel, or is not what it seems.
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  const std::size_t page = std::size_t{1} << kMinGranularityLog2;
+  struct stat file{};
+  const int seals = fcntl(static_cast<int>(given), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(static_cast<int>(given), &file) != 0) return kInvalidValue;
+  const auto size = static_cast<std::size_t>(file.st_size);
+  if (size == 0 || size % page) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int fd = fcntl(static_cast<int>(given), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return kErrno + errno;
+  *handle = s.next_handle++;
+  s.physical.emplace(*handle, Physical{kMinGranularityLog2, fd, 0, size, 1, 0});
+  s.physical_bytes += size;
   return kSuccess;
 }
 
@@ -620,6 +674,8 @@ const Vmm& host_vmm() {
       .set_access = set_access,
       .get_access = get_access,
       .retain_handle = retain_handle,
+      .export_handle = export_handle,
+      .import_handle = import_handle,
       .memset_async = memset_async,
       .event_create = event_create,
       .event_destroy = check_event,

@@ -1,6 +1,6 @@
 // The host provider: CUDA's virtual memory calls over Linux memory (memfd_create, mmap), with CUDA's contract.
 //
-// Physical memory is a range of a memfd; a reservation is an anonymous mapping that cannot be written, so that a stray
+// Physical memory is a range of a memfd, or, if it can be exported, a memfd of its own; a reservation is an anonymous mapping that cannot be written, so that a stray
 // read past the mapped pages sees zeros and a stray write faults. A location of type kLocationHost names its
 // granularity by its id, the power of two: 12 (4 KiB) to 21 (2 MiB).
 #pragma once

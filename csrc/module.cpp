@@ -39,6 +39,8 @@ void visit_table(Vmm_& vmm, Visit&& visit) {
   visit("cuMemSetAccess", vmm.set_access);
   visit("cuMemGetAccess", vmm.get_access);
   visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuMemExportToShareableHandle", vmm.export_handle);
+  visit("cuMemImportFromShareableHandle", vmm.import_handle);
   visit("cuMemsetD8Async", vmm.memset_async);
   visit("cuEventCreate", vmm.event_create);
   visit("cuEventDestroy", vmm.event_destroy);
