@@ -27,7 +27,23 @@
 namespace vattn {
 namespace {
 
-constexpr int kGranularities = kMaxGranularityLog2 - kMinGranularityLog2 + 1;
+// Makes an empty memfd with these seals.
+//
+// Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
+// Memory is given back by punching holes, so nothing here ever shrinks a file.
+Result make_file(off_t size, int seals, int* file) {
+  constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
+  int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return kErrno + errno;
+  if ((size && ftruncate(fd, size) != 0) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL | seals) != 0) {
+    const Result failed = kErrno + errno;
+    close(fd);
+    return failed;
+  }
+  *file = fd;
+  return kSuccess;
+}
 
 // Hands out ranges of one memfd, lowest first, so that memory created in sequence has neighbouring offsets:
 // neighbouring mappings of neighbouring offsets cost one entry in the kernel's table instead of one each.
@@ -38,6 +54,7 @@ class PhysicalFile {
     for (auto hole = holes_.begin(); hole != holes_.end(); ++hole) {
       if (hole->second < size) continue;
       *offset = hole->first;
+      used_ += size;
       const std::size_t rest = hole->second - size;
       holes_.erase(hole);
       if (rest) holes_.emplace(*offset + static_cast<off_t>(size), rest);
@@ -50,10 +67,12 @@ class PhysicalFile {
     if (fstat(fd_, &now) != 0 || (now.st_size < needed && ftruncate(fd_, needed) != 0)) return kErrno + errno;
     *offset = end_;
     end_ += static_cast<off_t>(size);
+    used_ += size;
     return kSuccess;
   }
 
   void deallocate(off_t offset, std::size_t size) {
+    used_ -= size;
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size));
     auto next = holes_.lower_bound(offset);
     if (next != holes_.end() && next->first == offset + static_cast<off_t>(size)) {
@@ -71,39 +90,28 @@ class PhysicalFile {
   }
 
   int fd() const { return fd_; }
+  std::size_t used() const { return used_; }
 
-  // In a forked child, where nothing else may be touched. An open file keeps all of its memory.
-  void close_in_child() {
+  Result open() { return fd_ >= 0 ? kSuccess : make_file(0, 0, &fd_); }
+  void close_file() {
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
   }
 
- private:
-  // Whoever may open /proc/PID/fd could otherwise cut the file off under its mappings, which is a SIGBUS in a kernel.
-  // Memory is given back by punching holes, so nothing here ever shrinks it.
-  Result open() {
-    if (fd_ >= 0) return kSuccess;
-    constexpr unsigned kNoExecSeal = 8;  // MFD_NOEXEC_SEAL, which Linux < 6.3 refuses
-    int fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
-    if (fd < 0 && errno == EINVAL) fd = memfd_create("vattn", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0) return kErrno + errno;
-    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
-      const Result failed = kErrno + errno;
-      close(fd);
-      return failed;
-    }
-    fd_ = fd;
-    return kSuccess;
-  }
+  bool unwanted = false;  // nobody asks for memory of it any more
 
+ private:
   int fd_ = -1;
   off_t end_ = 0;
+  std::size_t used_ = 0;
   std::map<off_t, std::size_t> holes_;
 };
 
 // Physical memory lives while references + mappings > 0.
 struct Physical {
   int granularity_log2;
+  int location;  // of its file among the files, if it is in one
+  int own;       // the descriptor of a file of its own; -1: a range of one of the files
   off_t offset;
   std::size_t size;
   std::size_t references;
@@ -126,7 +134,8 @@ struct Reservation {
 
 struct State {
   std::mutex mutex;
-  std::array<PhysicalFile, kGranularities> files;
+  std::map<int, PhysicalFile> files;  // by the location's id: the granularity, and the file's number
+  int next_file = 1;
   std::map<Handle, Physical> physical;
   std::map<Address, Reservation> reservations;
   Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
@@ -149,8 +158,8 @@ State& state() {
   return *fresh.release();
 }
 
-// A child that keeps the file open, or a mapping of it, keeps all of the memory after its owner has gone, and can read
-// it. So each child closes the file before it does anything else, also one that never comes here; and the lock is held
+// A child that keeps a file open, or a mapping of it, keeps all of the memory after its owner has gone, and can read
+// it. So each child closes the files before it does anything else, also one that never comes here; and the lock is held
 // during a fork, so that none falls between the making of a file or a mapping and what keeps it out of children.
 thread_local State* forking = nullptr;  // locked by the fork that the calling thread makes
 
@@ -161,7 +170,9 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
     },
     [] { forking->mutex.unlock(); },
     [] {
-      for (PhysicalFile& file : forking->files) file.close_in_child();
+      for (auto& [location, file] : forking->files) file.close_file();
+      for (const auto& [handle, memory] : forking->physical)
+        if (memory.own >= 0) close(memory.own);
       forking->mutex.unlock();
     });
 
@@ -295,9 +306,21 @@ Result room_for_memory(State& s, std::size_t size) try {
   return kErrno + error.code().value();
 }
 
+void forget_file(State& s, std::map<int, PhysicalFile>::iterator file) {
+  if (!file->second.unwanted || file->second.used()) return;
+  file->second.close_file();
+  s.files.erase(file);
+}
+
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
   if (it->second.references + it->second.mappings > 0) return;
-  s.files[it->second.granularity_log2 - kMinGranularityLog2].deallocate(it->second.offset, it->second.size);
+  if (it->second.own >= 0) {
+    close(it->second.own);
+  } else {
+    const auto file = s.files.find(it->second.location);
+    file->second.deallocate(it->second.offset, it->second.size);
+    forget_file(s, file);
+  }
   s.physical_bytes -= it->second.size;
   s.physical.erase(it);
 }
@@ -339,29 +362,42 @@ Result address_free(Address address, std::size_t size) {
 
 Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flags flags) {
   if (!handle || !prop || flags || prop->location.type != kLocationHost) return kInvalidValue;
-  const int log2 = prop->location.id;
-  if (log2 < kMinGranularityLog2 || log2 > kMaxGranularityLog2) return kInvalidValue;
+  const int location = prop->location.id, log2 = location & ((1 << kFileShift) - 1);
+  if (location < 0 || log2 < kMinGranularityLog2 || log2 > kMaxGranularityLog2) return kInvalidValue;
   if (size == 0 || size % (std::size_t{1} << log2)) return kInvalidValue;
+  if (prop->requested_handle_types & ~kPosixFileDescriptor) return kNotSupported;
+  const bool exportable = prop->requested_handle_types != 0;
   State& s = state();
-  PhysicalFile& file = s.files[log2 - kMinGranularityLog2];
+  PhysicalFile* file = nullptr;  // which stays where it is while it has memory
+  Handle made = 0;
+  int own = -1;
   off_t offset = 0;
   {
     const std::lock_guard lock(s.mutex);
+    if (location >> kFileShift && (exportable || !s.files.contains(location))) return kInvalidValue;
+    file = &s.files[location];
     if (const Result r = room_for_memory(s, size); r != kSuccess) return r;
-    if (const Result r = file.allocate(size, &offset); r != kSuccess) return r;
+    if (exportable && size > static_cast<std::size_t>(std::numeric_limits<off_t>::max())) return kOutOfMemory;
+    const Result r =
+        exportable ? make_file(static_cast<off_t>(size), F_SEAL_GROW, &own) : file->allocate(size, &offset);
+    if (r != kSuccess) return r;
+    // Entered before it is filled, so that a child of a fork during that closes the descriptor.
+    made = s.next_handle++;
+    s.physical.emplace(made, Physical{log2, location, own, offset, size, 1, 0});
+    s.physical_bytes += size;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
   // would be a SIGBUS there and is an error here.
-  const Result filled = populate(file.fd(), offset, size);
-  const std::lock_guard lock(s.mutex);
-  if (filled != kSuccess) {
-    file.deallocate(offset, size);
-    return filled;
+  const Result filled = populate(exportable ? own : file->fd(), offset, size);
+  if (filled == kSuccess) {
+    *handle = made;
+    return kSuccess;
   }
-  *handle = s.next_handle++;
-  s.physical.emplace(*handle, Physical{log2, offset, size, 1, 0});
-  s.physical_bytes += size;
-  return kSuccess;
+  const std::lock_guard lock(s.mutex);
+  const auto it = s.physical.find(made);
+  it->second.references = 0;
+  forget(s, it);
+  return filled;
 }
 
 Result release(Handle handle) {
@@ -390,7 +426,7 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
   if (!(flags & kMapRestore) && !room_for_mappings(s, 2)) return kOutOfMemory;
-  const int fd = s.files[memory.granularity_log2 - kMinGranularityLog2].fd();
+  const int fd = memory.own >= 0 ? memory.own : s.files[memory.location].fd();
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   const int protection = protection_of(Access::kNone, reservation.strict);
   if (!map_fixed(address, size, protection, MAP_SHARED, fd, memory.offset)) return from_errno();
@@ -463,6 +499,41 @@ Result retain_handle(Handle* handle, void* address) {
   if (!mapping) return kInvalidValue;
   *handle = mapping->handle;
   s.physical.at(*handle).references += 1;
+  return kSuccess;
+}
+
+Result export_handle(void* shareable, Handle handle, unsigned type, Flags flags) {
+  if (!shareable || flags || type != kPosixFileDescriptor) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto it = s.physical.find(handle);
+  if (it == s.physical.end() || it->second.references == 0 || it->second.own < 0) return kInvalidValue;
+  const int fd = fcntl(it->second.own, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return kErrno + errno;
+  std::memcpy(shareable, &fd, sizeof fd);
+  return kSuccess;
+}
+
+// A descriptor that was opened read-only makes memory that cannot be mapped for writing: the kernel refuses it.
+Result import_handle(Handle* handle, void* shareable, unsigned type) {
+  if (!handle || type != kPosixFileDescriptor) return kInvalidValue;
+  const auto given = reinterpret_cast<std::uintptr_t>(shareable);
+  if (given > static_cast<std::uintptr_t>(std::numeric_limits<int>::max())) return kInvalidValue;
+  // Only a file that nobody can make shorter, or longer: any other could fault under a kernel, or is not what it seems.
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  const std::size_t page = std::size_t{1} << kMinGranularityLog2;
+  struct stat file{};
+  const int seals = fcntl(static_cast<int>(given), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(static_cast<int>(given), &file) != 0) return kInvalidValue;
+  const auto size = static_cast<std::size_t>(file.st_size);
+  if (size == 0 || size % page) return kInvalidValue;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int fd = fcntl(static_cast<int>(given), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return kErrno + errno;
+  *handle = s.next_handle++;
+  s.physical.emplace(*handle, Physical{kMinGranularityLog2, 0, fd, 0, size, 1, 0});
+  s.physical_bytes += size;
   return kSuccess;
 }
 
@@ -620,6 +691,8 @@ const Vmm& host_vmm() {
       .set_access = set_access,
       .get_access = get_access,
       .retain_handle = retain_handle,
+      .export_handle = export_handle,
+      .import_handle = import_handle,
       .memset_async = memset_async,
       .event_create = event_create,
       .event_destroy = check_event,
@@ -634,6 +707,36 @@ const Vmm& host_vmm() {
       .error_name = error_name,
   };
   return table;
+}
+
+int open_host_file(int granularity_log2) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int number = s.next_file;
+  PhysicalFile file;
+  if (const Result r = file.open(); r != kSuccess)
+    throw std::system_error(r - kErrno, std::generic_category(), "memfd_create");
+  s.files.emplace(granularity_log2 | number << kFileShift, file);
+  s.next_file += 1;
+  return number;
+}
+
+int host_file_descriptor(int granularity_log2, int number) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto file = s.files.find(granularity_log2 | number << kFileShift);
+  const int fd = file == s.files.end() ? -1 : fcntl(file->second.fd(), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) throw std::system_error(file == s.files.end() ? EBADF : errno, std::generic_category(), "fcntl");
+  return fd;
+}
+
+void close_host_file(int granularity_log2, int number) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto file = s.files.find(granularity_log2 | number << kFileShift);
+  if (file == s.files.end()) return;
+  file->second.unwanted = true;
+  forget_file(s, file);
 }
 
 std::size_t max_mappings() {

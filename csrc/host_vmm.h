@@ -1,8 +1,8 @@
 // The host provider: CUDA's virtual memory calls over Linux memory (memfd_create, mmap), with CUDA's contract.
 //
-// Physical memory is a range of a memfd; a reservation is an anonymous mapping that cannot be written, so that a stray
-// read past the mapped pages sees zeros and a stray write faults. A location of type kLocationHost names its
-// granularity by its id, the power of two: 12 (4 KiB) to 21 (2 MiB).
+// Physical memory is a range of a memfd, or, if it can be exported, a memfd of its own; a reservation is an anonymous
+// mapping that cannot be written, so that a stray read past the mapped pages sees zeros and a stray write faults. A
+// location of type kLocationHost names its granularity by its id, the power of two: 12 (4 KiB) to 21 (2 MiB).
 #pragma once
 
 #include "vmm.h"
@@ -23,6 +23,16 @@ constexpr Flags kMapRestore = 1;
 constexpr Result kErrno = 10000;
 
 const Vmm& host_vmm();
+
+// Memory that another process counts is in a file of its own. A location names it beside the granularity, in the bits
+// from kFileShift on; 0 is the process's own.
+constexpr int kFileShift = 8;
+// Opens a file for pages of a granularity; its number. Throws std::system_error.
+int open_host_file(int granularity_log2);
+// A descriptor of that file, which is the caller's to close. Throws std::system_error.
+int host_file_descriptor(int granularity_log2, int number);
+// Closes the file as soon as no memory of it is left.
+void close_host_file(int granularity_log2, int number);
 
 // Mappings that Linux allows a process (vm.max_map_count).
 std::size_t max_mappings();

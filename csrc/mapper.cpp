@@ -252,7 +252,8 @@ void Mapper::execute(Transaction& transaction) {
 }
 
 bool Mapper::lacks_stock() const {
-  return !worker_->barren && worker_->stock.size() < worker_->wanted && created_ < pool_->budget();
+  return !worker_->barren && worker_->stock.size() < worker_->wanted &&
+         created_ < std::min(pool_->budget(), pool_->limit());
 }
 
 // One part, or what the stock lacks if that is less; given up when something else is to be done.

@@ -39,6 +39,8 @@ void visit_table(Vmm_& vmm, Visit&& visit) {
   visit("cuMemSetAccess", vmm.set_access);
   visit("cuMemGetAccess", vmm.get_access);
   visit("cuMemRetainAllocationHandle", vmm.retain_handle);
+  visit("cuMemExportToShareableHandle", vmm.export_handle);
+  visit("cuMemImportFromShareableHandle", vmm.import_handle);
   visit("cuMemsetD8Async", vmm.memset_async);
   visit("cuEventCreate", vmm.event_create);
   visit("cuEventDestroy", vmm.event_destroy);
@@ -61,11 +63,16 @@ Table table_of(const Vmm& vmm) {
 
 StreamHandle stream_of(std::uintptr_t stream) { return reinterpret_cast<StreamHandle>(stream); }
 
-nb::bytes host_prop(std::size_t granularity) {
+int log2_of(std::size_t granularity) {
+  int log2 = 0;
+  while (log2 < 63 && (std::size_t{1} << log2) < granularity) log2 += 1;
+  return log2;
+}
+
+nb::bytes host_prop(std::size_t granularity, int file) {
   AllocationProp prop{};
   prop.type = 1;
-  prop.location.type = kLocationHost;
-  while (prop.location.id < 63 && (std::size_t{1} << prop.location.id) < granularity) prop.location.id += 1;
+  prop.location = {kLocationHost, log2_of(granularity) | file << kFileShift};
   return nb::bytes(&prop, sizeof prop);
 }
 
@@ -217,7 +224,18 @@ NB_MODULE(_native, m) {
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&set_exiting));
 
   m.def("host_table", [] { return table_of(host_vmm()); }, "Addresses of the host provider's calls, by CUDA's names.");
-  m.def("host_prop", &host_prop, "granularity"_a, "The CUmemAllocationProp that asks the host for such pages.");
+  m.def("host_prop", &host_prop, "granularity"_a, "file"_a = 0,
+        "The CUmemAllocationProp that asks the host for such pages, of the process's own file or of another one.");
+  m.def(
+      "open_host_file", [](std::size_t granularity) { return open_host_file(log2_of(granularity)); }, "granularity"_a,
+      "A file of its own for pages that another process counts; its number, for `host_prop`.");
+  m.def(
+      "host_file_descriptor",
+      [](std::size_t granularity, int file) { return host_file_descriptor(log2_of(granularity), file); },
+      "granularity"_a, "file"_a, "A descriptor of that file, to be closed by the caller.");
+  m.def(
+      "close_host_file", [](std::size_t granularity, int file) { close_host_file(log2_of(granularity), file); },
+      "granularity"_a, "file"_a, "Closes that file as soon as no memory of it is left.");
   m.def(
       "table_names",
       [] {
@@ -285,6 +303,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("zero_on_free", &PagePool::zero_on_free)
       .def_prop_ro("page_size", &PagePool::page_size)
       .def("counts", &PagePool::counts)
+      .def_prop_rw("limit", &PagePool::limit, &PagePool::set_limit, "Pages that may have memory now; at first all.")
       .def(
           "release_free",
           [](std::shared_ptr<PagePool> self, Transaction& transaction, std::size_t count) {
@@ -435,6 +454,7 @@ NB_MODULE(_native, m) {
       .def("resume", &Mapper::resume, "Forgets the failures, which were taken back, and lets the log go on.")
       .def("stock", &Mapper::stock, "pages"_a,
            "Memory for this many pages is wanted in stock, as far as the budget has room; what is beyond stays.")
+      .def_prop_ro("created", &Mapper::created, "Pages that have memory now, those in stock included.")
       .def_prop_ro("stocked", &Mapper::stocked, "Pages for which there is memory in stock.")
       .def(
           "unstock",

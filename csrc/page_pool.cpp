@@ -7,7 +7,7 @@
 namespace vattn {
 
 PagePool::PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free)
-    : page_size_(page_size), budget_(budget), zero_on_free_(zero_on_free) {
+    : page_size_(page_size), budget_(budget), zero_on_free_(zero_on_free), limit_(budget) {
   if (budget > std::numeric_limits<PageId>::max()) throw std::invalid_argument("more pages than a page index can name");
 }
 

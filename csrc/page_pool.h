@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <memory>
@@ -35,6 +36,10 @@ class PagePool {
 
   std::size_t page_size() const { return page_size_; }
   std::size_t budget() const { return budget_; }
+  // Pages that may have memory now, at most the budget. It is for those who decide what to take, and for the stock; to
+  // take more than this is no error. Any thread may set it.
+  std::size_t limit() const { return limit_.load(std::memory_order_relaxed); }
+  void set_limit(std::size_t pages) { limit_.store(pages, std::memory_order_relaxed); }
   bool zero_on_free() const { return zero_on_free_; }
   PoolCounts counts() const;
 
@@ -76,6 +81,7 @@ class PagePool {
   const std::size_t page_size_;
   const std::size_t budget_;
   const bool zero_on_free_;
+  std::atomic<std::size_t> limit_;
   std::vector<std::uint32_t> references_;  // of pages below fresh_
   std::array<std::vector<Handle>, kBlocks> handles_;
   std::set<PageId> free_;

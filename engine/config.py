@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from vattn.broker.places import check_name
+from vattn.broker.share import parse_share
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError
 from vattn.integers import shown
@@ -113,6 +115,18 @@ class EngineConfig:
         None,
         "share of the free memory for the cache, over 0 and up to 1, in place of a size; on a CPU of the host's memory",
         parse=float,
+        metavar="SHARE",
+    )
+    kv_pool: str | None = option(
+        None,
+        "the pool of a broker (`vattn pool serve NAME`) whose memory the cache borrows, with other engines of the "
+        "machine; for `virtual`. Other sizes then only limit this cache",
+        metavar="NAME",
+    )
+    kv_share: str | None = option(
+        None,
+        "what of the pool is guaranteed, and the most to be had: `at least 4GiB, at most 40GiB`; by default nothing, "
+        "and all",
         metavar="SHARE",
     )
     block_size: int = option(16, "tokens per block, for `paged`", parse=int)
@@ -240,7 +254,9 @@ class EngineConfig:
             return budget_bytes("auto", device, self.gpu_memory_utilization)
         if self.kv_cache_memory_bytes is not None:
             return self.kv_cache_memory_bytes
-        return _BUDGET if self.memory_budget is None else self.memory_budget
+        if self.memory_budget is None:
+            return _BUDGET if self.kv_pool is None else "auto"
+        return self.memory_budget
 
     def _check_types(self) -> None:
         if self.on_step is not None and not callable(self.on_step):
@@ -307,6 +323,14 @@ class EngineConfig:
                 raise ConfigError(f"{name} is for a path or a hub id, but the model is loaded already; leave it out")
 
     def _check_memory(self) -> None:
+        if self.kv_pool is not None:
+            check_name(self.kv_pool, "kv_pool")
+            if self.kv != "virtual":
+                raise ConfigError(f"kv_pool lends memory to kv='virtual', not to kv={self.kv!r}; leave one of them out")
+        if self.kv_share is not None:
+            if self.kv_pool is None:
+                raise ConfigError("kv_share is a share of a kv_pool; name the pool too")
+            parse_share(self.kv_share)
         parse_bytes(self.swap_space, "swap_space")
         sizes = ("memory_budget", "kv_cache_memory_bytes", "gpu_memory_utilization")
         given = [name for name in sizes if getattr(self, name) is not None]

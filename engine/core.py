@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from vattn.broker.share import parse_share
 from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
 from vattn.units import parse_bytes
@@ -23,7 +25,7 @@ from .config import EngineConfig
 from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
 from .kv.base import KVBackend
 from .kv.make import make_backend
-from .kv.spec import KVSpec
+from .kv.spec import KVSpec, PoolShare
 from .loading import LoadedModel
 from .metrics import Figures, Metric, counted, held
 from .model.forward import Forward, Row
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 # Which part of the books a call changes, or which part of a step is under way.
 _QUEUES, _STEP, _ON_STEP = "queues", "step", "on_step"
+# Seconds until memory that other engines have is asked for again.
+_REST = 0.01
 _WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 # Set, an engine checks itself whenever it has become idle.
 _CHECK_VARIABLE = "VATTN_CHECK"
@@ -464,7 +468,8 @@ class EngineCore:
         """A plan with its memory prepared, how many requests it preempted, and the seconds spent in `prepare`.
 
         The scheduler accounts for memory, so the backend rarely refuses: for guard rows, or limits of the driver. The
-        request of the lowest rank is then preempted; a request that is refused alone fails.
+        request of the lowest rank is then preempted; a request that is refused alone fails, unless other engines have
+        the memory, of a pool that lends it: then it waits.
         """
         preempted = 0
         seconds = 0.0
@@ -491,11 +496,19 @@ class EngineCore:
                 if len(self.scheduler.running) > 1:
                     self.scheduler.preempt_last()
                     preempted += 1
+                elif error.may_pass and self._fits(plan.requests):
+                    self.scheduler.preempt_last()
+                    time.sleep(_REST)
+                    return StepPlan(), preempted + 1, seconds + time.monotonic() - start
                 else:
                     self._fail(plan.requests, error)
             except VattnError as error:
                 self._fail(plan.requests, error)
             seconds += time.monotonic() - start
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        """Whether the cache could hold each of them alone, as far as its operator allows now."""
+        return all(self.kv.needed(request.num_tokens) <= self.kv.total() for request in requests)
 
     def _compute(self, plan: StepPlan) -> None:
         """Run a prepared plan; requests that got a token or failed have news."""
@@ -676,8 +689,18 @@ def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
         guard_rows=loaded.attention.guard_rows,
         chunk_tokens=config.max_num_batched_tokens,
         kv_options=config.kv_options,
+        pool=_pool_share(config),
     )
     return make_backend(config.kv, spec, kv_cache_dtype=config.kv_cache_dtype)
+
+
+def _pool_share(config: EngineConfig) -> PoolShare | None:
+    if config.kv_pool is None:
+        return None
+    least, most = (0, None) if config.kv_share is None else parse_share(config.kv_share)
+    model = config.model if isinstance(config.model, str) else type(config.model).__name__
+    label = re.sub(r"[^\w.-]", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:32].lstrip("-.")
+    return PoolShare(config.kv_pool, least, most, label or "engine")
 
 
 def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> Scheduler:

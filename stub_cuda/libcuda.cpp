@@ -3,7 +3,7 @@
 // where the real driver might let it pass. Streams are lists of kernels that a test launches and completes.
 //
 // Tests control it by the stub_* functions at the end of this file, through ctypes (stub.py).
-#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,8 +36,7 @@ enum : Result {
   kCapturedEvent = 907,
 };
 
-constexpr unsigned kPosixHandle = 1, kFabricHandle = 8;  // CUmemAllocationHandleType
-constexpr int kFresh = 0xA5;                             // every byte of memory that nobody wrote yet
+constexpr int kFresh = 0xA5;  // every byte of memory that nobody wrote yet
 
 int environment(const char* name, int otherwise) {
   const char* value = std::getenv(name);
@@ -272,9 +271,10 @@ class Frame {
 #define NEEDS(...) \
   if (!call.needs(__VA_ARGS__)) return call.result
 
-AllocationProp host_allocation(int granularity_log2) {
+AllocationProp host_allocation(int granularity_log2, unsigned handle_types = 0) {
   AllocationProp prop{};
   prop.type = 1;
+  prop.requested_handle_types = handle_types & kPosixFileDescriptor;
   prop.location = {kLocationHost, granularity_log2};
   return prop;
 }
@@ -556,13 +556,13 @@ Result cuMemCreate(Handle* handle, std::size_t size, const AllocationProp* prop,
   NEEDS(prop->location.id >= 0 && prop->location.id < static_cast<int>(s.contexts.size()), "no such device",
         kInvalidDevice);
   const unsigned types = prop->requested_handle_types;
-  NEEDS((types & ~(kPosixHandle | kFabricHandle)) == 0 && !prop->win32_handle_metadata, "no handles of Windows");
-  if (((types & kPosixHandle) && !s.posix_fd) || ((types & kFabricHandle) && !s.fabric)) return kNotSupported;
-  if ((types & kFabricHandle) && !s.imex) return kNotPermitted;
+  NEEDS((types & ~(kPosixFileDescriptor | kFabric)) == 0 && !prop->win32_handle_metadata, "no handles of Windows");
+  if (((types & kPosixFileDescriptor) && !s.posix_fd) || ((types & kFabric) && !s.fabric)) return kNotSupported;
+  if ((types & kFabric) && !s.imex) return kNotPermitted;
   const char zero[8] = {};
   NEEDS(std::memcmp(&prop->alloc_flags, zero, sizeof zero) == 0, "no allocation flags");
   if (physical_bytes() + size > s.memory) return kOutOfMemory;
-  const AllocationProp allocation = host_allocation(s.granularity_log2);
+  const AllocationProp allocation = host_allocation(s.granularity_log2, types);
   const Result result = host_vmm().create(handle, size, &allocation, 0);
   if (result != kSuccess) return result;
   if (const Result filled = fill(*handle, size, allocation.location); filled != kSuccess) {
@@ -670,15 +670,23 @@ Result cuMemRetainAllocationHandle(Handle* handle, void* address) {
   return result;
 }
 
-// A file descriptor that stands for the memory; what can be done with it is left out here.
 Result cuMemExportToShareableHandle(void* shareable, Handle handle, unsigned type, Flags flags) {
   ENTER_UNSAFE("cuMemExportToShareableHandle", handle, type, flags);
   NEEDS(flags == 0, "flags must be zero");
   NEEDS(s.handles.contains(handle), "not a valid handle");
-  NEEDS(type == kPosixHandle && (s.handle_types[handle] & type), "the memory was made without such handles");
-  const int fd = memfd_create("stub_cuda", MFD_CLOEXEC);
-  if (fd < 0) return kUnknown;
-  std::memcpy(shareable, &fd, sizeof fd);
+  NEEDS(type == kPosixFileDescriptor && (s.handle_types[handle] & type), "the memory was made without such handles");
+  return host_vmm().export_handle(shareable, handle, type, flags);
+}
+
+Result cuMemImportFromShareableHandle(Handle* handle, void* shareable, unsigned type) {
+  ENTER_UNSAFE("cuMemImportFromShareableHandle", shareable, type);
+  NEEDS(type == kPosixFileDescriptor, "only file descriptors");
+  struct stat file{};
+  if (fstat(static_cast<int>(reinterpret_cast<std::uintptr_t>(shareable)), &file) != 0) return kInvalidValue;
+  const Result result = host_vmm().import_handle(handle, shareable, type);
+  if (result != kSuccess) return result;
+  s.handles.emplace(*handle, std::pair{static_cast<std::size_t>(file.st_size), std::size_t{1}});
+  s.handle_types[*handle] = type;
   return kSuccess;
 }
 
@@ -829,6 +837,7 @@ Result cuGetProcAddress_v2(const char* symbol, void** function, int version, Fla
       ENTRY(cuMemGetAccess, 10020),
       ENTRY(cuMemRetainAllocationHandle, 11000),
       ENTRY(cuMemExportToShareableHandle, 10020),
+      ENTRY(cuMemImportFromShareableHandle, 10020),
       ENTRY(cuMemsetD8Async, 3020),
       ENTRY(cuStreamIsCapturing, 10000),
       ENTRY(cuEventCreate, 2000),

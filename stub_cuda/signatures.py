@@ -18,6 +18,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemSetAccess": (_u64, _size, _pointer, _size),
     "cuMemGetAccess": (ctypes.POINTER(_u64), _pointer, _u64),
     "cuMemRetainAllocationHandle": (ctypes.POINTER(_u64), _u64),
+    "cuMemExportToShareableHandle": (_pointer, _u64, _uint, _u64),
+    "cuMemImportFromShareableHandle": (ctypes.POINTER(_u64), _pointer, _uint),
     "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
     "cuEventCreate": (ctypes.POINTER(_pointer), _uint),
     "cuEventDestroy": (_pointer,),

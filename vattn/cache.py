@@ -455,8 +455,8 @@ class KVCache(PoolMember):
 
     @property
     def total_pages(self) -> int:
-        """The budget, in pages."""
-        return self._ledger.budget
+        """The budget, in pages; of a pool that a broker lends, as far as its operator allows now."""
+        return min(self._ledger.budget, self._core.most_pages)
 
     @property
     def prefix_block_tokens(self) -> int:
@@ -504,6 +504,7 @@ class KVCache(PoolMember):
         surplus of running requests. Negative if running requests have yet to get pages of their own in place of shared
         ones.
         """
+        self._core.refill()
         takeable = self._core.spare_pages + self._reclaimer.stuck_pages()
         held = self._core.free_pages + takeable + self._ledger.owned
         return min(self._ledger.budget, held) - self._ledger.needed
@@ -569,8 +570,8 @@ class KVCache(PoolMember):
             parked_pages=ledger.parked,
             cached_pages=ledger.cached,
             shared_pages=bands.shared_pages,
-            other_pages=ledger.budget - ledger.held - ledger.free,
-            free_pages=ledger.free,
+            other_pages=ledger.budget - ledger.held - max(0, ledger.free),
+            free_pages=max(0, ledger.free),
             created_pages=min(counts.budget, counts.budget - counts.absent + stocked),
             stocked_pages=stocked,
             peak_mapped_pages=ledger.peak,

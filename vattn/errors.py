@@ -49,12 +49,14 @@ class OutOfPages(VattnError, MemoryError):
     Attributes:
         missing_pages: the shortfall, in pages of physical memory.
         missing_bytes: the shortfall, in bytes.
+        may_pass: whether another process has the memory, of a pool that both have, and may give it back.
     """
 
-    def __init__(self, message: str, *, missing_pages: int, missing_bytes: int) -> None:
+    def __init__(self, message: str, *, missing_pages: int, missing_bytes: int, may_pass: bool = False) -> None:
         super().__init__(message)
         self.missing_pages = missing_pages
         self.missing_bytes = missing_bytes
+        self.may_pass = may_pass
 
 
 class MappingLimit(OutOfPages):

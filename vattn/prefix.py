@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Block:
         key: stands for everything that its values depend on; None if unknown.
         users: number of running requests that use it.
         published: whether it is in the index.
-        last_use: when a user last left it, on a logical clock that all indexes share.
+        last_use: when a user last left it: nanoseconds of the machine's monotonic clock, by which all indexes agree.
     """
 
     depth: int
@@ -60,7 +61,14 @@ class Block:
 
 
 B = TypeVar("B", bound=Block)
-_clock = itertools.count(1)
+_last = 0
+
+
+def _tick() -> int:
+    """The monotonic clock, later than ever before."""
+    global _last
+    _last = max(_last + 1, time.monotonic_ns())
+    return _last
 
 
 def root_key(salt: bytes) -> Key:
@@ -173,7 +181,7 @@ class PrefixIndex(Generic[B]):
 
     def release(self, blocks: Iterable[B]) -> None:
         """Removes a user from each of these blocks."""
-        now = next(_clock)
+        now = _tick()
         for block in blocks:
             assert block.users > 0, "released a block that nobody uses"
             block.users -= 1

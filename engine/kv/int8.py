@@ -17,6 +17,7 @@ from vattn.quantised import KVCacheDtype, dequantise, quantise, quantised_groups
 
 from .base import StoredAs, register, to_host
 from .contiguous import ContiguousKV
+from .spec import PoolShare
 from .virtual import VirtualKV
 
 
@@ -34,14 +35,14 @@ class QuantisedKV(VirtualKV):
     kv_cache_dtype: ClassVar[KVCacheDtype] = "int8"
     stored_as: ClassVar[StoredAs] = None
 
-    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None) -> None:
+    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None, share: PoolShare | None = None) -> None:
         dtypes = {group.torch_dtype for group in config.tensor_groups}
         if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
             raise ConfigError(f"only floating point of one type can be quantised, not {sorted(map(str, dtypes))}")
         self._dtype = dtypes.pop()
         layers = sorted(index for group in config.tensor_groups for index in group.indices)
         groups, places = quantised_groups(config.tensor_groups, self._dtype)
-        super().__init__(replace(config, groups=groups), chunk_tokens=chunk_tokens)
+        super().__init__(replace(config, groups=groups), chunk_tokens=chunk_tokens, share=share)
         scales = (places[layer] for layer in layers)
         self._scales = ContiguousKV([place.views(self.cache.layer(place.layer)[0]) for place in scales])
         self._codes = [

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PoolShare:
+    """A part of a broker's pool: `PagePool.connect`.
+
+    Attributes:
+        name: the pool.
+        at_least, at_most: bytes; None for the whole budget.
+        label: what `vattn pool top` calls the borrower.
+    """
+
+    name: str
+    at_least: int
+    at_most: int | None
+    label: str
+
+
+@dataclass(frozen=True)
 class KVSpec:
     """What every backend is made from; each uses the fields that concern it.
 
@@ -33,6 +49,7 @@ class KVSpec:
         chunk_tokens: most tokens of a request in one step.
         kv_options: further options of the backend: of `vattn.KVConfig` for `virtual`; `num_blocks` and `windows`, over
             `vattn.BlockWindows`, for `paged`.
+        pool: the pool to borrow memory of, for `virtual`; None for memory of its own.
 
     Raises:
         ConfigError: a size below 1; only `v_head_dim` may be 0, for opaque rows that are stored as keys.
@@ -49,6 +66,7 @@ class KVSpec:
     guard_rows: int = 0
     chunk_tokens: int | None = None
     kv_options: Mapping[str, Any] | None = None
+    pool: PoolShare | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "block_size"):

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Self
 
 from vattn.cache import KVCache
-from vattn.config import KVConfig
+from vattn.config import KVConfig, resolve
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission
 
 from .base import KVDescription, KVStats, SlotView, mapping_calls, register
 from .contiguous import ContiguousKV
-from .spec import KVSpec
+from .spec import KVSpec, PoolShare
 
 
 @register
@@ -22,6 +22,7 @@ class VirtualKV(ContiguousKV):
     Args:
         chunk_tokens: maximum tokens of a request in one step; the memory that layers with a window need depends on it.
         pool: where the pages come from; by default a pool of its own.
+        share: the pool to borrow memory of, in pages as the config would have them; None for memory of its own.
 
     Raises:
         ConfigError: the configuration does not fit.
@@ -30,8 +31,21 @@ class VirtualKV(ContiguousKV):
     name: ClassVar[str] = "virtual"
     forgets_windows: ClassVar[bool] = True
 
-    def __init__(self, config: KVConfig, *, chunk_tokens: int | None = None, pool: PagePool | None = None) -> None:
-        self.cache = KVCache(config, pool=pool)
+    def __init__(
+        self,
+        config: KVConfig,
+        *,
+        chunk_tokens: int | None = None,
+        pool: PagePool | None = None,
+        share: PoolShare | None = None,
+    ) -> None:
+        self._borrowed = None if share is None else _connect(config, share)
+        try:
+            self.cache = KVCache(config, pool=pool if self._borrowed is None else self._borrowed)
+        except BaseException:
+            if self._borrowed is not None:
+                self._borrowed.close()
+            raise
         self._chunk_tokens = chunk_tokens
         super().__init__([self.cache.layer(i) for i in self.cache.layers])
 
@@ -46,7 +60,7 @@ class VirtualKV(ContiguousKV):
             memory_budget=spec.memory_budget,
             **{"guard_rows": spec.guard_rows, **(spec.kv_options or {})},
         )
-        return cls(config, chunk_tokens=spec.chunk_tokens)
+        return cls(config, chunk_tokens=spec.chunk_tokens, share=spec.pool)
 
     @property
     def token_bytes(self) -> int:
@@ -135,3 +149,19 @@ class VirtualKV(ContiguousKV):
     def close(self) -> None:
         super().close()
         self.cache.close()
+        if self._borrowed is not None:
+            self._borrowed.close()
+
+
+def _connect(config: KVConfig, share: PoolShare) -> PagePool:
+    layout, _ = resolve(config)
+    return PagePool.connect(
+        share.name,
+        at_least=share.at_least,
+        at_most=share.at_most,
+        label=share.label,
+        device=config.device,
+        page_size=layout.page_size,
+        guard=config.guard,
+        zero_on_free=config.zero_on_free,
+    )

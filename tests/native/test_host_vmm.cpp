@@ -1,6 +1,7 @@
 // The contract in vmm.h, held against the host provider.
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -238,6 +239,45 @@ TEST(without_descriptors_creation_says_so) {
   CHECK_EQ(vmm.error_name(created, &name), kSuccess);
   CHECK_EQ(std::string(name), "EMFILE");
   CHECK_EQ(vmm.release(create(bytes_of(17), 17)), kSuccess);
+  nothing_left.check();
+}
+
+TEST(exportable_memory_has_a_file_of_its_own) {
+  const NothingLeft nothing_left;
+  for_each_granularity([&](int log2, std::size_t granularity) {
+    AllocationProp prop = host_prop(log2);
+    prop.requested_handle_types = kFabric;
+    Handle handle = 0;
+    CHECK_EQ(vmm.create(&handle, granularity, &prop, 0), kNotSupported);
+    CHECK_EQ(handle, 0u);
+    prop.requested_handle_types = kPosixFileDescriptor;
+    CHECK_EQ(vmm.create(&handle, std::size_t{1} << 63, &prop, 0), kOutOfMemory);
+    CHECK_EQ(vmm.create(&handle, 2 * granularity, &prop, 0), kSuccess);
+    int fd = -1;
+    CHECK_EQ(vmm.export_handle(&fd, create(granularity, log2), kPosixFileDescriptor, 0), kInvalidValue);
+    CHECK_EQ(vmm.release(handle + 1), kSuccess);  // what was created just now
+    CHECK_EQ(vmm.export_handle(&fd, handle, kPosixFileDescriptor, 0), kSuccess);
+    struct stat file{};
+    CHECK_EQ(fstat(fd, &file), 0);
+    CHECK_EQ(file.st_size, static_cast<off_t>(2 * granularity));
+    CHECK_EQ(file.st_blocks * 512, static_cast<off_t>(2 * granularity));  // it is filled
+    CHECK(ftruncate(fd, 0) != 0);
+    CHECK(ftruncate(fd, static_cast<off_t>(4 * granularity)) != 0);
+    Handle other = 0;
+    CHECK_EQ(vmm.import_handle(&other, reinterpret_cast<void*>(std::uintptr_t(fd)), kPosixFileDescriptor), kSuccess);
+    CHECK_EQ(vmm.release(handle), kSuccess);
+    CHECK_EQ(vmm.import_handle(nullptr, reinterpret_cast<void*>(std::uintptr_t(fd)), kPosixFileDescriptor),
+             kInvalidValue);
+    CHECK_EQ(close(fd), 0);
+    const Address address = reserve(2 * granularity, granularity);
+    place(address, 2 * granularity, other);
+    CHECK_EQ(word(address + granularity), 0u);
+    CHECK_EQ(vmm.release(other), kSuccess);
+    word(address) = 5;
+    CHECK_EQ(word(address), 5u);
+    CHECK_EQ(vmm.unmap(address, 2 * granularity), kSuccess);
+    CHECK_EQ(vmm.address_free(address, 2 * granularity), kSuccess);
+  });
   nothing_left.check();
 }
 

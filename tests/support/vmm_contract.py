@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from stub_cuda.signatures import SIGNATURES
 
 OUT_OF_MEMORY = 2
 READ_WRITE = 3
+POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PER_THREAD = 2  # CU_STREAM_PER_THREAD
 
 _u64, _uint, _pointer = ctypes.c_uint64, ctypes.c_uint, ctypes.c_void_p
@@ -58,6 +60,11 @@ class Provider:
     checks_everything: bool = True
     _functions: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def exportable(self) -> bytes:
+        """`prop` of memory that can be exported as a file descriptor."""
+        return self.prop[:4] + POSIX_FD.to_bytes(4, "little") + self.prop[8:]
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
             raise AttributeError(name)
@@ -82,9 +89,9 @@ class Provider:
             assert self.cuMemAddressFree(address.value, pages * self.page) == 0
 
     @contextmanager
-    def memory(self, pages: int = 1) -> Iterator[int]:
+    def memory(self, pages: int = 1, prop: bytes | None = None) -> Iterator[int]:
         handle = _u64()
-        assert self.cuMemCreate(handle, pages * self.page, self.prop, 0) == 0
+        assert self.cuMemCreate(handle, pages * self.page, prop or self.prop, 0) == 0
         try:
             yield handle.value
         finally:
@@ -99,6 +106,24 @@ class Provider:
             yield address
         finally:
             assert self.cuMemUnmap(address, pages * self.page) == 0
+
+    @contextmanager
+    def exported(self, handle: int) -> Iterator[int]:
+        descriptor = ctypes.c_int(-1)
+        assert self.cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, POSIX_FD, 0) == 0
+        try:
+            yield descriptor.value
+        finally:
+            os.close(descriptor.value)
+
+    @contextmanager
+    def imported(self, descriptor: int) -> Iterator[int]:
+        handle = _u64()
+        assert self.cuMemImportFromShareableHandle(handle, descriptor, POSIX_FD) == 0
+        try:
+            yield handle.value
+        finally:
+            assert self.cuMemRelease(handle.value) == 0
 
     def access(self, address: int) -> int | None:
         flags = _u64()
@@ -296,6 +321,71 @@ class VmmContract:
                 assert found.value == handle
                 assert vmm.cuMemRelease(found.value) == 0
             assert vmm.cuMemRetainAllocationHandle(found, base + vmm.page) != 0
+
+    @pytest.mark.parametrize("pages", [1, 3])
+    def test_exported_memory_is_the_same_wherever_it_is_imported(self, vmm: Provider, pages: int) -> None:
+        last = (pages - 1) * vmm.page
+        with vmm.reservation(2 * pages) as base, vmm.memory(pages, vmm.exportable) as handle:
+            there = base + pages * vmm.page
+            with vmm.exported(handle) as descriptor, vmm.imported(descriptor) as other:
+                assert other != handle
+                with vmm.mapping(base, handle, pages), vmm.mapping(there, other, pages):
+                    vmm.poke(base + last, 7)
+                    assert vmm.peek(there + last) == 7
+                    vmm.poke(there, 9)
+                    assert vmm.peek(base) == 9
+
+    def test_a_descriptor_keeps_memory(self, vmm: Provider) -> None:
+        """Neither the handle nor a mapping is left meanwhile; what was imported outlives the descriptor likewise."""
+        with vmm.reservation(1) as base:
+            with vmm.memory(1, vmm.exportable) as handle:
+                with vmm.mapping(base, handle):
+                    vmm.poke(base, 11)
+                keeping = vmm.exported(handle)
+                descriptor = keeping.__enter__()
+            again = vmm.imported(descriptor)
+            handle = again.__enter__()
+            keeping.__exit__(None, None, None)
+            with vmm.mapping(base, handle):
+                assert vmm.peek(base) == 11
+            again.__exit__(None, None, None)
+
+    def test_what_is_imported_can_be_exported(self, vmm: Provider) -> None:
+        with vmm.reservation(2) as base, vmm.memory(1, vmm.exportable) as one, ExitStack() as stack:
+            first = stack.enter_context(vmm.exported(one))
+            second = stack.enter_context(vmm.exported(stack.enter_context(vmm.imported(first))))
+            last = stack.enter_context(vmm.imported(second))
+            with vmm.mapping(base, one), vmm.mapping(base + vmm.page, last):
+                vmm.poke(base, 13)
+                assert vmm.peek(base + vmm.page) == 13
+
+    def test_export_refuses(self, vmm: Provider) -> None:
+        descriptor = ctypes.c_int(-1)
+        with vmm.memory() as plain:
+            assert vmm.cuMemExportToShareableHandle(ctypes.byref(descriptor), plain, POSIX_FD, 0) != 0
+        with vmm.memory(1, vmm.exportable) as handle:
+            if vmm.checks_everything:
+                assert vmm.cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, POSIX_FD, 1) != 0
+                assert vmm.cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, 2, 0) != 0
+        if vmm.checks_everything:
+            assert vmm.cuMemExportToShareableHandle(ctypes.byref(descriptor), handle, POSIX_FD, 0) != 0  # it is gone
+        assert descriptor.value == -1
+
+    def test_import_refuses(self, vmm: Provider) -> None:
+        if not vmm.checks_everything:
+            pytest.skip("CUDA's documentation does not say what happens")
+        handle, (reading, writing) = _u64(), os.pipe()
+        unsealed = os.memfd_create("unsealed")
+        os.truncate(unsealed, vmm.page)
+        try:
+            for descriptor in (reading, writing, unsealed, 2**31 - 1, 2**40):
+                assert vmm.cuMemImportFromShareableHandle(handle, descriptor, POSIX_FD) != 0
+            with vmm.memory(1, vmm.exportable) as exportable, vmm.exported(exportable) as descriptor:
+                assert vmm.cuMemImportFromShareableHandle(handle, descriptor, 2) != 0
+        finally:
+            for descriptor in (reading, writing, unsealed):
+                os.close(descriptor)
+        assert handle.value == 0
 
     def test_memset_on_the_threads_own_stream(self, vmm: Provider) -> None:
         page, event = vmm.page, _pointer()

@@ -53,13 +53,19 @@ class HostDevice(Device):
         handle_type: HandleType = "none",
         peers: Sequence[int] = (),
         table: dict[str, int] | None = None,
+        file: int = 0,
     ) -> MemoryDriver:
+        """`Device.open`.
+
+        Args:
+            file: the number of the file that pages come from (`_native.open_host_file`); 0 for the process's own.
+        """
         for name, given in (("handle_type", handle_type != "none" and handle_type), ("peers", peers)):
             if given:
                 raise ConfigError(f"{name}={given!r} is for pages on CUDA, and these are on the CPU; leave it out")
         native = _native.Driver(
             table if table is not None else self.table(),
-            _native.host_prop(self.check_page_size(page_size)),
+            _native.host_prop(self.check_page_size(page_size), file),
             reserve_flags=_native.HOST_RESERVE_STRICT if guard == "strict" else 0,
             restore_flags=_native.HOST_MAP_RESTORE,
         )

@@ -24,14 +24,30 @@ class Tenant(ABC):
         return 0
 
     @property
+    def parked_pages(self) -> int:
+        """Pages that it holds for no request, and in no cached block."""
+        return 0
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages of cached blocks that no request uses."""
+        return 0
+
+    @property
+    def oldest_use(self) -> int | None:
+        """When the cached block to be evicted next was last used, in nanoseconds of the monotonic clock."""
+        return None
+
+    @property
     def coming_pages(self) -> int:
         """Pages that one step may have to create."""
         return 0
 
-    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+    def reclaim(self, change: Change, pages: int, *, wait: bool, cached: bool = True) -> int:
         """Plans to free up to `pages` pages that no request uses, or a few more; returns how many.
 
-        With `wait`, this includes pages that kernels may still read: the worker waits for those kernels first.
+        With `wait`, this includes pages that kernels may still read: the worker waits for those kernels first. With
+        `cached`, it includes cached blocks.
         """
         return 0
 
@@ -72,6 +88,42 @@ class Core(Calls):
         """Pages that nobody holds."""
         counts = self.native.counts()
         return counts.absent + counts.free
+
+    # What differs where a broker lends the memory (`LentCore`)
+
+    @property
+    def most_pages(self) -> int:
+        """The most pages that there may be, as their owner wants it now."""
+        return self.total_pages
+
+    @property
+    def low_water(self) -> int:
+        """No tenant has to keep more pages free than this."""
+        return self.total_pages
+
+    @property
+    def shortage(self) -> str:
+        """Why there are no more pages although the budget has them; empty if that is not so."""
+        return ""
+
+    @property
+    def may_get_more(self) -> bool:
+        """Whether pages that are missing now may be there later, without anything that the tenants do."""
+        return False
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether pages that are missing are likely to come, so that nothing is given up for what can wait."""
+        return False
+
+    def refill(self) -> None:
+        """Has more pages come if few are left, as far as that is quick."""
+
+    def borrow(self, pages: int, *, needed: bool) -> int:
+        """Has so many pages become free, or fewer, without taking them from a tenant; how many did. `needed`: a call
+        fails without them.
+        """
+        return 0
 
     @property
     def usable(self) -> bool:

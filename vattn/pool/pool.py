@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +13,7 @@ from vattn.errors import ConfigError
 from vattn.groups import check_choice, check_int
 from vattn.pool import leftovers
 from vattn.pool.core import Core
+from vattn.pool.lent import lend
 from vattn.pool.worker import Worker
 from vattn.units import format_bytes, parse_bytes
 
@@ -75,7 +77,57 @@ class PagePool:
             )
         self.device = source.torch_device
         self.guard = guard
-        self._core = Core(Worker(driver, page_size, size // page_size, zero_on_free=zero_on_free))
+        self._core: Core = Core(Worker(driver, page_size, size // page_size, zero_on_free=zero_on_free))
+
+    @classmethod
+    def connect(
+        cls,
+        name: str,
+        *,
+        at_least: int | str = 0,
+        at_most: int | str | None = None,
+        label: str | None = None,
+        device: str | torch.device = "cpu",
+        page_size: int | Literal["auto"] = "auto",
+        guard: drivers.Guard = "zero",
+        zero_on_free: bool = False,
+    ) -> PagePool:
+        """A pool whose pages count in a budget that processes share, kept by a broker: `vattn pool serve NAME`.
+
+        It grows while there is memory that nobody needs, and gives back what others need: parked pages, then cached
+        prefixes, then, down to what is guaranteed, pages of running requests, which their engine preempts. How it does
+        so is in `vattn.broker`.
+
+        Args:
+            name: of the broker's pool.
+            at_least: bytes, or text such as "4GiB", that the pool can always have.
+            at_most: bytes or text of the most that it may have; by default the whole budget.
+            label: what `vattn pool top` calls it; by default the process.
+            device, page_size, guard, zero_on_free: as for `PagePool`.
+
+        Raises:
+            ConfigError: no broker serves the pool, it refuses, or an argument is not possible.
+        """
+        leftovers.take_back()
+        check_choice("guard", guard, ("zero", "strict"))
+        check_choice("zero_on_free", zero_on_free, (True, False))
+        source = drivers.find(device)
+        if isinstance(page_size, str) and page_size == "auto":
+            page_size = source.default_page_size
+        size = check_int("page_size", page_size, at_least=1, at_most=2**40)
+        lent = lend(
+            name,
+            source,
+            size,
+            label=label or f"process-{os.getpid()}",
+            at_least=0 if at_least == 0 else parse_bytes(at_least, "at_least"),
+            at_most=None if at_most is None else parse_bytes(at_most, "at_most"),
+            guard=guard,
+            zero_on_free=zero_on_free,
+        )
+        pool = cls.__new__(cls)
+        pool.device, pool.guard, pool._core = source.torch_device, guard, lent
+        return pool
 
     @property
     def page_size(self) -> int:
@@ -100,7 +152,7 @@ class PagePool:
     @property
     def free_pages(self) -> int:
         """Pages that nobody holds."""
-        return self._core.free_pages
+        return max(0, self._core.free_pages)
 
     @property
     def caches(self) -> int:

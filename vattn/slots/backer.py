@@ -34,7 +34,8 @@ class Backer(Decisions):
         super().__init__(parts)
         self._reclaimer = reclaimer
         config, bands, ledger = parts.config, parts.bands, parts.ledger
-        self._low_water = int(config.watermark * ledger.budget)  # parked pages are unmapped if fewer pages are free
+        # Parked pages are unmapped if fewer pages are free.
+        self._low_water = min(int(config.watermark * ledger.budget), parts.core.low_water)
         # An idle slot with this extent has its eager pages. None with windows, where the extent alone does not tell.
         kinds = bands.kinds if config.eager_pages and not bands.windowed else ()
         self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)

@@ -34,6 +34,19 @@ class Reclaimer(Decisions, Tenant):
         return self._ledger.parked + self._ledger.cached - self.stuck_pages()
 
     @property
+    def parked_pages(self) -> int:
+        return self._ledger.parked
+
+    @property
+    def cached_pages(self) -> int:
+        return self._ledger.cached
+
+    @property
+    def oldest_use(self) -> int | None:
+        with self._bands.victims() as victims:
+            return next((block.last_use for _, block in victims), None)
+
+    @property
     def coming_pages(self) -> int:
         """Pages that one step may have to create: a column for every request, within the watermark."""
         if not self._config.overlap:
@@ -41,9 +54,11 @@ class Reclaimer(Decisions, Tenant):
         most = min(self._config.watermark * self._ledger.budget, self._ledger.free)
         return min(int(most), len(self._slots.length) * self._bands.column_pages)
 
-    def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
+    def reclaim(self, change: Change, pages: int, *, wait: bool, cached: bool = True) -> int:
         """Plans to free parked pages, longest idle slot first, then cached pages; returns how many."""
         freed = self.unpark(change, pages, wait=wait)
+        if not cached:
+            return freed
         if freed < pages:
             freed += self.evict(change, pages - freed, wait=wait)
         if freed < pages:
@@ -73,7 +88,10 @@ class Reclaimer(Decisions, Tenant):
         missing = need - self._ledger.free
         if missing <= 0:
             return
-        hopeless = not now and missing > self._core.spare_pages
+        missing -= self._core.borrow(missing, needed=now)
+        if missing <= 0:
+            return
+        hopeless = not now and (missing > self._core.spare_pages or self._core.expects_more)
         if not hopeless:
             missing -= self.reclaim(change, missing, wait=now)
         if missing > 0 and now:
@@ -85,13 +103,14 @@ class Reclaimer(Decisions, Tenant):
         if missing > 0 and not hopeless and need <= self._ledger.budget - self._ledger.held:
             missing -= self._core.reclaim(change, missing, wait=now)
         if missing > 0:
-            page_size, budget = self._core.page_size, self._ledger.budget
+            page_size, budget, why = self._core.page_size, self._ledger.budget, self._core.shortage
             raise OutOfPages(
-                f"{need} pages of {format_bytes(page_size)} are needed and {need - missing} are left of a budget of "
-                f"{budget}: {missing} ({format_bytes(missing * page_size)}) are missing; free or preempt a request, or "
-                "raise memory_budget",
+                f"{need} pages of {format_bytes(page_size)} are needed and {max(0, need - missing)} are left of a "
+                f"budget of {budget}: {missing} ({format_bytes(missing * page_size)}) are missing; "
+                f"{f'{why}; ' if why else ''}free or preempt a request, or raise memory_budget",
                 missing_pages=missing,
                 missing_bytes=missing * page_size,
+                may_pass=self._core.may_get_more,
             )
 
     def unpark(self, change: Change, pages: int, *, wait: bool, kept: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -31,6 +32,38 @@ class TestHost(VmmContract):
             seen.append(_readable(base.value))
         assert seen == [not strict] * 3
         assert vmm.cuMemAddressFree(base.value, vmm.page) == 0
+
+    def test_a_descriptor_that_was_opened_read_only_maps_nothing_for_writing(self, vmm: Provider) -> None:
+        """So that a process that is given one cannot change what others read, by whatever mistake."""
+        with vmm.reservation(2) as base, vmm.memory(1, vmm.exportable) as handle, vmm.exported(handle) as descriptor:
+            read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+            with vmm.mapping(base, handle), vmm.imported(read_only) as reader:
+                os.close(read_only)
+                vmm.poke(base, 7)
+                there = base + vmm.page
+                with vmm.mapping(there, reader, access=1):
+                    assert vmm.peek(there) == 7
+                    assert vmm.cuMemSetAccess(there, vmm.page, vmm.descriptor(3), 1) != 0
+                    assert (vmm.access(there), vmm.peek(there)) == (1, 7)
+
+    def test_a_child_keeps_no_descriptor_of_exportable_memory(self, vmm: Provider) -> None:
+        with vmm.memory(1, vmm.exportable) as handle:
+            with vmm.exported(handle) as descriptor:
+                inode = os.fstat(descriptor).st_ino
+            assert inode in _open_files()
+            child = os.fork()
+            if not child:
+                os._exit(inode in _open_files())
+            assert os.waitpid(child, 0)[1] == 0
+
+
+def _open_files() -> set[int]:
+    """Inodes of all files that this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor
+            found.add(os.fstat(int(name)).st_ino)
+    return found
 
 
 def _readable(address: int) -> bool:

@@ -1,0 +1,82 @@
+"""Servers of two models that share one pool, as their clients and their operator see them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.support import brokers, servers, tiny_models
+from tests.support.waiting import SECONDS, wait_until
+
+MIB = 2**20
+
+
+@pytest.fixture
+def pool() -> Iterator[brokers.Process]:
+    with brokers.running(8 * MIB) as broker:
+        yield broker
+
+
+def client(server: servers.Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS)
+
+
+@pytest.mark.slow
+def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Process, tmp_path: Path) -> None:
+    """Each borrows what its requests need, gives it up when others need it, and answers as it does alone."""
+    prompt = "One memory for all engines of a machine. " * 20
+    lent = {"kv_pool": brokers.NAME, "memory_budget": None, "max_num_seqs": 4}
+    other = tmp_path / "another"
+    tiny_models.make_model("qwen3").save_pretrained(other)
+    tiny_models.make_tokenizer().save_pretrained(other)
+    models = [servers.MODEL, servers.MODEL, str(other)]
+    expected = []
+    for model in (servers.MODEL, str(other)):
+        with servers.running({"model": model}) as alone:
+            expected.append(_complete(client(alone), prompt))
+    expected.insert(0, expected[0])
+    with ExitStack() as stack:
+        shares = ["at least 1MiB, at most 6MiB", "at most 6MiB", None]
+        running = [
+            stack.enter_context(servers.running({**lent, "model": model, "kv_share": share}))
+            for model, share in zip(models, shares, strict=True)
+        ]
+        clients = [client(server) for server in running]
+        answers: dict[int, list[str]] = {}
+
+        def ask(i: int) -> None:
+            answers[i] = [_complete(clients[i], prompt) for _ in range(3)]
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == {i: [expected[i]] * 3 for i in range(3)}
+        top = pool.ask("top")
+        assert [each["name"] for each in top["borrowers"]] == ["model", "model#2", "another"]
+        assert sum(each["lease"] for each in top["borrowers"]) <= 8 * MIB
+        assert pool.problems() == []
+
+        pool.ask("limit", name="model", at_least=0, at_most=1 * MIB)
+        assert _complete(clients[0], prompt) == expected[0]  # with less, as far as it fits
+
+        running[1].process.kill()  # at any instant
+        wait_until(lambda: pool.borrower("model#2") is None)
+        assert _complete(clients[2], prompt) == expected[2]
+
+        pool.kill()
+        assert _complete(clients[2], prompt) == expected[2]  # with what it has
+        pool.start()
+        wait_until(lambda: not (pool.borrower("model") or {})["lost"])
+        assert _complete(clients[0], prompt) == expected[0]
+        assert pool.problems() == []
+
+
+def _complete(to: openai.OpenAI, prompt: str) -> str:
+    return to.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0).choices[0].text

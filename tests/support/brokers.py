@@ -1,0 +1,77 @@
+"""A broker in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import SECONDS
+from vattn.broker.control import Control
+from vattn.broker.places import FOLDER_VARIABLE
+from vattn.errors import VattnError
+
+NAME = "tested"
+
+_SCRIPT = "import sys; from vattn.broker.server import serve; serve(sys.argv[1], int(sys.argv[2]))"
+
+
+class Process:
+    """A broker, which can be killed and started anew."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT, NAME, str(self.budget)], stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + SECONDS
+        while True:
+            assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
+            with contextlib.suppress(VattnError):
+                self.ask("top")
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def ask(self, kind: str, **fields: object) -> dict[str, Any]:
+        with closing(Control(NAME)) as control:
+            return control.ask(kind, **fields)
+
+    def borrower(self, name: str) -> dict[str, Any] | None:
+        """What `top` says of a borrower."""
+        return next((each for each in self.ask("top")["borrowers"] if each["name"] == name), None)
+
+    def problems(self) -> list[str]:
+        found: list[str] = self.ask("check")["problems"]
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def running(budget: int) -> Iterator[Process]:
+    """A broker of the pool `NAME`, in a folder that only this test knows."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        os.chmod(folder, 0o700)
+        patch.setenv(FOLDER_VARIABLE, str(Path(folder)))
+        process = Process(budget)
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,0 +1,378 @@
+"""Pools whose memory a broker lends: caches in several processes, each of which may end at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import brokers, scripts
+from tests.support.effort import effort
+from tests.support.waiting import wait_until
+
+PAGE = 4096
+PAGES = 256
+TOKENS = 16  # of a page
+
+
+@pytest.fixture
+def broker() -> Iterator[brokers.Process]:
+    with brokers.running(PAGES * PAGE) as process:
+        yield process
+
+
+def connect(label: str, **share: Any) -> vattn.PagePool:
+    return vattn.PagePool.connect(brokers.NAME, label=label, page_size=PAGE, **share)
+
+
+def cache(pool: vattn.PagePool, **options: Any) -> vattn.KVCache:
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float32}
+    sizes = {"max_batch_size": 8, "max_context_len": PAGES * TOKENS, "layout": "layer"}
+    return vattn.KVCache(vattn.KVConfig(**shape, **sizes, **options), pool=pool)
+
+
+def pages(tokens_pages: int) -> int:
+    """Tokens of one request that take so many pages of K, and as many of V."""
+    return tokens_pages * TOKENS
+
+
+def _open(what: str) -> list[str]:
+    """What this process has open whose name has this in it."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [name for name in found if what in name]
+
+
+def close(*both: Any) -> None:
+    for each in both:
+        each.close()
+
+
+def test_a_cache_on_a_lent_pool_is_like_any_other(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool) as kv:
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(20)})
+        keys, values = kv.layer(0)
+        keys[slot, : pages(20)] = 3
+        values[slot, : pages(20)] = 4
+        kv.check()
+        assert keys[slot, : pages(20)].eq(3).all()
+        wait_until(lambda: (broker.borrower("a") or {}).get("found", 0) >= 40 * PAGE)
+        assert broker.problems() == []
+        assert (pool.budget, kv.total_pages) == (PAGES * PAGE, PAGES)
+    assert pool.free_pages > 0
+    pool.close()
+    wait_until(lambda: broker.borrower("a") is None)
+    assert broker.ask("top")["free"] == PAGES * PAGE
+
+
+def test_two_pools_of_a_process_have_files_of_their_own(broker: brokers.Process) -> None:
+    first, second = connect("a"), connect("a")
+    with cache(first) as one, cache(second) as two:
+        for kv in (one, two):
+            kv.step({kv.alloc_reqid(): pages(4)})
+        wait_until(lambda: all((broker.borrower(name) or {}).get("found", 0) >= 8 * PAGE for name in ("a", "a#2")))
+    close(first, second)
+
+
+def test_what_a_request_leaves_goes_to_whoever_needs_it(broker: brokers.Process) -> None:
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two) as b:
+        slot = a.alloc_reqid()
+        a.step({slot: pages(100)})
+        other = b.alloc_reqid()
+        with pytest.raises(vattn.OutOfPages, match=r"the pool 'tested' has no more to lend") as refused:
+            b.step({other: pages(60)})
+        assert refused.value.may_pass
+        a.free_reqid(slot)  # parked there, and given back when asked for
+        b.step({other: pages(60)})
+        b.layer(0)[0][other, : pages(60)] = 1
+        a.check()
+        b.check()
+        assert broker.problems() == []
+    close(one, two)
+
+
+def test_cached_prefixes_are_given_back_before_a_request_fails(broker: brokers.Process) -> None:
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two) as b:
+        prompt = list(range(pages(100)))
+        slot, _ = a.admit(prompt)
+        a.step({slot: len(prompt)})
+        a.commit(slot, prompt)
+        a.free_reqid(slot)
+        assert a.stats().cached_pages == 200
+        other = b.alloc_reqid()
+        b.step({other: pages(60)})
+        a.check()
+        assert 0 < a.stats().cached_pages < 200  # no more than was needed, or a part
+        assert a.admit(prompt).cached_tokens > 0
+    close(one, two)
+
+
+def test_new_memory_is_zero_whoever_had_it(broker: brokers.Process) -> None:
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two) as b:
+        slot = a.alloc_reqid()
+        a.step({slot: pages(120)})
+        for side in a.layer(0):
+            side[slot, : pages(120)] = float("nan")
+        a.free_reqid(slot)
+        other = b.alloc_reqid()
+        b.step({other: pages(120)})
+        assert all(side[other, : pages(120)].eq(0).all() for side in b.layer(0))
+    close(one, two)
+
+
+def test_a_guarantee_is_kept_at_the_cost_of_what_others_have_above_theirs(broker: brokers.Process) -> None:
+    one, two = connect("a", at_least=32 * PAGE), connect("b", at_least=64 * PAGE)
+    with cache(one) as a, cache(two) as b:
+        slots = [a.alloc_reqid() for _ in range(4)]
+        a.step(dict.fromkeys(slots, pages(30)))
+        asking = threading.Thread(target=lambda: b.step({b.alloc_reqid(): pages(30)}))
+        asking.start()
+        wait_until(lambda: a.available_pages() < 0)  # an engine preempts now
+        a.free_reqid(slots.pop())
+        asking.join()
+        assert b.stats().owned_pages >= 60
+        assert a.layer(0)[0][slots[0], : pages(30)].eq(0).all()
+        a.check()
+        b.check()
+    close(one, two)
+
+
+def test_a_limit_falls_and_rises_while_requests_run(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool) as kv:
+        slots = [kv.alloc_reqid() for _ in range(4)]
+        kv.step(dict.fromkeys(slots, pages(20)))
+        broker.ask("limit", name="a", at_least=None, at_most=100 * PAGE)
+        wait_until(lambda: kv.available_pages() < 0)
+        assert kv.total_pages == 100
+        kv.step(dict.fromkeys(slots, pages(20)))  # what runs goes on
+        with pytest.raises(vattn.OutOfPages):
+            kv.step(dict.fromkeys(slots, pages(21)))
+        for slot in slots[:2]:
+            kv.free_reqid(slot)
+        wait_until(lambda: (broker.borrower("a") or {})["lease"] <= 100 * PAGE)
+        kv.step({slots[2]: pages(25)})
+        broker.ask("limit", name="a", at_least=None, at_most=PAGES * PAGE)
+        wait_until(lambda: kv.total_pages == PAGES)
+        kv.step({slots[2]: pages(80)})
+        kv.check()
+        assert broker.problems() == []
+    pool.close()
+
+
+def test_trim_and_evict_take_back_what_they_say(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool) as kv:
+        prompt = list(range(pages(40)))
+        slot, _ = kv.admit(prompt)
+        kv.step({slot: len(prompt)})
+        kv.commit(slot, prompt)
+        kv.free_reqid(slot)
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(20)})
+        kv.free_reqid(slot)
+        wait_until(lambda: (broker.borrower("a") or {})["parked"] > 0)
+        broker.ask("reclaim", name=None, stage="parked")
+        wait_until(lambda: kv.stats().parked_pages == 0)
+        assert kv.stats().cached_pages == 80
+        wait_until(lambda: (broker.borrower("a") or {})["asked"] == 0)
+        broker.ask("reclaim", name="a", stage="cached")
+        wait_until(lambda: kv.stats().cached_pages == 0)
+        wait_until(lambda: (broker.borrower("a") or {})["found"] == 0)
+        kv.check()
+    pool.close()
+
+
+def test_without_its_broker_a_pool_goes_on_with_what_it_has(broker: brokers.Process) -> None:
+    pool = connect("a", at_most=200 * PAGE)
+    with cache(pool) as kv:
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(20)})
+        kv.layer(0)[0][slot, : pages(20)] = 5
+        broker.kill()
+        kv.step({slot: pages(20)})
+        with pytest.raises(vattn.OutOfPages, match=r"the broker of the pool 'tested' cannot be reached") as refused:
+            kv.step({slot: pages(90)})
+        assert not refused.value.may_pass
+        kv.check()
+        broker.start()
+        assert (broker.borrower("a") or {})["lease"] >= 40 * PAGE  # it knows before the borrower is back
+        wait_until(lambda: not (broker.borrower("a") or {})["lost"])
+        kv.step({slot: pages(90)})
+        assert kv.layer(0)[0][slot, : pages(20)].eq(5).all()
+        assert broker.problems() == []
+    pool.close()
+
+
+def test_a_pool_that_is_dropped_leaves(broker: brokers.Process) -> None:
+    kv = cache(connect("a"))
+    kv.step({kv.alloc_reqid(): pages(20)})
+    kv.close()
+    del kv
+    wait_until(lambda: broker.borrower("a") is None)
+
+
+def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool) as kv:
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(8)})
+        child = os.fork()
+        if not child:
+            try:
+                kv.step({slot: pages(9)})
+            except vattn.ForkedProcess:
+                os._exit(bool(_open("memfd:vattn") or _open("eventfd")))
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        kv.step({slot: pages(60)})
+        assert broker.problems() == []
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"at_least": "2MiB"}, "more than at most"),
+        ({"at_most": 1}, "below one page"),
+        ({"label": "a b"}, "the name of a borrower"),
+        ({"guard": "no"}, "guard"),
+        ({"at_most": "x"}, "is not a size"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_leaves_nothing(
+    broker: brokers.Process, arguments: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(vattn.ConfigError, match=why):
+        vattn.PagePool.connect(brokers.NAME, page_size=PAGE, **arguments)
+    assert broker.ask("top")["borrowers"] == []
+
+
+def test_a_pool_without_a_broker_says_how_to_start_one(broker: brokers.Process) -> None:
+    with pytest.raises(vattn.ConfigError, match="vattn pool serve other --budget SIZE"):
+        vattn.PagePool.connect("other")
+
+
+_BORROWER = """
+import random, sys, torch, vattn
+name, seed, page, tokens = sys.argv[1], *map(int, sys.argv[2:])
+rng = random.Random(seed)
+pool = vattn.PagePool.connect("tested", label=name, page_size=page)
+kv = vattn.KVCache(vattn.KVConfig(num_layers=1, num_kv_heads=1, head_dim=64, dtype=torch.float32, max_batch_size=8,
+                                  max_context_len=4096, layout="layer"), pool=pool)
+keys, values = kv.layer(0)
+written = {}  # slot: its value, and its length
+serial = 0
+print("ready", file=sys.stderr, flush=True)
+while True:
+    action = rng.random()
+    try:
+        if action < 0.3 and len(written) < 8:
+            serial += 1
+            prompt = [rng.randrange(3)] * rng.randrange(2, 60 * tokens)
+            slot, cached = kv.admit(prompt)
+            written[slot] = (None, 0)
+            assert keys[slot, :cached].eq(prompt[0] + 1.0).all(), "a cached prefix is not what was committed"
+            kv.step({slot: len(prompt)})
+            for side in (keys, values):
+                side[slot, cached:len(prompt)] = prompt[0] + 1.0
+            kv.commit(slot, prompt)
+            written[slot] = (prompt[0] + 1.0, len(prompt))
+        elif action < 0.6 and written:
+            slot = rng.choice(list(written))
+            value, length = written[slot]
+            if value is not None:
+                more = min(4096, length + rng.randrange(1, 10 * tokens))
+                kv.step({slot: more})
+                keys[slot, length:more] = value
+                values[slot, length:more] = value
+                written[slot] = (value, more)
+        elif written:
+            slot = rng.choice(list(written))
+            del written[slot]
+            kv.free_reqid(slot)
+    except vattn.OutOfPages:
+        if written and kv.available_pages() <= 0:
+            slot = rng.choice(list(written))
+            del written[slot]
+            kv.free_reqid(slot)
+    for slot, (value, length) in written.items():
+        if value is not None:
+            for side in (keys, values):
+                assert side[slot, :length].eq(value).all(), (name, slot, value, length)
+    if rng.random() < 0.02:
+        kv.check()
+"""
+
+
+def test_processes_that_are_killed_at_random_lose_nothing_of_others(broker: brokers.Process) -> None:
+    """Borrowers that write, share and check their pages; kills of them and of the broker; limits and evictions."""
+    rng = random.Random(2026)
+    running: dict[str, scripts.Process] = {}
+
+    def start(name: str) -> None:
+        running[name] = scripts.start(_BORROWER, name, str(rng.randrange(10**6)), str(PAGE), str(TOKENS))
+        error = running[name].stderr
+        assert error is not None
+        assert error.readline() == "ready\n", error.read()
+
+    def gone(name: str) -> Any:
+        return all(each["name"] != name for each in broker.ask("top")["borrowers"])
+
+    try:
+        for name in "abc":
+            start(name)
+        for _ in range(effort(12, 1000)):
+            event, name = rng.random(), rng.choice("abc")
+            threading.Event().wait(rng.random() * 0.2)
+            for other, process in running.items():
+                if not os.path.exists(f"/proc/{process.pid}/exe"):
+                    assert process.stderr is not None
+                    pytest.fail(f"{other}: {process.stderr.read()}")
+            if event < 0.5:
+                running[name].send_signal(signal.SIGKILL)
+                running[name].wait()
+                assert running[name].stderr is not None
+                running[name].stderr.close()
+                wait_until(lambda name=name: gone(name))
+                start(name)
+            elif event < 0.6:
+                broker.kill()
+                broker.start()
+                wait_until(lambda: sum(not each["lost"] for each in broker.ask("top")["borrowers"]) == 3)
+            elif event < 0.75 and broker.borrower(name):
+                most = rng.randrange(PAGES // 4, PAGES + 1) * PAGE
+                broker.ask("limit", name=name, at_least=None, at_most=most)
+            elif event < 0.9:
+                broker.ask("reclaim", name=None, stage=rng.choice(["free", "parked", "cached"]))
+            else:
+                running[name].send_signal(signal.SIGSTOP)
+                threading.Event().wait(rng.random() * 0.3)
+                running[name].send_signal(signal.SIGCONT)
+            top = broker.ask("top")
+            assert sum(each["lease"] for each in top["borrowers"]) <= PAGES * PAGE, top
+            assert sum(each["found"] for each in top["borrowers"]) <= PAGES * PAGE, top
+            assert broker.problems() == []
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+    wait_until(lambda: broker.ask("top")["free"] == PAGES * PAGE)

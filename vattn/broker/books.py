@@ -1,0 +1,367 @@
+"""The books of a broker: who has which lease, who gets more, and whom it is asked back from. No input or output.
+
+Law: the sum of the charges is at most the budget, unless that was so already when a broker took over leases of an
+earlier one. A charge is the lease, or what the borrower's memory is found to be, if that is more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vattn.broker.wire import AHEAD, NEEDED, STAGES, Message
+from vattn.errors import ConfigError
+from vattn.units import format_bytes
+
+PATIENCE = 1.0  # seconds in which a borrower has to answer
+REST = 0.25  # seconds for which one that had nothing to give is not asked
+_MOST_CHUNK = 2**28
+
+
+@dataclass(eq=False)
+class Account:
+    """A borrower. Sizes are bytes.
+
+    Attributes:
+        name: unique among the accounts.
+        at_least, at_most: what it is guaranteed; the most that it may have.
+        page: all leases are multiples of it.
+        lease: the most memory that it may have now.
+        number: of the last message to it.
+        heard: the number of the last message that it has dealt with.
+        sent: when the last message was sent; `again`: it seems to be lost.
+        want: the lease that it would like to have; `urgent`: how much so (`wire.AHEAD` and so on); `wish`: its number.
+        owned, parked, cached: what it has, as it last said: of running requests, of none, of cached prefixes.
+        oldest: when the cached block that it would evict next was last used.
+        found: bytes that its memory was found to be; 0 where that cannot be seen.
+        give, stage: what it is asked for, since `asked`; None if it is not.
+        rest: it is not asked again before for what the stage `rested` allows, unless what it has changes.
+        reported: when it last said what it has; `probed`: when it was last asked to.
+        silent: it did not answer in time, and has said nothing since.
+        wished: when it last said what it wants.
+        short: whether it was told that there is no more to be had.
+        lost: it has no connection, but its process lives.
+        asked_back: bytes that it was asked for and gave, so far.
+    """
+
+    name: str
+    at_least: int
+    at_most: int
+    page: int
+    chunk: int
+    lease: int = 0
+    number: int = 1
+    heard: int = 1
+    sent: float = 0.0
+    again: bool = False
+    want: int = 0
+    urgent: int = AHEAD
+    wish: int = 0
+    owned: int = 0
+    parked: int = 0
+    cached: int = 0
+    oldest: int | None = None
+    found: int = 0
+    give: int | None = None
+    stage: str | None = None
+    asked: float = 0.0
+    rest: float = 0.0
+    rested: int = 0
+    reported: float = 0.0
+    probed: float = 0.0
+    silent: bool = False
+    wished: float = 0.0
+    short: bool = False
+    lost: bool = False
+    asked_back: int = 0
+    waiting_since: float = 0.0
+
+    @property
+    def charge(self) -> int:
+        return max(self.lease, self.found)
+
+    @property
+    def unused(self) -> int:
+        """The part of the lease that is under no page of a cache."""
+        return max(0, self.lease - self.owned - self.parked - self.cached)
+
+    @property
+    def goal(self) -> int:
+        """The lease that it would like to have, and may."""
+        return min(self.want, self.at_most)
+
+
+class Books:
+    """The leases of one pool.
+
+    Args:
+        budget: bytes that all borrowers may have together.
+
+    Attributes:
+        accounts: in the order in which they joined.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.accounts: list[Account] = []
+
+    @property
+    def available(self) -> int:
+        """Bytes that nobody has; negative while there is more than the budget."""
+        return self.budget - sum(account.charge for account in self.accounts)
+
+    def join(self, name: str, *, page: int, at_least: int = 0, at_most: int | None = None, lease: int = 0) -> Account:
+        """Opens an account.
+
+        Args:
+            lease: that the borrower has of an earlier broker, and may have filled.
+
+        Raises:
+            ConfigError: its limits are not possible.
+        """
+        if page <= 0 or page & (page - 1) or page > self.budget:
+            raise ConfigError(f"pages of {page} bytes are not possible in a budget of {format_bytes(self.budget)}")
+        at_least = -(-at_least // page) * page
+        most = self.budget if at_most is None else at_most
+        most = min(most, self.budget) // page * page
+        if lease % page:
+            raise ConfigError("a lease is a number of pages")
+        self._check_limits(at_least, most, page, None)
+        names = {account.name for account in self.accounts}
+        unique = next(
+            each for each in itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2))) if each not in names
+        )
+        chunk = min(max(self.budget // 64, 16 * page), _MOST_CHUNK, max(page, most // 4)) // page * page
+        account = Account(unique, at_least, most, page, chunk, lease=lease)
+        self.accounts.append(account)
+        return account
+
+    def restore(self, name: str, at_least: int, at_most: int, page: int, lease: int) -> Account:
+        """Opens the account of a borrower of an earlier broker, which has yet to join this one."""
+        account = Account(name, at_least, min(at_most, self.budget), page, page, lease=lease, lost=True)
+        self.accounts.append(account)
+        return account
+
+    def remove(self, account: Account) -> None:
+        """Closes an account whose memory is gone."""
+        self.accounts.remove(account)
+
+    def report(self, account: Account, message: Message, now: float) -> None:
+        """Takes what a borrower says it has and wants.
+
+        Raises:
+            ConfigError: it has seen what was never sent.
+        """
+        if message["ack"] > account.number:
+            raise ConfigError("a borrower answers what it was never told")
+        if (account.owned, account.parked, account.cached) != tuple(message[n] for n in ("owned", "parked", "cached")):
+            account.rest = 0.0
+        for name in ("owned", "parked", "cached", "oldest", "urgent"):
+            setattr(account, name, message[name])
+        wish, account.wish = account.wish, message["wish"]
+        account.reported, account.silent = now, False
+        want = -(-message["want"] // account.page) * account.page
+        if want != account.want or wish != account.wish:
+            account.short, account.wished = False, now
+        if account.goal <= account.lease:
+            account.waiting_since = now
+        account.want = want
+        account.heard = max(account.heard, message["ack"])
+        if account.heard < account.number and now - account.sent > PATIENCE:
+            account.again = True
+        if message["ack"] == account.number:
+            level = -(-message["lease"] // account.page) * account.page
+            if level < account.lease:
+                if account.give is not None:
+                    account.asked_back += account.lease - level
+                account.lease = level
+            # What running requests have comes bit by bit.
+            if account.give is not None and (account.lease <= account.give or account.stage != "all"):
+                self._answered(account, now)
+
+    def limit(self, account: Account, at_least: int | None, at_most: int | None) -> None:
+        """Changes what a borrower is guaranteed, and the most that it may have.
+
+        Raises:
+            ConfigError: that is not possible.
+        """
+        page = account.page
+        least = account.at_least if at_least is None else -(-at_least // page) * page
+        most = account.at_most if at_most is None else min(at_most, self.budget) // page * page
+        self._check_limits(least, most, page, account)
+        account.at_least, account.at_most = least, most
+
+    def reclaim(self, account: Account, stage: str, now: float) -> None:
+        """Asks a borrower for everything up to a stage, whether anybody needs it or not."""
+        kept = account.owned + (account.cached if stage in ("free", "parked") else 0)
+        kept += account.parked if stage == "free" else 0
+        self._ask(account, min(account.lease, -(-kept // account.page) * account.page), stage, now)
+
+    def settle(self, now: float) -> list[Account]:
+        """Grants what there is, and asks for what is missing; the accounts that have to be told."""
+        told: dict[Account, None] = {account: None for account in self.accounts if account.again}
+        for account in self.accounts:
+            late = account.give is not None and now - account.asked > PATIENCE
+            late |= account.probed > account.reported and now - account.probed > PATIENCE
+            if late or (account.lost and account.give is not None):
+                account.silent = account.reported < max(account.asked, account.probed) or account.lost
+                self._answered(account, now)
+        for account in self._wanting():
+            if self._grant(account):
+                told[account] = None
+        for account in self.accounts:
+            if account.lease > account.at_most and account.give is None and now >= account.rest and not account.silent:
+                self._ask(account, account.at_most, "all", now)
+                told[account] = None
+        for account in self._wanting():
+            asked, waits = self._find(account, now)
+            told |= dict.fromkeys(asked)
+            if not asked and not waits and not account.short:
+                account.short = True
+                told[account] = None
+        for account in told:
+            account.number += 1
+            account.sent, account.again = now, False
+        return list(told)
+
+    def due(self, now: float) -> float | None:
+        """Seconds until `settle` may have something to do although nothing was reported; None: never."""
+        times = [account.asked + PATIENCE for account in self.accounts if account.give is not None]
+        if any(True for _ in self._wanting()) or any(a.lease > a.at_most for a in self.accounts):
+            times += [account.rest for account in self.accounts if account.rest > now]
+            times += [a.probed + PATIENCE for a in self.accounts if a.probed > a.reported and not a.silent]
+        return max(0.001, min(times) - now) if times else None
+
+    def message(self, account: Account) -> dict[str, Any]:
+        """The fields of the message that tells a borrower its lease."""
+        return {
+            "number": account.number,
+            "lease": account.lease,
+            "at_most": account.at_most,
+            "wish": account.wish,
+            "short": account.short,
+            "give": account.give,
+            "stage": account.stage,
+        }
+
+    def top(self) -> dict[str, Any]:
+        """What `vattn pool top` shows."""
+        return {
+            "budget": self.budget,
+            "free": self.available,
+            "borrowers": [
+                {
+                    "name": account.name,
+                    **{name: getattr(account, name) for name in ("at_least", "at_most", "lease", "want", "owned")},
+                    **{name: getattr(account, name) for name in ("parked", "cached", "found", "asked_back", "lost")},
+                    "asked": 0 if account.give is None else account.lease - account.give,
+                    "page": account.page,
+                }
+                for account in self.accounts
+            ],
+        }
+
+    def check(self) -> None:
+        """Asserts what has to hold of the books alone."""
+        names = [account.name for account in self.accounts]
+        assert len(set(names)) == len(names), "two borrowers have one name"
+        for account in self.accounts:
+            assert account.lease % account.page == 0, "a lease is no number of pages"
+            assert account.give is None or (0 <= account.give <= account.lease and account.stage in STAGES)
+            assert account.heard <= account.number, "a borrower has seen what was never sent"
+        assert sum(account.at_least for account in self.accounts) <= self.budget, "more is guaranteed than there is"
+
+    # How much, and from whom
+
+    def _wanting(self) -> Iterator[Account]:
+        """Those that want more than they have: first those below their guarantee, then those that wait longest."""
+        found = [account for account in self.accounts if account.goal > account.lease and not account.lost]
+        yield from sorted(found, key=lambda a: (a.lease >= a.at_least, -a.urgent, a.waiting_since))
+
+    def _grant(self, account: Account) -> bool:
+        """Raises a lease as far as there is memory that nobody has."""
+        if account.give is not None:
+            return False
+        more = min(account.goal - account.lease, max(0, self.available)) // account.page * account.page
+        if more <= 0:
+            return False
+        account.lease += more
+        account.short = False
+        return True
+
+    def _find(self, asker: Account, now: float) -> tuple[list[Account], bool]:
+        """Asks others for what a borrower lacks, or what they have; whom, and whether an answer is on its way."""
+        coming = sum(account.lease - account.give for account in self.accounts if account.give is not None)
+        missing = asker.goal - asker.lease - max(0, self.available) - coming
+        all_others = [
+            account
+            for account in self.accounts
+            if account is not asker and account.give is None and not (account.lost or account.silent)
+        ]
+        # Not from who needs more itself, or it would go to and fro.
+        others = [a for a in all_others if not (a.goal > a.lease and a.urgent >= asker.urgent)]
+        asked: list[Account] = []
+
+        def ask(account: Account, amount: int, stage: str) -> None:
+            nonlocal missing
+            if now < account.rest and STAGES.index(stage) <= account.rested:
+                return
+            amount = min(-(-min(amount, missing) // account.page) * account.page, account.lease)
+            if amount > 0:
+                self._ask(account, account.lease - amount, stage, now)
+                missing -= amount
+                asked.append(account)
+
+        for account in others:
+            # Who can do without leaves others what they have ahead of need.
+            kept = 0 if asker.urgent == NEEDED else account.chunk
+            if missing > 0 and account.unused > kept:
+                ask(account, account.unused - kept, "free")
+        for account in others:
+            if missing > 0 and account not in asked and account.parked:
+                ask(account, account.unused * (asker.urgent == NEEDED) + account.parked, "parked")
+        old = [account for account in others if account not in asked and account.cached and account.oldest is not None]
+        for account in sorted(old, key=lambda account: account.oldest or 0):
+            mine = asker.oldest if asker.cached else None
+            if missing > 0 and (mine is None or (account.oldest or 0) < mine):
+                # In parts, as the next oldest may be another's.
+                ask(account, min(account.cached, max(account.chunk, missing // 4)), "cached")
+        if asker.lease < asker.at_least:
+            missing = min(missing, asker.at_least - asker.lease - coming)
+            for account in sorted(all_others, key=lambda account: account.at_least - account.lease):
+                if missing > 0 and account not in asked and account.lease > account.at_least:
+                    ask(account, account.lease - account.at_least, "all")
+        waits = coming > 0
+        if missing > 0 and not asked:  # what is known may be out of date
+            for account in self.accounts:
+                if account is asker or account.lost or account.silent or account.give is not None:
+                    continue
+                if account.reported >= asker.wished:
+                    continue
+                if account.probed < asker.wished:
+                    account.probed = now
+                    asked.append(account)
+                waits = True
+        return asked, waits
+
+    def _answered(self, account: Account, now: float) -> None:
+        if account.give is not None and account.stage is not None and account.lease > account.give:
+            account.rest, account.rested = now + REST, STAGES.index(account.stage)
+        account.give = account.stage = None
+
+    def _ask(self, account: Account, level: int, stage: str, now: float) -> None:
+        account.give, account.stage, account.asked = level, stage, now
+
+    def _check_limits(self, least: int, most: int, page: int, but: Account | None) -> None:
+        if most < page:
+            raise ConfigError(f"at most {format_bytes(most)} is below one page of {format_bytes(page)}")
+        if least > most:
+            raise ConfigError(f"at least {format_bytes(least)} is more than at most {format_bytes(most)}")
+        guaranteed = sum(account.at_least for account in self.accounts if account is not but)
+        if guaranteed + least > self.budget:
+            raise ConfigError(
+                f"at least {format_bytes(least)} cannot be guaranteed: of the pool's {format_bytes(self.budget)}, "
+                f"{format_bytes(guaranteed)} are guaranteed to others; give less, or lower theirs (vattn pool limit)"
+            )

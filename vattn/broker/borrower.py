@@ -1,0 +1,399 @@
+"""A borrower: the thread that keeps the connection to a broker, and has a pool's lease follow it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vattn.broker.lease import Lease
+from vattn.broker.places import check_name, socket_path
+from vattn.broker.wire import AHEAD, ASKED, NEEDED, VERSION, Message, Reader, WireError, encode
+from vattn.errors import ConfigError, VattnError
+
+_HEARTBEAT = 1.0  # seconds after which what is unchanged is said again
+_AGAIN = 0.25  # seconds between attempts to join
+_REDUCING = 0.02  # seconds between attempts to come down to a level
+_CONNECTING = 5.0  # seconds for a broker to answer who joins
+_log = logging.getLogger("vattn")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a pool has, in bytes: of running requests, of none, of cached prefixes that none uses.
+
+    Attributes:
+        oldest: when the cached block to be evicted next was last used, in nanoseconds of the monotonic clock.
+    """
+
+    owned: int = 0
+    parked: int = 0
+    cached: int = 0
+    oldest: int | None = None
+
+
+class Lent(Protocol):
+    """A pool whose memory is lent, as its borrower sees it."""
+
+    def usage(self, *, wait: bool) -> Usage:
+        """What it has; what it had, if a call is in progress for long, or at all if this is not to wait."""
+
+    def raise_to(self, level: int) -> None:
+        """It may have so many bytes."""
+
+    def come_down(self, level: int, stage: str) -> int:
+        """Gives back what is over a level, as far as the stage allows and as far as possible now; the level reached.
+
+        For the stage "all" it takes no more than the level from now on, whether it is reached or not.
+        """
+
+
+class Borrower:
+    """A lease, and the thread that has it follow the broker's messages.
+
+    Sizes are bytes. Other threads only ask: `request`, `wait`.
+
+    Args:
+        pool: name of the broker's pool.
+        name: what `vattn pool` calls this borrower.
+        device: of the memory.
+        memory: makes a descriptor of the memory; None where there is none.
+
+    Attributes:
+        name: as the broker knows it.
+        budget, chunk: of the broker: all that there is; what is asked for at a time.
+
+    Raises:
+        ConfigError: no broker serves the pool, or it refuses.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        *,
+        name: str,
+        device: str,
+        page: int,
+        at_least: int = 0,
+        at_most: int | None = None,
+        memory: Callable[[], int] | None = None,
+    ) -> None:
+        self.pool = check_name(pool)
+        self.name = check_name(name, "the name of a borrower")
+        self._page = page
+        self._join = {"identity": uuid.uuid4().hex, "name": self.name, "device": device, "page": page}
+        self._join |= {"at_least": at_least, "at_most": at_most}
+        self._memory = memory
+        self._path = socket_path(pool)
+        self._lease = Lease()
+        self._changed = threading.Condition()
+        self._want, self._urgent, self._wish = 0, AHEAD, 0
+        self._reader = Reader()
+        self._socket: socket.socket | None = None
+        self._trouble = ""  # why there is no broker
+        self._dirty = True
+        self._closing = False
+        self._due = 0.0  # when what is unchanged is to be said again
+        self._short_since = 0.0
+        self._lent: weakref.ref[Lent] | None = None
+        self.budget, self.chunk = 0, 0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        try:
+            self._connect()
+        except OSError as error:
+            os.close(self._wake)
+            raise ConfigError(
+                f"no broker serves the pool {pool!r} ({error}); start one: vattn pool serve {pool} --budget SIZE"
+            ) from error
+        except BaseException:
+            os.close(self._wake)
+            raise
+        _borrowers.add(self)
+
+    def start(self, lent: Lent) -> None:
+        """Starts the thread, for a pool that is not kept alive by it."""
+        call = self._call
+        self._lent = weakref.ref(lent, lambda _: call())
+        self._thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
+        self._thread.start()
+
+    @property
+    def level(self) -> int:
+        """The most memory that the pool may have."""
+        return self._lease.level
+
+    @property
+    def at_most(self) -> int:
+        """The level that it cannot get over."""
+        return self._lease.at_most
+
+    @property
+    def comes_down(self) -> bool:
+        """Whether the broker wants memory of running requests back."""
+        give = self._lease.give
+        return give is not None and give[1] == "all"
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be borrowed now; empty if that is not known to be so."""
+        if self._trouble:
+            return f"the broker of the pool {self.pool!r} cannot be reached ({self._trouble})"
+        if self._lease.short:
+            return f"the pool {self.pool!r} has no more to lend: vattn pool top {self.pool} says who has it"
+        return ""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether there is a broker."""
+        return not self._trouble
+
+    def request(self, level: int) -> None:
+        """Asks for a lease of so many bytes, without waiting."""
+        with self._changed:
+            if level == self._want:
+                return
+            self._want, self._urgent = level, AHEAD
+            self._lease.short = False
+            self._dirty = True
+        self._call()
+
+    def wait(self, level: int, seconds: float, *, needed: bool) -> bool:
+        """Asks for a level, and waits until it is there, the broker says that it has no more, or time is up; whether
+        it is there.
+
+        Args:
+            needed: whether a call fails without it. Otherwise the broker is not asked if it has just said that it has
+                no more.
+        """
+        level = min(level, self.at_most)
+        with self._changed:
+            if self._lease.level >= level:
+                return True
+            if self._trouble or self._thread is None:
+                return False
+            if not needed and self._lease.short and time.monotonic() - self._short_since < _AGAIN:
+                return False  # the broker says so when there is more
+            before = self._want
+            self._want, self._urgent, self._dirty = max(level, before), NEEDED if needed else ASKED, True
+            self._wish += 1
+            self._lease.short = False
+            self._call()
+
+            def settled() -> bool:
+                short = self._lease.short and self._lease.answered == self._wish
+                return self._lease.level >= level or short or self.comes_down or bool(self._trouble) or self._closing
+
+            self._changed.wait_for(settled, seconds)
+            self._want, self._urgent, self._dirty = before, AHEAD, True
+            self._call()
+            return self._lease.level >= level
+
+    def close(self) -> None:
+        """Ends the thread and the connection, with which the lease ends when its memory has gone."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._call()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        elif self._thread is None:
+            self._end()
+
+    def forget(self) -> None:
+        """In a forked child: closes what the parent has open, and nothing else."""
+        for descriptor in (self._wake, -1 if self._socket is None else self._socket.fileno()):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        if self._socket is not None:
+            self._socket.detach()
+        self._socket, self._trouble, self._thread = None, "this process is a fork of the borrower's", None
+
+    # The thread's
+
+    def _run(self) -> None:
+        """Until `close`, or until nobody has the pool any more."""
+        waiting = 0.0
+        while not self._closing and self._lent is not None and self._lent() is not None:
+            connection = self._socket
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                if connection is not None:
+                    selector.register(connection, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select(waiting)]
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            if connection is not None and connection in ready:
+                self.receive()
+            if not self._closing:
+                waiting = self.turn()
+        self._end()
+
+    def turn(self) -> float:
+        """Says what is to be said; for how many seconds nothing else is."""
+        if self._socket is None:
+            try:
+                self._connect()
+            except (OSError, VattnError, WireError) as error:
+                self._part(str(error))
+                return _AGAIN
+        lent = self._lent() if self._lent is not None else None
+        if lent is None:
+            return 0.0
+        give, before = self._lease.give, self._lease.level
+        waiting = _HEARTBEAT
+        if give is not None:
+            level, stage = give
+            reached = lent.come_down(level, stage)
+            with self._changed:
+                self._lease.lowered(reached)
+                if self._lease.give == give and (reached <= level or stage != "all"):
+                    self._lease.give = None
+                if not self._urgent:
+                    self._want = min(self._want, reached)
+            if self._lease.give is not None:
+                waiting = _REDUCING  # an engine preempts requests first
+            self._dirty |= reached < before
+        if self._lease.give is None:
+            lent.raise_to(min(self._lease.level, self._lease.at_most))
+        if self._dirty or time.monotonic() >= self._due:
+            self._report(lent)
+        return waiting
+
+    def receive(self) -> None:
+        """Takes what the broker sent."""
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(2**16)
+            if not data:
+                raise ConnectionResetError("it has ended")
+            for message in self._reader.feed(data):
+                self._take(message)
+        except BlockingIOError:
+            return
+        except (OSError, WireError, ConfigError) as error:
+            self._part(str(error))
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "refused":
+            raise ConfigError(message["why"])
+        if message["kind"] != "lease":
+            raise WireError(f"a message of kind {message['kind']} does not belong here")
+        with self._changed:
+            if self._lease.received(message):
+                self._dirty = True
+                self._short_since = time.monotonic()
+                lent = self._lent() if self._lent is not None else None
+                if lent is not None and self._lease.give is None:
+                    lent.raise_to(min(self._lease.level, self._lease.at_most))
+                self._changed.notify_all()
+
+    def _report(self, lent: Lent) -> None:
+        usage = lent.usage(wait=not self._urgent)
+        with self._changed:
+            self._dirty = False
+            message = {
+                "ack": self._lease.number,
+                "lease": self._lease.level,
+                "want": self._want,
+                "wish": self._wish,
+                "urgent": self._urgent,
+                "owned": usage.owned,
+                "parked": usage.parked,
+                "cached": usage.cached,
+                "oldest": usage.oldest,
+            }
+        self._due = time.monotonic() + _HEARTBEAT
+        assert self._socket is not None
+        try:
+            self._socket.sendall(encode("report", **message))
+        except OSError as error:
+            self._part(str(error))
+
+    def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_CONNECTING)
+            connection.connect(str(self._path))
+            message = encode("join", version=VERSION, lease=self._lease.level, **self._join)
+            if self._memory is None:
+                connection.sendall(message)
+            else:
+                descriptor = self._memory()
+                try:
+                    socket.send_fds(connection, [message], [descriptor])
+                finally:
+                    os.close(descriptor)
+            reader = Reader()
+            answers: list[Message] = []
+            while not answers:
+                data = connection.recv(2**16)
+                if not data:
+                    raise ConnectionResetError("it has ended")
+                answers += reader.feed(data)
+            if answers[0]["kind"] == "refused":
+                raise ConfigError(f"the broker of the pool {self.pool!r} refuses: {answers[0]['why']}")
+            if answers[0]["kind"] != "joined":
+                raise WireError("no answer to join")
+            connection.settimeout(_CONNECTING)
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            self._socket, self._reader, self._trouble, self._dirty = connection, reader, "", True
+            self.name, self.budget, self.chunk = (answers[0][key] for key in ("name", "budget", "chunk"))
+            self._due = 0.0
+            self._lease.joined(answers[0])
+            self._changed.notify_all()
+        for answer in answers[1:]:
+            self._take(answer)
+
+    def _part(self, why: str) -> None:
+        """There is no broker any more, for now."""
+        with self._changed:
+            if not self._trouble:
+                _log.warning("pool %r: its broker cannot be reached: %s; going on with what is lent", self.pool, why)
+            self._trouble = why or "no reason given"
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
+            self._changed.notify_all()
+
+    def _call(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def _end(self) -> None:
+        """Leaves. What is still in use, by a tensor that outlives its cache, counts until it is not."""
+        _borrowers.discard(self)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendall(encode("leave"))
+            self._socket.close()
+            self._socket = None
+        self._trouble = self._trouble or "it was left"
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
+
+
+_borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for borrower in list(_borrowers):
+        borrower.forget()
+    _borrowers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,55 @@
+"""The other side of `vattn pool`: questions to a broker."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from vattn.broker.places import socket_path
+from vattn.broker.wire import Reader, WireError, encode
+from vattn.errors import ConfigError, VattnError
+
+_SECONDS = 10  # in which a broker answers
+
+
+class Control:
+    """A connection for `vattn pool`.
+
+    Raises:
+        ConfigError: no broker serves the pool.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_SECONDS)
+        self._reader = Reader()
+        try:
+            self._socket.connect(str(socket_path(name)))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(f"no broker serves the pool {name!r}; vattn pool serve {name} --budget SIZE") from error
+
+    def ask(self, kind: str, **fields: object) -> dict[str, Any]:
+        """The broker's answer.
+
+        Raises:
+            ConfigError: it refuses.
+            VattnError: it does not answer.
+        """
+        try:
+            self._socket.sendall(encode(kind, **fields))
+            while data := self._socket.recv(2**16):
+                for message in self._reader.feed(data):
+                    if message["kind"] == "refused":
+                        raise ConfigError(message["why"])
+                    result: dict[str, Any] = message["result"]
+                    if "refused" in result:
+                        raise ConfigError(result["refused"])
+                    return result
+        except (OSError, WireError) as error:
+            raise VattnError(f"the broker of {self._name!r} does not answer: {error}") from error
+        raise VattnError(f"the broker of {self._name!r} has ended")
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,69 @@
+"""Where the brokers of a user are found: a folder of sockets that nobody else can enter."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from vattn.errors import ConfigError
+from vattn.integers import shown
+
+# Names the folder, in place of the usual one.
+FOLDER_VARIABLE = "VATTN_POOL_DIR"
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,31}", re.ASCII)
+_LONGEST_PATH = 107  # sun_path, less its final zero
+
+
+def check_name(name: object, what: str = "the pool's name") -> str:
+    """The same name.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} is {shown(name)}; give up to 32 letters, digits, '_', '-' and '.'")
+    return name
+
+
+def folder() -> Path:
+    """The folder of sockets, made if it is not there.
+
+    Raises:
+        ConfigError: it is somebody else's, or others can enter it.
+    """
+    given = os.environ.get(FOLDER_VARIABLE)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if given:
+        path = Path(given)
+    elif runtime and Path(runtime).is_dir():
+        path = Path(runtime, "vattn")
+    else:
+        path = Path("/tmp", f"vattn-{os.getuid()}")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}, where pools are found, must be a folder of your own that nobody else can enter: "
+            f"chmod 700 it, or name another in {FOLDER_VARIABLE}"
+        )
+    return path
+
+
+def socket_path(name: str) -> Path:
+    """The socket of a pool's broker.
+
+    Raises:
+        ConfigError: the name is none, or the path is too long for a socket.
+    """
+    path = folder() / f"{check_name(name)}.sock"
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(f"{path} is too long for a socket; name a shorter folder in {FOLDER_VARIABLE}")
+    return path
+
+
+def pools() -> Iterator[str]:
+    """The names of the pools that there are sockets of, in order; their brokers may have ended."""
+    yield from sorted(path.stem for path in folder().glob("*.sock") if _NAME.fullmatch(path.stem))

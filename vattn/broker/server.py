@@ -1,0 +1,560 @@
+"""The broker's process: its socket, its clock, and what it asks the kernel. One thread; `books` decides."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vattn.broker.books import Account, Books
+from vattn.broker.places import check_name, socket_path
+from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
+from vattn.errors import ConfigError
+from vattn.units import format_bytes
+
+_MOST_CONNECTIONS = 256
+_MOST_UNSENT = 2**20  # bytes for a peer that does not read
+_GREETING = 5.0  # seconds in which a connection has to say what it is for
+_AUDIT = 1.0  # seconds between looks at the borrowers' files
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker
+_log = logging.getLogger("vattn.broker")
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection.
+
+    Attributes:
+        pid: the process at its other end.
+        since: when it came.
+        received: descriptors that came and that no message has claimed.
+    """
+
+    socket: socket.socket
+    pid: int
+    since: float
+    reader: Reader = field(default_factory=Reader)
+    unsent: bytearray = field(default_factory=bytearray)
+    received: list[int] = field(default_factory=list)
+    borrower: _Borrower | None = None
+    controls: bool = False
+
+
+@dataclass(eq=False)
+class _Borrower:
+    """What is known of a borrower beside its account.
+
+    Attributes:
+        process: a pidfd, which is signalled when the process has ended and its memory is gone.
+        memory: a descriptor of its memory; None on CUDA.
+        peer: its connection; None if that was lost.
+        started: when the process did.
+        leaving: its pool is closed, so that its memory only becomes less.
+    """
+
+    account: Account
+    identity: str
+    pid: int
+    process: int
+    memory: int | None
+    peer: _Peer | None
+    started: int
+    leaving: bool = False
+
+
+class Broker:
+    """A pool's broker. `run` serves until `stop`; then whatever borrowers have stays theirs.
+
+    Args:
+        name: of the pool.
+        budget: bytes.
+        device: of the memory: "cpu", or "cuda:0".
+
+    Raises:
+        ConfigError: another broker serves this pool, or the name or the folder of sockets is not possible.
+    """
+
+    def __init__(self, name: str, budget: int, *, device: str = "cpu") -> None:
+        self.name = check_name(name)
+        self.device = device
+        self.books = Books(budget)
+        self.path = socket_path(name)
+        self._lock = _locked(self.path.with_suffix(".lock"), name)
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(self.path)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._peers: set[_Peer] = set()
+        self._borrowers: list[_Borrower] = []
+        self._stopping = False
+        self._audited = 0.0
+        self._saved = b""
+        self._before = _memories()  # of the process's own caches, where it has any
+        self._notes = self.path.with_suffix(".books")
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda _: None)
+        self._restore()
+
+    def run(self) -> None:
+        """Serves until `stop`."""
+        try:
+            while not self._stopping:
+                self.turn()
+        finally:
+            self.close()
+
+    def stop(self, *_: object) -> None:
+        """Ends `run`; for signal handlers and other threads."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def turn(self, timeout: float | None = None) -> None:
+        """Deals with what has come, after waiting for something to come for at most so many seconds."""
+        now = time.monotonic()
+        due = self.books.due(now)
+        waits = [_AUDIT] if due is None else [_AUDIT, due]
+        ready = self._selector.select(min(waits if timeout is None else [*waits, timeout]))
+        for key, events in ready:
+            key.data(events)
+        now = time.monotonic()
+        for peer in [*self._peers]:
+            if peer.borrower is None and not peer.controls and now - peer.since > _GREETING:
+                self._drop(peer, "it says nothing")
+        if now - self._audited >= _AUDIT:
+            self._audited = now
+            self.audit()
+        self._settle()
+
+    def close(self) -> None:
+        """Closes everything. The socket's file goes, unless it is another broker's."""
+        for peer in [*self._peers]:
+            self._forget(peer)
+        for borrower in [*self._borrowers]:
+            self._bury(borrower)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._lock)
+
+    def audit(self) -> None:
+        """Looks at what the borrowers' files hold."""
+        for borrower in [*self._borrowers]:
+            account = borrower.account
+            self._look_at(borrower)
+            if borrower.leaving:
+                account.lease = -(-account.found // account.page) * account.page
+                if not account.lease:
+                    self._ended(borrower)
+            elif account.found > account.lease:
+                _log.warning(
+                    "%s has %s of memory and a lease of %s",
+                    account.name,
+                    format_bytes(account.found),
+                    format_bytes(account.lease),
+                )
+
+    def _look_at(self, borrower: _Borrower) -> None:
+        if borrower.memory is not None:
+            borrower.account.found = os.fstat(borrower.memory).st_blocks * 512
+
+    def check(self) -> list[str]:
+        """What does not agree between the books and the kernel; nothing, if all is well."""
+        problems: list[str] = []
+        try:
+            self.books.check()
+        except AssertionError as error:
+            problems.append(str(error))
+        if sum(account.lease for account in self.books.accounts) > self.books.budget:
+            problems.append("leases are more than the budget")
+        if [borrower.account for borrower in self._borrowers] != self.books.accounts:
+            problems.append("the books have borrowers that are not there, or lack some")
+        expected = {self._listener.fileno(), self._wake, self._lock}
+        expected |= {peer.socket.fileno() for peer in self._peers} | {fd for p in self._peers for fd in p.received}
+        for borrower in self._borrowers:
+            expected |= {borrower.process} | ({borrower.memory} - {None})  # type: ignore[operator]
+            account = borrower.account
+            if not Path("/proc", str(borrower.pid)).exists():
+                problems.append(f"the process of {account.name} has ended")
+            if borrower.memory is not None and (held := os.fstat(borrower.memory).st_blocks * 512) > account.lease:
+                problems.append(f"{account.name} has {held} bytes and a lease of {account.lease}")
+        for descriptor in expected:
+            if not Path("/proc/self/fd", str(descriptor)).is_symlink():
+                problems.append(f"descriptor {descriptor} is not open")
+        memories = _memories() - self._before
+        if strays := memories - expected:
+            problems.append(f"{len(strays)} descriptors of memory that no borrower has")
+        return problems
+
+    # Connections
+
+    def _accept(self, _: int) -> None:
+        try:
+            accepted, _address = self._listener.accept()
+        except OSError:  # it has gone already, or there is no descriptor for it
+            return
+        accepted.setblocking(False)
+        pid, uid, _gid = _CREDENTIALS.unpack(
+            accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.getuid() or len(self._peers) >= _MOST_CONNECTIONS:
+            accepted.close()
+            return
+        peer = _Peer(accepted, pid, time.monotonic())
+        self._peers.add(peer)
+        self._selector.register(accepted, selectors.EVENT_READ, lambda events: self._serve(peer, events))
+
+    def _serve(self, peer: _Peer, events: int) -> None:
+        if peer in self._peers and events & selectors.EVENT_WRITE:
+            self._flush(peer)
+        if not events & selectors.EVENT_READ or peer not in self._peers:
+            return
+        try:
+            data, whole = _receive(peer)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, whole = b"", True
+        if not data:
+            self._lose(peer)
+            return
+        if not whole or len(peer.received) > 1:
+            self._drop(peer, "it sent more descriptors than one")
+            return
+        try:
+            for message in peer.reader.feed(data):
+                self._handle(peer, message)
+                if peer not in self._peers:
+                    return
+        except WireError as error:
+            self._drop(peer, f"it sent what is no message: {error}")
+        except ConfigError as error:
+            self._refuse(peer, str(error))
+
+    def _send(self, peer: _Peer, kind: str, **fields: object) -> None:
+        peer.unsent += encode(kind, **fields)
+        self._flush(peer)
+        if peer in self._peers and len(peer.unsent) > _MOST_UNSENT:
+            self._drop(peer, "it does not read")
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            while peer.unsent:
+                del peer.unsent[: peer.socket.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has gone, but may have said something before
+            peer.unsent.clear()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        key = self._selector.get_key(peer.socket)
+        if key.events != events:
+            self._selector.modify(peer.socket, events, key.data)
+
+    def _refuse(self, peer: _Peer, why: str) -> None:
+        with contextlib.suppress(OSError):
+            peer.socket.send(encode("refused", why=why[:1024]))
+        self._drop(peer, why)
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        _log.warning("closing the connection of process %d: %s", peer.pid, why)
+        self._lose(peer)
+
+    def _lose(self, peer: _Peer) -> None:
+        """A connection ended. What its process has counts until that ends, too."""
+        borrower = peer.borrower
+        self._forget(peer)
+        if borrower is not None:
+            borrower.peer, borrower.account.lost = None, True
+
+    def _forget(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        for descriptor in peer.received:
+            os.close(descriptor)
+        peer.received.clear()
+        self._peers.discard(peer)
+
+    # Messages
+
+    def _handle(self, peer: _Peer, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "report" and peer.borrower is not None:
+            self.books.report(peer.borrower.account, message, time.monotonic())
+            self._look_at(peer.borrower)
+        elif kind == "leave" and peer.borrower is not None:
+            peer.borrower.leaving = True
+            self._lose(peer)
+            self.audit()
+        elif kind == "join" and peer.borrower is None and not peer.controls:
+            self._join(peer, message)
+        elif kind in ("top", "limit", "reclaim", "check") and peer.borrower is None:
+            peer.controls = True
+            self._send(peer, "answer", result=self._control(message))
+        else:
+            raise WireError(f"a message of kind {kind} does not belong here")
+
+    def _join(self, peer: _Peer, message: Message) -> None:
+        if message["version"] != VERSION:
+            raise ConfigError(f"the broker speaks version {VERSION}, the other side {message['version']}; update one")
+        if message["device"] != self.device:
+            raise ConfigError(f"the pool {self.name!r} is on {self.device}, and the cache on {message['device']}")
+        check_name(message["name"], "the name of a borrower")
+        memory = peer.received.pop() if peer.received else None
+        process = -1
+        try:
+            before = self._same(peer.pid, message["identity"])
+            self._check_memory(memory, before)
+            process = _open_process(peer.pid)
+            earlier = None if before is None else self.books.accounts.index(before.account)
+            if before is not None:
+                self.books.accounts.remove(before.account)
+            try:
+                account = self.books.join(
+                    message["name"],
+                    page=message["page"],
+                    at_least=message["at_least"],
+                    at_most=message["at_most"],
+                    lease=message["lease"],
+                )
+            except ConfigError:
+                if before is not None and earlier is not None:
+                    self.books.accounts.insert(earlier, before.account)
+                raise
+        except BaseException:
+            for descriptor in (memory, process):
+                if descriptor is not None and descriptor >= 0:
+                    os.close(descriptor)
+            raise
+        if before is not None:
+            account.at_least, account.at_most = before.account.at_least, before.account.at_most
+            self._bury(before)
+        borrower = _Borrower(account, message["identity"], peer.pid, process, memory, peer, _started(peer.pid))
+        peer.borrower = borrower
+        self._admit(borrower)
+        _log.info("%s joins (process %d), with a lease of %s", account.name, peer.pid, format_bytes(account.lease))
+        self._send(
+            peer,
+            "joined",
+            name=account.name,
+            budget=self.books.budget,
+            chunk=account.chunk,
+            number=account.number,
+            lease=account.lease,
+            at_most=account.at_most,
+        )
+
+    def _admit(self, borrower: _Borrower) -> None:
+        self._borrowers.append(borrower)
+        self._selector.register(borrower.process, selectors.EVENT_READ, lambda _: self._ended(borrower))
+
+    def _same(self, pid: int, identity: str) -> _Borrower | None:
+        """The borrower that joins again; its earlier connection is of no use any more."""
+        for borrower in self._borrowers:
+            if borrower.identity == identity and borrower.pid == pid:
+                if borrower.peer is not None:
+                    self._lose(borrower.peer)
+                return borrower
+        return None
+
+    def _check_memory(self, memory: int | None, before: _Borrower | None) -> None:
+        """Whether a descriptor is that of a file that nobody can make shorter, and nobody else's memory."""
+        if (memory is None) != (self.device != "cpu"):
+            raise ConfigError("a borrower on a CPU sends the descriptor of its memory, and no other does")
+        if memory is None:
+            return
+        found = os.fstat(memory)
+        try:
+            sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:
+            sealed = False
+        if not stat.S_ISREG(found.st_mode) or not sealed:
+            raise ConfigError("the descriptor is not that of a borrower's memory")
+        for borrower in self._borrowers:
+            if borrower is not before and borrower.memory is not None:
+                other = os.fstat(borrower.memory)
+                if (other.st_dev, other.st_ino) == (found.st_dev, found.st_ino):
+                    raise ConfigError("the memory is another borrower's")
+
+    def _ended(self, borrower: _Borrower) -> None:
+        """A process has ended, or a pool of it, and the system has taken the memory back."""
+        if borrower not in self._borrowers:  # something else that came at the same time has ended it
+            return
+        _log.info("%s has left (process %d)", borrower.account.name, borrower.pid)
+        if borrower.peer is not None:
+            self._forget(borrower.peer)
+        self.books.remove(borrower.account)
+        self._bury(borrower)
+
+    def _bury(self, borrower: _Borrower) -> None:
+        self._borrowers.remove(borrower)
+        self._selector.unregister(borrower.process)
+        os.close(borrower.process)
+        if borrower.memory is not None:
+            os.close(borrower.memory)
+
+    def _control(self, message: Message) -> dict[str, Any]:
+        """The answer to `vattn pool`."""
+        kind, now = message["kind"], time.monotonic()
+        try:
+            if kind == "check":
+                return {"problems": self.check()}
+            if kind == "limit":
+                self.books.limit(self._named(message["name"])[0], message["at_least"], message["at_most"])
+            if kind == "reclaim":
+                for account in self._named(message["name"]):
+                    if not account.lost:
+                        self.books.reclaim(account, message["stage"] or STAGES[0], now)
+                        account.again = True
+        except ConfigError as error:
+            return {"refused": str(error)}
+        self.audit()
+        return {"pool": self.name, "device": self.device, "path": str(self.path), **self.books.top()}
+
+    # Notes for the next broker, which must not lend what borrowers have that have yet to join it
+
+    def _save(self) -> None:
+        """Notes all leases. It comes before any of them is told: so nobody ever has more than is noted."""
+        notes = [
+            {
+                "identity": borrower.identity,
+                "pid": borrower.pid,
+                "started": borrower.started,
+                **{name: getattr(borrower.account, name) for name in _NOTED},
+            }
+            for borrower in self._borrowers
+        ]
+        text = json.dumps(notes).encode()
+        if text != self._saved:
+            fresh = self._notes.with_suffix(".new")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(text)
+            fresh.rename(self._notes)
+            self._saved = text
+
+    def _restore(self) -> None:
+        """Opens accounts for the borrowers of an earlier broker that still run."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for note in json.loads(self._notes.read_bytes()):
+                try:
+                    process = os.pidfd_open(note["pid"])
+                except OSError:
+                    continue
+                if _started(note["pid"]) != note["started"]:
+                    os.close(process)
+                    continue
+                account = self.books.restore(**{name: note[name] for name in _NOTED})
+                self._admit(_Borrower(account, note["identity"], note["pid"], process, None, None, note["started"]))
+
+    def _named(self, name: str | None) -> list[Account]:
+        found = [account for account in self.books.accounts if name in (None, account.name)]
+        if name is not None and not found:
+            names = ", ".join(account.name for account in self.books.accounts) or "nobody"
+            raise ConfigError(f"{name!r} borrows nothing of the pool {self.name!r}; who does: {names}")
+        return found
+
+    def _settle(self) -> None:
+        told = self.books.settle(time.monotonic())
+        self._save()
+        for borrower in [*self._borrowers]:
+            if borrower.account in told and borrower.peer is not None:
+                self._send(borrower.peer, "lease", **self.books.message(borrower.account))
+
+
+def _memories() -> set[int]:
+    """The descriptors of this process that are of caches' memory."""
+    return {
+        int(entry.name)
+        for entry in Path("/proc/self/fd").iterdir()
+        if entry.is_symlink() and os.readlink(entry).startswith("/memfd:vattn")
+    }
+
+
+def _started(pid: int) -> int:
+    """When a process started, in ticks since the machine did, by which it differs from a later one of its number."""
+    return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
+
+
+def serve(name: str, budget: int, *, device: str = "cpu", ready: Callable[[Broker], object] = lambda _: None) -> None:
+    """Runs a broker until SIGTERM or SIGINT.
+
+    Args:
+        ready: called when borrowers can join.
+
+    Raises:
+        ConfigError: as `Broker`.
+    """
+    broker = Broker(name, budget, device=device)
+    before = {number: signal.signal(number, broker.stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ready(broker)
+        broker.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _locked(path: Path, name: str) -> int:
+    """A descriptor of the file that says, by its lock, that a pool has a broker; the system unlocks it however that
+    ends.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"the pool {name!r} has a broker already; stop that one, or give another name") from None
+    return descriptor
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # of a broker that was killed: this one has the lock
+        listener.bind(str(path))
+        path.chmod(0o700)
+        listener.listen(64)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{path} cannot be used for the pool's socket: {error}") from error
+    return listener
+
+
+def _open_process(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise ConfigError(
+            f"the broker cannot see the borrower's process ({error}): run both in one PID namespace (--pid=host)"
+        ) from error
+
+
+def _receive(peer: _Peer) -> tuple[bytes, bool]:
+    """What came, and whether all of its descriptors did; those are added to the peer's."""
+    size = array.array("i").itemsize
+    data, ancillary, flags, _ = peer.socket.recvmsg(2**16, socket.CMSG_SPACE(4 * size), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            peer.received += _descriptors(content, size)
+    return data, not flags & socket.MSG_CTRUNC
+
+
+def _descriptors(content: bytes, size: int) -> Iterator[int]:
+    whole = array.array("i")
+    whole.frombytes(content[: len(content) // size * size])
+    yield from whole

@@ -1,0 +1,198 @@
+"""LentCore: a pool whose pages count in the budget of a broker (`vattn.broker`).
+
+Its native books have room for all that the broker has; a limit, in pages, follows the lease. Every decision looks at
+`free_pages`, which is negative while there is more than the limit allows, so that whoever needs a page first gives up
+others. The limit is raised by the borrower's thread at any time, and lowered by it between two calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from vattn import _native, drivers
+from vattn.broker.borrower import Borrower, Usage
+from vattn.drivers.host import HostDevice
+from vattn.errors import VattnError
+from vattn.pool.core import Core
+from vattn.pool.journal import Change
+from vattn.pool.worker import Worker
+
+_WAIT = 1.0  # seconds for memory without which a call fails
+_GLANCE = 0.02  # seconds for memory without which something is preempted, or not admitted
+_LOCK = 0.1  # seconds for a call to end that the borrower's thread waits for
+
+
+def lend(
+    name: str,
+    source: drivers.Device,
+    page_size: int,
+    *,
+    label: str,
+    at_least: int,
+    at_most: int | None,
+    guard: drivers.Guard,
+    zero_on_free: bool,
+) -> LentCore:
+    """A pool of pages of a device that the broker called `name` counts; the arguments are those of `PagePool.connect`.
+
+    Raises:
+        ConfigError: as for `PagePool.connect`.
+    """
+    memory: Callable[[], int] | None = None
+    forget: Callable[[], object] = _nothing
+    if isinstance(source, HostDevice):
+        file = _native.open_host_file(source.check_page_size(page_size))
+        memory = partial(_native.host_file_descriptor, page_size, file)
+        forget = partial(_native.close_host_file, page_size, file)
+    try:
+        if isinstance(source, HostDevice):
+            driver = source.open(page_size, guard=guard, file=file)
+        else:
+            driver = source.open(page_size, guard=guard)
+        borrower = Borrower(
+            name,
+            name=label,
+            device=str(source.torch_device),
+            page=page_size,
+            at_least=at_least,
+            at_most=at_most,
+            memory=memory,
+        )
+        pages = borrower.budget // page_size
+        return LentCore(Worker(driver, page_size, pages, zero_on_free=zero_on_free), borrower, forget)
+    except BaseException:
+        forget()
+        raise
+
+
+def _nothing() -> None:
+    pass
+
+
+class LentCore(Core):
+    """A pool with a lease.
+
+    Args:
+        forget: called once the memory is given back.
+    """
+
+    def __init__(self, worker: Worker, borrower: Borrower, forget: Callable[[], object]) -> None:
+        super().__init__(worker)
+        self.borrower = borrower
+        self._forget = forget
+        self._usage = Usage()  # as it was last known
+        self._chunk: int = max(1, borrower.chunk // self.page_size)
+        self.native.limit = borrower.level // self.page_size
+        borrower.start(self)
+        self._look_ahead()
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that may be taken; negative while the lease is lower than what is taken."""
+        counts = self.native.counts()
+        free: int = min(counts.absent + counts.free, self.native.limit - counts.taken)
+        return free
+
+    @property
+    def most_pages(self) -> int:
+        return min(self.total_pages, self.borrower.at_most // self.page_size)
+
+    @property
+    def low_water(self) -> int:
+        return self._chunk // 2
+
+    @property
+    def shortage(self) -> str:
+        return self.borrower.trouble
+
+    @property
+    def may_get_more(self) -> bool:
+        return self.borrower.reachable
+
+    @property
+    def expects_more(self) -> bool:
+        return not self.borrower.trouble
+
+    def stock(self) -> None:
+        super().stock()
+        self._look_ahead()
+
+    def refill(self) -> None:
+        if self.free_pages < self._chunk // 2:
+            self.borrower.wait(self._wanted() * self.page_size, _GLANCE, needed=False)
+
+    def borrow(self, pages: int, *, needed: bool) -> int:
+        before, limit = self.free_pages, self.native.limit
+        if not self.borrower.comes_down:
+            level = (limit + pages) * self.page_size
+            self.borrower.wait(level, _WAIT if needed else _GLANCE, needed=needed)
+        return max(0, self.free_pages - before)
+
+    def shut(self) -> None:
+        super().shut()
+        self._forget()
+        self.borrower.close()
+
+    # For the borrower's thread
+
+    def usage(self, *, wait: bool) -> Usage:
+        if not self.lock.acquire(timeout=_LOCK if wait else 0):
+            return self._usage
+        try:
+            size, tenants = self.page_size, list(self._tenants)
+            parked = sum(tenant.parked_pages for tenant in tenants) * size
+            cached = sum(tenant.cached_pages for tenant in tenants) * size
+            uses = [use for tenant in tenants if (use := tenant.oldest_use) is not None]
+            owned = max(0, self.native.counts().taken * size - parked - cached)
+            self._usage = Usage(owned, parked, cached, min(uses, default=None))
+            return self._usage
+        finally:
+            self.lock.release()
+
+    def raise_to(self, level: int) -> None:
+        self.native.limit = max(self.native.limit, level // self.page_size)
+
+    def come_down(self, level: int, stage: str) -> int:
+        pages = level // self.page_size
+        if stage == "all":
+            self.native.limit = min(self.native.limit, pages)
+        if not self.lock.acquire(timeout=_LOCK):
+            return self.borrower.level
+        try:
+            if not self.usable or self.inherited:
+                return self.borrower.level
+            with contextlib.suppress(VattnError):  # a capture, say: another time
+                self.atomically(lambda: self._give_back(pages, stage))
+            counts = self.native.counts()
+            self.native.limit = min(self.native.limit, max(pages, counts.taken))
+            self.mapper.unstock()
+            # What the books have may not be created yet, and what they have given up not be released.
+            reached: int = max(self.native.limit, counts.taken + counts.free, self.mapper.created)
+            return reached * self.page_size
+        finally:
+            self.lock.release()
+
+    def _give_back(self, pages: int, stage: str) -> None:
+        def plan(change: Change) -> None:
+            for tenant in self._tenants:
+                over = self.native.counts().taken - pages
+                if stage != "free" and over > 0:
+                    tenant.reclaim(change, over, wait=False, cached=stage != "parked")
+            counts = self.native.counts()
+            over = counts.taken + counts.free - max(pages, counts.taken)
+            self.native.release_free(change.transaction, max(0, min(over, counts.free)))
+
+        self.execute(plan)
+
+    # Ahead of need
+
+    def _wanted(self) -> int:
+        """The limit that there should be, in whole chunks, so that few requests for it differ."""
+        taken: int = self.native.counts().taken
+        return (taken // self._chunk + 2) * self._chunk
+
+    def _look_ahead(self) -> None:
+        if (wanted := self._wanted()) > self.native.limit:
+            self.borrower.request(wanted * self.page_size)
