@@ -17,7 +17,7 @@ def coded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Coded, Tenso
     return Coded(codes, scales, dtype), dequantise(codes, scales, torch.empty(codes.shape, dtype=dtype))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_decode_steps_read_codes(dtype: torch.dtype, tolerance: float) -> None:
     keys, plain_keys = coded(2, 3, 300, 64, dtype=dtype)
     values, plain_values = coded(2, 3, 300, 40, dtype=dtype)

@@ -369,7 +369,10 @@ def test_what_fails_in_the_background_while_a_cache_leaves_is_not_lost(how: str)
     setup.table.delay = 0.01  # as long as a cache takes to leave
     setup.cache.free_reqid(slot)
     if how == "close":
-        setup.cache.close()
+        try:
+            setup.cache.close()
+        except vattn.DriverError:  # where kernels were waited for, closing is the first to unmap
+            setup.cache.close()
     del setup.cache
     gc.collect()
     assert setup.table.failed == "cuMemUnmap"
