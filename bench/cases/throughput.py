@@ -27,7 +27,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
-from bench.harness.ratios import Comparison, interval, rows
+from bench.harness.ratios import Comparison, Pair, interval
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.workload import make_requests
@@ -197,14 +197,23 @@ def compare(record: Record) -> list[Comparison]:
     }
     found = []
     for engine, text in says.items():
-        # The ratios of `over virtual` are medians over rounds; virtual's own are 1.
-        if pairs := rows(record, "over virtual", {"engine": engine}, {"engine": "virtual"}, same=["set"]):
-            found.append(Comparison(text, record, pairs))
-    floor = rows(record, "over virtual", {"engine": "floor"}, {"engine": "virtual"}, same=["set"])
-    if floor:
+        if pairs := _rounds(record, engine):
+            found.append(Comparison(text, record, pairs, of="rounds"))
+    if floor := _rounds(record, "floor"):
         share = "The products of its steps, with attention at the machine's limit, take {} times as long"
-        found.append(Comparison(share, record, floor, is_limit=True))
+        found.append(Comparison(share, record, floor, of="rounds", is_limit=True))
     return found
+
+
+def _rounds(record: Record, engine: str) -> tuple[Pair, ...]:
+    """The seconds of an engine, and of virtual in the same round, of all sets; in the last one if it came after all."""
+    pairs: list[Pair] = []
+    for name in _SETS:
+        above, below = f"{engine}, {name}, seconds", f"virtual, {name}, seconds"
+        last = len(record["series"].get(below, ())) - 1
+        for number in range(len(record["series"].get(above, ()))):
+            pairs.append((("series", above, number), ("series", below, last if engine in _ONCE else number)))
+    return tuple(pairs)
 
 
 def draw(axes: Any, record: Record) -> None:
