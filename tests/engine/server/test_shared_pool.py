@@ -23,6 +23,7 @@ def pool() -> Iterator[brokers.Process]:
 
 
 def client(server: servers.Server) -> openai.OpenAI:
+    """To be closed: one whose server was killed keeps its connection otherwise."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS)
 
 
@@ -37,8 +38,8 @@ def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Pr
     models = [servers.MODEL, servers.MODEL, str(other)]
     expected = []
     for model in (servers.MODEL, str(other)):
-        with servers.running({"model": model}) as alone:
-            expected.append(_complete(client(alone), prompt))
+        with servers.running({"model": model}) as alone, client(alone) as alone_client:
+            expected.append(_complete(alone_client, prompt))
     expected.insert(0, expected[0])
     with ExitStack() as stack:
         shares = ["at least 1MiB, at most 6MiB", "at most 6MiB", None]
@@ -46,7 +47,7 @@ def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Pr
             stack.enter_context(servers.running({**lent, "model": model, "kv_share": share}))
             for model, share in zip(models, shares, strict=True)
         ]
-        clients = [client(server) for server in running]
+        clients = [stack.enter_context(client(server)) for server in running]
         answers: dict[int, list[str]] = {}
 
         def ask(i: int) -> None:

@@ -415,7 +415,7 @@ def test_caches_of_one_kind_share_a_pool_and_its_thread(model: transformers.PreT
     caches = [vattn.VirtualCache(model, page_size=4096) for _ in range(4)]
     for cache in caches:
         assert generated(model, cache) == want
-    assert pool_threads() == threads
+    assert pool_threads() <= threads  # one of before may have been about to end
     for cache in caches:
         cache.check()
     mapped = first.stats().created_bytes
@@ -430,7 +430,7 @@ def test_caches_of_one_kind_share_a_pool_and_its_thread(model: transformers.PreT
     for _ in range(3):
         assert generated(model, vattn.VirtualCache(model, page_size=4096)) == want
         assert target.usage() == before
-    assert pool_threads() == threads
+    assert pool_threads() <= threads  # one of before may have been about to end
 
 
 def test_a_shared_pool_keeps_a_few_pages_for_the_next_cache(
