@@ -39,7 +39,7 @@ QUESTION = "How long does a queue of requests take?"
 # Prompt lengths; outputs have 16 to 128 tokens.
 _SETS = {"short": (32, 512), "long": (1024, 3072)}
 # Rounds with all engines, and rounds at most.
-_ROUNDS = {"short": (3, 6), "long": (1, 2)}
+_ROUNDS = {"short": (3, 6), "long": (1, 1)}
 # Those after the first ones: until the 95 % interval of each one's ratio to virtual is at most so wide.
 _CLOSE, _WIDTH = ("paged", "vllm"), 0.04
 _REQUESTS = 32
