@@ -23,7 +23,7 @@ import torch
 from bench.harness import theme
 from bench.harness.fabricated import without_model
 from bench.harness.models import QWEN2, TINY, qwen2
-from bench.harness.ratios import Comparison
+from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.engine import LLM, SamplingParams
@@ -161,9 +161,7 @@ def compare(record: Record) -> list[Comparison]:
     }
     found = []
     for side, text in says.items():
-        above, below = f"{side}, seconds", "virtual, seconds"
-        rounds = min(len(record["series"][name]) for name in (above, below))
-        pairs = tuple((("series", above, number), ("series", below, number)) for number in range(rounds))
+        pairs = by_round(record, f"{side}, seconds", "virtual, seconds")
         found.append(Comparison(text, record, pairs, of="rounds"))
     return found
 

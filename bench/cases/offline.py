@@ -14,7 +14,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import qwen2
-from bench.harness.ratios import Comparison
+from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, serve
@@ -77,10 +77,7 @@ def compare(record: Record) -> list[Comparison]:
         Comparison(
             f"`virtual` makes {{}} times as many tokens per second of a queue of long requests as `{kv}`",
             record,
-            tuple(
-                (("series", names["virtual"], number), ("series", names[kv], number))
-                for number in range(len(record["series"][names[kv]]))
-            ),
+            by_round(record, names["virtual"], names[kv]),
             of="rounds",
         )
         for kv in BACKENDS

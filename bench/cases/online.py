@@ -17,7 +17,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import qwen2
-from bench.harness.ratios import Comparison
+from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, Served, serve
@@ -92,10 +92,7 @@ def compare(record: Record) -> list[Comparison]:
         Comparison(
             f"A request takes {{}} times as long over `{kv}` as over `virtual`",
             record,
-            tuple(
-                (("series", names[kv], number), ("series", names["virtual"], number))
-                for number in range(len(record["series"][names[kv]]))
-            ),
+            by_round(record, names[kv], names["virtual"]),
         )
         for kv in BACKENDS
         if kv != "virtual"

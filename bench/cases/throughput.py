@@ -27,7 +27,7 @@ import torch
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
-from bench.harness.ratios import Comparison, Pair, interval
+from bench.harness.ratios import Comparison, Pair, by_round, interval
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.workload import make_requests
@@ -200,7 +200,7 @@ def compare(record: Record) -> list[Comparison]:
         if pairs := _rounds(record, engine):
             found.append(Comparison(text, record, pairs, of="rounds"))
     if floor := _rounds(record, "floor"):
-        share = "The products of its steps, with attention at the machine's limit, take {} times as long"
+        share = "The products of the engine's steps alone, with attention at the machine's limit, take {} times as long"
         found.append(Comparison(share, record, floor, of="rounds", is_limit=True))
     return found
 
@@ -210,9 +210,12 @@ def _rounds(record: Record, engine: str) -> tuple[Pair, ...]:
     pairs: list[Pair] = []
     for name in _SETS:
         above, below = f"{engine}, {name}, seconds", f"virtual, {name}, seconds"
-        last = len(record["series"].get(below, ())) - 1
-        for number in range(len(record["series"].get(above, ()))):
-            pairs.append((("series", above, number), ("series", below, last if engine in _ONCE else number)))
+        if above not in record["series"]:
+            continue
+        if engine in _ONCE:
+            pairs.append((("series", above, 0), ("series", below, len(record["series"][below]) - 1)))
+        else:
+            pairs += by_round(record, above, below)
     return tuple(pairs)
 
 

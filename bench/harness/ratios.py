@@ -115,9 +115,11 @@ def columns(
     return tuple(pairs)
 
 
-def by_round(record: Record, name: str) -> tuple[Pair, ...]:
-    """The ratios of a series, each of two calls that were made in turn."""
-    return tuple((("series", name, number), None) for number in range(len(record["series"][name])))
+def by_round(record: Record, above: str, below: str | None = None) -> tuple[Pair, ...]:
+    """Pairs of two series, each of two calls that were made in turn; or a series of ratios."""
+    names = [name for name in (above, below) if name is not None]
+    rounds = range(min(len(record["series"][name]) for name in names))
+    return tuple((("series", above, n), None if below is None else ("series", below, n)) for n in rounds)
 
 
 def rows(

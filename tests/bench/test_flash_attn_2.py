@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch import library as torch_library
 
 from bench.gpu import engines, flash_attn_2, sides
 from bench.gpu.parts import attention as attention_part
@@ -56,7 +57,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_installed: None
     schema = "".join(re.findall(r'"([^"]*)"', re.search(r"library\.def\((.*?)\);", OPERATOR.read_text(), re.S)[1]))  # type: ignore[index]
     file = tmp_path / "vattn_fa2.so"
     file.touch()
-    with torch.library._scoped_library("vattn_fa2", "FRAGMENT") as registered:
+    with torch_library._scoped_library("vattn_fa2", "FRAGMENT") as registered:
 
         def load(path: Path) -> None:
             assert path == file

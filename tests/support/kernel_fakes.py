@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import library as torch_library
 
 INT = torch.int32
 OPERATOR = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
@@ -93,8 +94,8 @@ def need_operator_for(kernel: str, kv: str) -> None:
 @contextmanager
 def torch_flash() -> Iterator[None]:
     """`aten_flash` stands in for torch's operator on the CPU."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", aten_flash, "CPU")
+    with torch_library._scoped_library("aten", "IMPL") as registered:
+        registered.impl("_flash_attention_forward", aten_flash, "CPU")
         yield
 
 

@@ -122,8 +122,7 @@ class Borrower:
 
     def start(self, lent: Lent) -> None:
         """Starts the thread, for a pool that is not kept alive by it."""
-        call = self._call
-        self._lent = weakref.ref(lent, lambda _: call())
+        self._lent = weakref.ref(lent, lambda _: self._call())
         self._thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
         self._thread.start()
 
@@ -346,7 +345,6 @@ class Borrower:
                 raise ConfigError(f"the broker of the pool {self.pool!r} refuses: {answers[0]['why']}")
             if answers[0]["kind"] != "joined":
                 raise WireError("no answer to join")
-            connection.settimeout(_CONNECTING)
         except BaseException:
             connection.close()
             raise

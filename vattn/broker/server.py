@@ -187,7 +187,9 @@ class Broker:
         expected = {self._listener.fileno(), self._wake, self._lock}
         expected |= {peer.socket.fileno() for peer in self._peers} | {fd for p in self._peers for fd in p.received}
         for borrower in self._borrowers:
-            expected |= {borrower.process} | ({borrower.memory} - {None})  # type: ignore[operator]
+            expected.add(borrower.process)
+            if borrower.memory is not None:
+                expected.add(borrower.memory)
             account = borrower.account
             if not Path("/proc", str(borrower.pid)).exists():
                 problems.append(f"the process of {account.name} has ended")
