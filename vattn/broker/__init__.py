@@ -21,9 +21,9 @@ The caller's thread waits only when memory is really short: until the lease has 
 none (`short`), or a time-out.
 
 **What the broker does** when leases cannot grow: it asks back (`give`), in this order: leases that nobody uses; parked
-pages; cached prefixes, by last use over all borrowers; and, for a borrower that is below its guarantee, what others
-have above theirs, which their engines reach by preemption. A borrower answers between two steps of its engine. One that
-does not answer in time, or has nothing to give, is left alone for a moment.
+pages; cached prefixes, by last use over all borrowers; and, for a borrower that is below its guarantee while a call of
+its engine waits, what others have above theirs, which their engines reach by preemption. A borrower answers between two
+steps of its engine. One that does not answer in time, or has nothing to give, is left alone for a moment.
 
 What happens when
 

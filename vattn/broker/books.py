@@ -88,6 +88,11 @@ class Account:
         return max(0, self.lease - self.owned - self.parked - self.cached)
 
     @property
+    def claims(self) -> bool:
+        """Whether it is below its guarantee, and somebody waits for more."""
+        return self.lease < self.at_least and self.urgent > AHEAD
+
+    @property
     def goal(self) -> int:
         """The lease that it would like to have, and may."""
         return min(self.want, self.at_most)
@@ -276,9 +281,9 @@ class Books:
     # How much, and from whom
 
     def _wanting(self) -> Iterator[Account]:
-        """Those that want more than they have: first those below their guarantee, then those that wait longest."""
+        """Those that want more than they have: first those that claim their guarantee, then those that wait longest."""
         found = [account for account in self.accounts if account.goal > account.lease and not account.lost]
-        yield from sorted(found, key=lambda a: (a.lease >= a.at_least, -a.urgent, a.waiting_since))
+        yield from sorted(found, key=lambda a: (not a.claims, -a.urgent, a.waiting_since))
 
     def _grant(self, account: Account) -> bool:
         """Raises a lease as far as there is memory that nobody has."""
@@ -328,7 +333,7 @@ class Books:
             if missing > 0 and (mine is None or (account.oldest or 0) < mine):
                 # In parts, as the next oldest may be another's.
                 ask(account, min(account.cached, max(account.chunk, missing // 4)), "cached")
-        if asker.lease < asker.at_least:
+        if asker.claims:
             missing = min(missing, asker.at_least - asker.lease - coming)
             for account in sorted(all_others, key=lambda account: account.at_least - account.lease):
                 if missing > 0 and account not in asked and account.lease > account.at_least:

@@ -210,13 +210,15 @@ class Borrower:
 
     def forget(self) -> None:
         """In a forked child: closes what the parent has open, and nothing else."""
+        self._changed = threading.Condition()  # a thread that this process lacks may hold the other
         for descriptor in (self._wake, -1 if self._socket is None else self._socket.fileno()):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         if self._socket is not None:
             self._socket.detach()
-        self._socket, self._trouble, self._thread = None, "this process is a fork of the borrower's", None
+        self._wake, self._socket, self._thread = -1, None, None
+        self._trouble = "this process is a fork of the borrower's"
 
     # The thread's
 
@@ -252,6 +254,7 @@ class Borrower:
             return 0.0
         give, before = self._lease.give, self._lease.level
         waiting = _HEARTBEAT
+        lent.raise_to(self._lease.allowed)
         if give is not None:
             level, stage = give
             reached = lent.come_down(level, stage)
@@ -264,8 +267,7 @@ class Borrower:
             if self._lease.give is not None:
                 waiting = _REDUCING  # an engine preempts requests first
             self._dirty |= reached < before
-        if self._lease.give is None:
-            lent.raise_to(min(self._lease.level, self._lease.at_most))
+        lent.raise_to(self._lease.allowed)
         if self._dirty or time.monotonic() >= self._due:
             self._report(lent)
         return waiting
@@ -294,8 +296,8 @@ class Borrower:
                 self._dirty = True
                 self._short_since = time.monotonic()
                 lent = self._lent() if self._lent is not None else None
-                if lent is not None and self._lease.give is None:
-                    lent.raise_to(min(self._lease.level, self._lease.at_most))
+                if lent is not None:
+                    lent.raise_to(self._lease.allowed)
                 self._changed.notify_all()
 
     def _report(self, lent: Lent) -> None:
@@ -369,8 +371,10 @@ class Borrower:
             self._changed.notify_all()
 
     def _call(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        """Wakes the thread, if it still runs: its descriptor may be anybody's since."""
+        with self._changed:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def _end(self) -> None:
         """Leaves. What is still in use, by a tensor that outlives its cache, counts until it is not."""
@@ -381,8 +385,10 @@ class Borrower:
             self._socket.close()
             self._socket = None
         self._trouble = self._trouble or "it was left"
-        with contextlib.suppress(OSError):
-            os.close(self._wake)
+        with self._changed:
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
 
 
 _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()

@@ -25,6 +25,12 @@ class Lease:
         self.answered = 0
         self.short = False
 
+    @property
+    def allowed(self) -> int:
+        """The level that the pool may fill now: not what running requests are to give back."""
+        level = min(self.level, self.at_most)
+        return min(level, self.give[0]) if self.give is not None and self.give[1] == "all" else level
+
     def joined(self, message: Message) -> None:
         """Begins with what a broker's `joined` says: what was lent by an earlier one is in it."""
         self.number, self.at_most = message["number"], message["at_most"]

@@ -120,7 +120,8 @@ class Broker:
     def stop(self, *_: object) -> None:
         """Ends `run`; for signal handlers and other threads."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def turn(self, timeout: float | None = None) -> None:
         """Deals with what has come, after waiting for something to come for at most so many seconds."""
@@ -149,7 +150,8 @@ class Broker:
             self.path.unlink()
         self._selector.close()
         self._listener.close()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1  # a signal's handler may still write to it
+        os.close(wake)
         os.close(self._lock)
 
     def audit(self) -> None:

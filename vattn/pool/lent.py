@@ -19,7 +19,7 @@ from vattn.pool.core import Core
 from vattn.pool.journal import Change
 from vattn.pool.worker import Worker
 
-_WAIT = 1.0  # seconds for memory without which a call fails
+_WAIT = 5.0  # seconds for memory without which a call fails: the broker itself waits for others (`books.PATIENCE`)
 _GLANCE = 0.02  # seconds for memory without which something is preempted, or not admitted
 _LOCK = 0.1  # seconds for a call to end that the borrower's thread waits for
 
@@ -92,7 +92,7 @@ class LentCore(Core):
     def free_pages(self) -> int:
         """Pages that may be taken; negative while the lease is lower than what is taken."""
         counts = self.native.counts()
-        free: int = min(counts.absent + counts.free, self.native.limit - counts.taken)
+        free: int = min(counts.absent + counts.free, min(self.native.limit, self.most_pages) - counts.taken)
         return free
 
     @property

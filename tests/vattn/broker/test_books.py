@@ -118,6 +118,27 @@ def test_running_requests_give_way_only_to_a_guarantee() -> None:
     assert b.short
 
 
+def test_what_is_wanted_ahead_of_need_claims_no_guarantee() -> None:
+    books, (a, b) = joined(a={"at_least": 16 * PAGE}, b={"at_least": 16 * PAGE})
+    lend(books, a, 64, owned=64)
+    books.report(b, report(b, want=16 * PAGE), 5.0)
+    books.settle(5.0)
+    assert a.give is None
+    books.report(b, report(b, want=16 * PAGE, urgent=1, wish=1), 6.0)  # somebody waits for it
+    books.settle(6.0)
+    assert (a.give, a.stage) == (48 * PAGE, "all")
+
+
+def test_a_lease_is_filled_up_to_what_is_asked_of_running_requests() -> None:
+    lease = Lease()
+    lease.joined({"number": 1, "lease": 0, "at_most": 64 * PAGE})
+    message = {"number": 2, "lease": 60 * PAGE, "at_most": 50 * PAGE, "wish": 1, "short": False, "give": 40 * PAGE}
+    lease.received(message | {"stage": "all"})
+    assert lease.allowed == 40 * PAGE
+    lease.received(message | {"number": 3, "stage": "free"})  # no more than nothing uses
+    assert lease.allowed == 50 * PAGE
+
+
 def test_a_lower_limit_is_asked_for_at_once() -> None:
     books, (a,) = joined(a={})
     lend(books, a, 32, owned=32)

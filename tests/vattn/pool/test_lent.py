@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import vattn
 from tests.support import brokers, scripts
 from tests.support.effort import effort
 from tests.support.waiting import wait_until
+from vattn.pool.lent import LentCore
 
 PAGE = 4096
 PAGES = 256
@@ -152,6 +154,20 @@ def test_a_guarantee_is_kept_at_the_cost_of_what_others_have_above_theirs(broker
     close(one, two)
 
 
+def test_what_others_would_like_ahead_of_need_is_not_taken_from_a_call_that_needs_it(broker: brokers.Process) -> None:
+    one, two = connect("a", at_least=32 * PAGE), connect("b", at_least=64 * PAGE)
+    with cache(one) as a, cache(two) as b:
+        for _ in range(20):  # b asks ahead for what a is about to need
+            slots = [a.alloc_reqid() for _ in range(4)]
+            a.step(dict.fromkeys(slots, pages(30)))
+            for slot in slots:
+                a.free_reqid(slot)
+            two._core.stock()
+            broker.ask("reclaim", name="a", stage="parked")
+        b.check()
+    close(one, two)
+
+
 def test_a_limit_falls_and_rises_while_requests_run(broker: brokers.Process) -> None:
     pool = connect("a")
     with cache(pool) as kv:
@@ -162,7 +178,7 @@ def test_a_limit_falls_and_rises_while_requests_run(broker: brokers.Process) -> 
         assert kv.total_pages == 100
         kv.step(dict.fromkeys(slots, pages(20)))  # what runs goes on
         with pytest.raises(vattn.OutOfPages):
-            kv.step(dict.fromkeys(slots, pages(21)))
+            kv.step(dict.fromkeys(slots, pages(24)))  # more than was mapped ahead of need
         for slot in slots[:2]:
             kv.free_reqid(slot)
         wait_until(lambda: (broker.borrower("a") or {})["lease"] <= 100 * PAGE)
@@ -225,6 +241,23 @@ def test_a_pool_that_is_dropped_leaves(broker: brokers.Process) -> None:
     kv.close()
     del kv
     wait_until(lambda: broker.borrower("a") is None)
+
+
+def test_a_pool_that_has_left_writes_to_no_descriptor(broker: brokers.Process) -> None:
+    """Those that it had are somebody else's by then: one that gets its eight bytes loses its connection, say."""
+    pools = [connect("a") for _ in range(4)]
+    borrowers = [cast(LentCore, pool._core).borrower for pool in pools]
+    for pool in pools:
+        pool.close()
+    files = [os.memfd_create("others") for _ in range(64)]
+    for borrower in borrowers:
+        borrower.request(PAGE)
+    pools.clear()
+    gc.collect()
+    borrowers.clear()
+    assert [os.fstat(file).st_size for file in files] == [0] * len(files)
+    for file in files:
+        os.close(file)
 
 
 def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers.Process) -> None:
