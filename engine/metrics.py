@@ -207,4 +207,28 @@ def held(scheduler: Scheduler, kv: KVBackend, *, asleep: bool) -> list[Metric]:
         *(Gauge("vattn:memory_bytes", {"kind": kind}, float(size)) for kind, size in memory.items()),
         Counter("vattn:map_calls", {}, stats.map_calls),
         Counter("vattn:wait_seconds", {}, stats.wait_seconds),
+        *borrowed(kv),
+    ]
+
+
+def borrowed(kv: KVBackend) -> list[Metric]:
+    """What a backend has of a pool that a broker lends; nothing, for one with memory of its own."""
+    loan = kv.loan
+    if loan is None:
+        return []
+    label = {"pool": loan.pool}
+    sizes = {
+        "budget": loan.budget,
+        "guaranteed": loan.at_least,
+        "most": loan.at_most,
+        "lent": loan.lent,
+        "used": loan.usage.owned,
+        "parked": loan.usage.parked,
+        "cached": loan.usage.cached,
+        "asked_back": loan.asked_back,
+    }
+    return [
+        Gauge("vattn:pool_broker_reachable", label, float(loan.reachable)),
+        *(Gauge(f"vattn:pool_{kind}_bytes", label, float(size)) for kind, size in sizes.items()),
+        Counter("vattn:pool_given_back_bytes", label, loan.given_back),
     ]

@@ -1,22 +1,27 @@
-"""`vattn doctor`: a report on the drivers, devices, kernels and limits of this machine."""
+"""`vattn doctor`: a report on the drivers, devices, kernels, limits and pools of this machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import closing
 from importlib import metadata
 
 import torch
 
 from vattn import _native, attention, cpu
+from vattn.broker.control import Control
+from vattn.broker.places import pools
 from vattn.cores import cores, free_cores, thread_counts
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
 
+_BROKER_SECONDS = 2.0  # in which a broker answers
+
 
 def doctor() -> str:
-    """A report on the drivers, devices, kernels and limits of this machine, as text."""
+    """A report on the drivers, devices, kernels, limits and pools of this machine, as text."""
     machine = host.HostDevice()
     usage = _native.host_usage()
     with open("/proc/self/maps") as maps:
@@ -41,6 +46,8 @@ def doctor() -> str:
         f"  mappings per process  {machine.mapping_limit()} (vm.max_map_count), {mappings} in use; "
         "one per page that is not next to its neighbour",
         f"  largest reservation   {_largest_reservation()}",
+        "pools",
+        *(f"  {line}" for line in _pools()),
     ]
     return "\n".join(lines)
 
@@ -56,6 +63,29 @@ def _threads() -> str:
         return f"{torch_says}; LLM with {counts[0]}, unless num_threads says otherwise"
     listed = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
     return f"{torch_says}; LLM measures steps with {listed}, again and again, unless num_threads says how many"
+
+
+def _pools() -> list[str]:
+    """The pools of this user's brokers, and what their books and the kernel do not agree in."""
+    try:
+        names = list(pools())
+    except (VattnError, OSError) as error:
+        return [f"none can be found: {error}"]
+    lines = []
+    for name in names:
+        try:
+            with closing(Control(name, seconds=_BROKER_SECONDS)) as control:
+                top, problems = control.ask("top"), control.ask("check")["problems"]
+        except (VattnError, OSError) as error:
+            lines.append(f"{name}  no: {error}")
+            continue
+        borrowers = ", ".join(each["name"] + " (lost)" * each["lost"] for each in top["borrowers"]) or "nobody"
+        lines.append(
+            f"{name}  ok: {format_bytes(top['budget'])} on {top['device']}, {format_bytes(max(0, top['free']))} free; "
+            f"borrowed by {borrowers}"
+        )
+        lines += [f"  wrong: {problem}" for problem in problems]
+    return lines or ["none; vattn pool serve NAME --budget SIZE makes one"]
 
 
 def _cuda_driver() -> list[str]:

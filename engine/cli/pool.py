@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, VattnError
 
 from .flags import Commands
 
@@ -147,6 +147,8 @@ def _list(args: argparse.Namespace) -> int:
             top = _ask(name, "top")
         except ConfigError:
             print(f"{name}: its broker has ended")
+        except VattnError as error:
+            print(f"{name}: {error}")
         else:
             borrowers = ", ".join(each["name"] for each in top["borrowers"]) or "nobody"
             print(f"{name}: {format_bytes(top['budget'])}, {format_bytes(top['free'])} free; borrowed by {borrowers}")

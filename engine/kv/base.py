@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 from torch import Tensor
 
 from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
+from vattn.broker.borrower import Loan
 from vattn.errors import ConfigError
 from vattn.prefix import Admission
 from vattn.quantised import KVCacheDtype
@@ -272,6 +273,11 @@ class KVBackend(KVSource, Protocol):
 
     def stats(self) -> KVStats: ...
 
+    @property
+    def loan(self) -> Loan | None:
+        """What a broker lends it; None for memory of its own. For any thread, at any time."""
+        ...
+
     def describe(self) -> KVDescription:
         """Which slot has which memory; takes time in proportion to it, so it is for displays."""
         ...
@@ -303,6 +309,10 @@ class PlainStore:
     forgets_windows: ClassVar[bool] = False
 
     name: ClassVar[str]
+
+    @property
+    def loan(self) -> Loan | None:
+        return None
 
     def trim(self) -> int:
         raise ConfigError(

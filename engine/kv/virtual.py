@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, Self
 
+from vattn.broker.borrower import Loan
 from vattn.cache import KVCache
 from vattn.config import KVConfig, resolve
 from vattn.pool.pool import PagePool
@@ -123,6 +124,10 @@ class VirtualKV(ContiguousKV):
             waits=stats.waits,
             wait_seconds=stats.wait_seconds,
         )
+
+    @property
+    def loan(self) -> Loan | None:
+        return None if self._borrowed is None else self._borrowed.loan
 
     def describe(self) -> KVDescription:
         stats = self.cache.stats()

@@ -277,6 +277,7 @@ function draw() {
   drawSpeed();
   drawDriver();
   drawBlocks();
+  drawKvPool();
   drawRequests();
 }
 
@@ -527,6 +528,61 @@ function drawPool(mine) {
   $("pool").setAttribute(
     "aria-label",
     `Pool of ${whole(total)} blocks: ${whole(mine.size)} of this request, ${whole(held)} of all requests, ${whole(cached.size)} cached.${more}`,
+  );
+}
+
+/** The memory that engines share: one bar, engine after engine, and a table. */
+function drawKvPool() {
+  const pool = state.kv_pool;
+  $("kv-pool-section").hidden = !pool;
+  if (!pool) return;
+  const kinds = [
+    ["owned", "live", ["live"], "of requests"],
+    ["cached", "shared", ["p0", "stripes"], "cached prefixes"],
+    ["parked", "parked", ["parked", "dots"], "parked"],
+    ["unused", "ahead", ["ahead"], "lent, not used"],
+    ["free", "free", ["free"], "free"],
+  ];
+  const sums = { owned: 0, cached: 0, parked: 0, unused: 0, free: Math.max(0, pool.free) };
+  const width = size($("kv-pool"), 16);
+  const parts = [];
+  let at = 0;
+  const box = (size, classes) => {
+    const part = (size / pool.budget) * width;
+    if (part) for (const each of classes) parts.push(svg("rect", { x: at, y: 1, width: part, height: 14, class: each }));
+    at += part;
+  };
+  for (const engine of pool.borrowers) {
+    const unused = Math.max(0, engine.lease - engine.owned - engine.cached - engine.parked);
+    const sizes = { ...engine, unused };
+    for (const [name, , classes] of kinds.slice(0, -1)) {
+      box(sizes[name], classes);
+      sums[name] += sizes[name];
+    }
+    parts.push(svg("path", { d: `M${at} 0V16`, class: "grid" }));
+  }
+  box(sums.free, ["free"]);
+  $("kv-pool").replaceChildren(...parts);
+  const known = pool.reachable && pool.free !== null;
+  $("kv-pool").style.display = $("kv-pool-legend").style.display = known ? "" : "none";
+  const texts = kinds.map(([name, , , label]) => `${bytes(sums[name])} ${label}`);
+  write(
+    "kv-pool-lead",
+    known
+      ? `${pool.name}: ${bytes(pool.budget)} for all engines; this one is ${pool.borrower}.`
+      : `${pool.name}: its broker does not answer. This engine goes on with what it has.`,
+  );
+  $("kv-pool").setAttribute("aria-label", `Of ${bytes(pool.budget)}: ${texts.join(", ")}.`);
+  explain(
+    $("kv-pool-legend"),
+    kinds.map(([, swatch], index) => [boxSwatch(swatch), texts[index]]),
+  );
+  fill(
+    $("kv-pool-rows"),
+    pool.borrowers.map((engine) => [
+      [engine.name + (engine.lost ? " (lost)" : ""), "", engine.name],
+      ...["at_least", "at_most", "lease", "owned", "parked", "cached", "asked", "asked_back"].map((key) => [bytes(engine[key])]),
+    ]),
   );
 }
 

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..async_engine import AsyncEngine
-from ..metrics import Counter, Histogram, Vector
+from ..metrics import Counter, Gauge, Histogram, Vector, borrowed
 from ..metrics import Metric as Figure
 
 _HELP = {
@@ -38,6 +38,17 @@ _HELP = {
     "vllm:request_prompt_tokens": "Tokens of a prompt.",
     "vllm:request_generation_tokens": "Output tokens of a request.",
     "vattn:step_seconds": "Duration of a step.",
+    "vattn:pool_broker_reachable": "Whether the broker of the pool answers.",
+    "vattn:pool_budget_bytes": "Memory of all borrowers of the pool together.",
+    "vattn:pool_guaranteed_bytes": "What the engine can always have of the pool.",
+    "vattn:pool_most_bytes": "The most that the engine may have of the pool.",
+    "vattn:pool_lent_bytes": "What the engine may have of the pool now.",
+    "vattn:pool_used_bytes": "What running requests have of the pool.",
+    "vattn:pool_parked_bytes": "What no request and no cached prefix has.",
+    "vattn:pool_cached_bytes": "What cached prefixes have that no request uses.",
+    "vattn:pool_asked_back_bytes": "What the broker wants back now.",
+    "vattn:pool_given_back_bytes": "What the broker asked for and got back.",
+    "vattn:pool_free_bytes": "What nobody has of the pool.",
 }
 # What vLLM called them before.
 _OLDER = {
@@ -74,6 +85,7 @@ class Exporter(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests that run.", min(running, unfinished))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", max(0, unfinished - running))
         yield from self._of_memory()
+        yield from self._of_pool()
 
     def _of_engine(self) -> Iterator[Metric]:
         """One family for the metrics of each name."""
@@ -89,17 +101,31 @@ class Exporter(Collector):
             labels.append("position")
         counters = CounterMetricFamily(name, help, labels=labels)
         histograms = HistogramMetricFamily(name, help, labels=labels)
+        gauges = GaugeMetricFamily(name, help, labels=labels)
         for metric in metrics:
             values = [self._model_name, *metric.labels.values()]
             match metric:
                 case Counter():
                     counters.add_metric(values, metric.value)
+                case Gauge():
+                    gauges.add_metric(values, metric.value)
                 case Vector():
                     for position, count in enumerate(metric.values):
                         counters.add_metric([*values, str(position)], count)
                 case Histogram():
                     histograms.add_metric(values, list(metric.buckets.items()), metric.sum)
-        return histograms if isinstance(metrics[0], Histogram) else counters
+        return {Histogram: histograms, Gauge: gauges}.get(type(metrics[0]), counters)
+
+    def _of_pool(self) -> Iterator[Metric]:
+        """What the engine borrows, and what the broker said last."""
+        told = self.held.get("kv_pool")
+        for metric in borrowed(self._engine.core.kv):
+            if metric.name == "vattn:pool_broker_reachable" and told is not None and not told["reachable"]:
+                metric = Gauge(metric.name, metric.labels, 0.0)
+            yield self._family(metric.name, _HELP[metric.name], [metric])
+            if metric.name == "vattn:pool_budget_bytes" and told is not None and told["free"] is not None:
+                free = Gauge("vattn:pool_free_bytes", metric.labels, float(told["free"]))
+                yield self._family(free.name, _HELP[free.name], [free])
 
     def _of_memory(self) -> Iterator[Metric]:
         memory = self.held.get("memory")

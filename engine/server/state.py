@@ -16,6 +16,7 @@ from ..async_engine import AsyncEngine
 from ..core import EngineCore
 from ..kv.base import SlotView
 from ..requests.request import Request
+from .pool_reader import PoolReader
 from .prometheus import Exporter
 
 _MOST_REQUESTS = 256  # those that run come first
@@ -47,6 +48,11 @@ class StateReader:
         block_tokens    tokens of a block of the prefix cache
         slot_tokens     tokens that a slot can hold
         driver          map_calls, unmap_calls, waits, wait_seconds
+        kv_pool         with a pool that a broker lends, else null: name; borrower, what the broker calls this engine;
+                        reachable, whether the broker answers; budget, free: bytes of the pool; and of each of the
+                        borrowers name, lost (its connection), and in bytes at_least, at_most, lease, owned, parked,
+                        cached, asked (wanted back now), asked_back (given back so far). Without an answer, free is null
+                        and borrowers is empty
     """
 
     def __init__(self, engine: AsyncEngine, metrics: Exporter, model: str) -> None:
@@ -57,6 +63,8 @@ class StateReader:
         self._at = 0.0
         self._tokens = (0, 0)
         self._looking: asyncio.Task[dict[str, Any]] | None = None
+        loan = engine.core.kv.loan
+        self._pool = None if loan is None else PoolReader(loan.pool)
 
     async def read(self) -> dict[str, Any]:
         """The state now, or up to a quarter of a second ago; older where a step takes long.
@@ -81,6 +89,8 @@ class StateReader:
     async def _look(self) -> dict[str, Any]:
         core = self._engine.core
         held = await self._engine.call(lambda: look(core))
+        loan = core.kv.loan
+        held["kv_pool"] = None if loan is None or self._pool is None else await self._pool.read(loan)
         now = time.monotonic()
         figures = core.figures
         tokens = figures.prompt_tokens, figures.generation_tokens

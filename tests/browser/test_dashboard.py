@@ -13,6 +13,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.support import brokers
 from tests.support.servers import Server, running
 
 NAME = "<img src=x onerror=alert(1)>"
@@ -143,6 +144,23 @@ def test_it_shows_what_runs(browser: Browser, server: Server, size: str, scheme:
             page.get_by_label("Request", exact=True).select_option(request)
             expect(page.locator("#table-line")).to_contain_text(f"block_table[{request}] = [")
             expect(page.locator("#block-rows tr").first).to_contain_text("16/16")
+
+
+def test_it_shows_the_pool_that_engines_share(browser: Browser) -> None:
+    with brokers.running(16 * 2**20) as broker:
+        config = {"kv_pool": brokers.NAME, "memory_budget": None, "max_num_seqs": 4, "kv_share": "at least 2MiB"}
+        with running(config) as server, running(config), opened(browser, server, "phone") as page:
+            expect(page.get_by_role("heading", name="Shared pool")).to_be_visible(timeout=10_000)
+            expect(page.locator("#kv-pool-rows tr")).to_have_count(2)
+            expect(page.locator("#kv-pool-rows tr").last).to_contain_text("model#2")
+            expect(page.locator("#kv-pool-lead")).to_contain_text("16.0 MiB for all engines; this one is model.")
+            expect(page.get_by_role("img", name="Of 16.0 MiB:")).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+            contrast, text = page.evaluate(CONTRASTS)
+            assert contrast >= 4.5, text
+            broker.kill()
+            expect(page.locator("#kv-pool-lead")).to_contain_text("its broker does not answer", timeout=10_000)
+            expect(page.locator("#kv-pool-rows tr")).to_have_count(0)
 
 
 def test_keys_and_the_keyboard(browser: Browser, server: Server) -> None:

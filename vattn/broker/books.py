@@ -31,7 +31,7 @@ class Account:
         lease: the most memory that it may have now.
         number: of the last message to it.
         heard: the number of the last message that it has dealt with.
-        sent: when the last message was sent; `again`: it seems to be lost.
+        sent: when the last message was sent; `again`: it seems to be lost, or lacks something that has changed.
         want: the lease that it would like to have; `urgent`: how much so (`wire.AHEAD` and so on); `wish`: its number.
         owned, parked, cached: what it has, as it last said: of running requests, of none, of cached prefixes.
         oldest: when the cached block that it would evict next was last used.
@@ -197,6 +197,7 @@ class Books:
         most = account.at_most if at_most is None else min(at_most, self.budget) // page * page
         self._check_limits(least, most, page, account)
         account.at_least, account.at_most = least, most
+        account.again = True
 
     def reclaim(self, account: Account, stage: str, now: float) -> None:
         """Asks a borrower for everything up to a stage, whether anybody needs it or not."""
@@ -244,6 +245,7 @@ class Books:
         return {
             "number": account.number,
             "lease": account.lease,
+            "at_least": account.at_least,
             "at_most": account.at_most,
             "wish": account.wish,
             "short": account.short,

@@ -41,6 +41,32 @@ class Usage:
     oldest: int | None = None
 
 
+@dataclass(frozen=True)
+class Loan:
+    """What a broker lends a pool, in bytes, as the borrower knows it.
+
+    Attributes:
+        pool: the broker's; `name`: what `vattn pool` calls the borrower.
+        reachable: whether there is a broker.
+        budget: of all borrowers together.
+        at_least, at_most: what the borrower is guaranteed, and the most that it may have.
+        lent: what it may have now.
+        usage: what it has.
+        asked_back: what the broker wants back now; `given_back`: what it has got back so far.
+    """
+
+    pool: str
+    name: str
+    reachable: bool
+    budget: int
+    at_least: int
+    at_most: int
+    lent: int
+    usage: Usage
+    asked_back: int
+    given_back: int
+
+
 class Lent(Protocol):
     """A pool whose memory is lent, as its borrower sees it."""
 
@@ -104,6 +130,7 @@ class Borrower:
         self._closing = False
         self._due = 0.0  # when what is unchanged is to be said again
         self._short_since = 0.0
+        self._given_back = 0
         self._lent: weakref.ref[Lent] | None = None
         self.budget, self.chunk = 0, 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -155,6 +182,22 @@ class Borrower:
     def reachable(self) -> bool:
         """Whether there is a broker."""
         return not self._trouble
+
+    def loan(self, usage: Usage) -> Loan:
+        """What is known of it; for any thread."""
+        lease, give = self._lease, self._lease.give
+        return Loan(
+            self.pool,
+            self.name,
+            reachable=self.reachable,
+            budget=self.budget,
+            at_least=lease.at_least,
+            at_most=lease.at_most,
+            lent=lease.level,
+            usage=usage,
+            asked_back=0 if give is None else max(0, lease.level - give[0]),
+            given_back=self._given_back,
+        )
 
     def request(self, level: int) -> None:
         """Asks for a lease of so many bytes, without waiting."""
@@ -260,6 +303,7 @@ class Borrower:
             reached = lent.come_down(level, stage)
             with self._changed:
                 self._lease.lowered(reached)
+                self._given_back += before - self._lease.level
                 if self._lease.give == give and (reached <= level or stage != "all"):
                     self._lease.give = None
                 if not self._urgent:

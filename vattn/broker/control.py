@@ -9,20 +9,23 @@ from vattn.broker.places import socket_path
 from vattn.broker.wire import Reader, WireError, encode
 from vattn.errors import ConfigError, VattnError
 
-_SECONDS = 10  # in which a broker answers
+_SECONDS = 10.0  # in which a broker answers
 
 
 class Control:
     """A connection for `vattn pool`.
 
+    Args:
+        seconds: in which the broker has to answer.
+
     Raises:
         ConfigError: no broker serves the pool.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, seconds: float = _SECONDS) -> None:
         self._name = name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_SECONDS)
+        self._socket.settimeout(seconds)
         self._reader = Reader()
         try:
             self._socket.connect(str(socket_path(name)))

@@ -10,7 +10,7 @@ class Lease:
 
     Attributes:
         level: the most memory that it may have.
-        at_most: the level that it cannot get over, as its operator wants it.
+        at_least, at_most: the level that it can always get, and the one that it cannot get over, as its operator wants.
         number: of the last message that counted.
         give: the level that the broker asks it to come down to, and the stage; None if it does not.
         answered: the number of the wish that the last message answered.
@@ -19,7 +19,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.level = 0
-        self.at_most = 0
+        self.at_least = self.at_most = 0
         self.number = 0
         self.give: tuple[int, str] | None = None
         self.answered = 0
@@ -33,7 +33,7 @@ class Lease:
 
     def joined(self, message: Message) -> None:
         """Begins with what a broker's `joined` says: what was lent by an earlier one is in it."""
-        self.number, self.at_most = message["number"], message["at_most"]
+        self._limited(message)
         self.level = max(self.level, message["lease"])
         self.give, self.answered, self.short = None, 0, False
 
@@ -41,11 +41,14 @@ class Lease:
         """Takes a message of kind `lease`; False for one that is doubled or late, and changes nothing."""
         if message["number"] <= self.number:
             return False
-        self.number, self.at_most = message["number"], message["at_most"]
+        self._limited(message)
         self.level = max(self.level, message["lease"])
         self.answered, self.short = message["wish"], message["short"]
         self.give = None if message["give"] is None else (message["give"], message["stage"])
         return True
+
+    def _limited(self, message: Message) -> None:
+        self.number, self.at_least, self.at_most = (message[name] for name in ("number", "at_least", "at_most"))
 
     def lowered(self, level: int) -> None:
         """Notes that there is no more memory than this, and will not be."""

@@ -359,6 +359,7 @@ class Broker:
             chunk=account.chunk,
             number=account.number,
             lease=account.lease,
+            at_least=account.at_least,
             at_most=account.at_most,
         )
 

@@ -100,10 +100,19 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     # Its pool is closed: what memory is left will only become less.
     "leave": {},
     # From a broker to a borrower.
-    "joined": {"name": _text, "budget": _size, "chunk": _size, "number": _number, "lease": _size, "at_most": _size},
+    "joined": {
+        "name": _text,
+        "budget": _size,
+        "chunk": _size,
+        "number": _number,
+        "lease": _size,
+        "at_least": _size,
+        "at_most": _size,
+    },
     "lease": {
         "number": _number,
         "lease": _size,
+        "at_least": _size,
         "at_most": _size,
         "wish": _number,  # that this answers
         "short": _flag,  # there is no more to be had for now

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vattn import _native, drivers
-from vattn.broker.borrower import Borrower, Usage
+from vattn.broker.borrower import Borrower, Loan, Usage
 from vattn.drivers.host import HostDevice
 from vattn.errors import VattnError
 from vattn.pool.core import Core
@@ -129,6 +129,11 @@ class LentCore(Core):
             level = (limit + pages) * self.page_size
             self.borrower.wait(level, _WAIT if needed else _GLANCE, needed=needed)
         return max(0, self.free_pages - before)
+
+    @property
+    def loan(self) -> Loan:
+        """What the broker lends, and what of it is used: now, or as it was last known if a call is in progress."""
+        return self.borrower.loan(self.usage(wait=False))
 
     def shut(self) -> None:
         super().shut()

@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 
 from vattn import drivers
+from vattn.broker.borrower import Loan
 from vattn.errors import ConfigError
 from vattn.groups import check_choice, check_int
 from vattn.pool import leftovers
 from vattn.pool.core import Core
-from vattn.pool.lent import lend
+from vattn.pool.lent import LentCore, lend
 from vattn.pool.worker import Worker
 from vattn.units import format_bytes, parse_bytes
 
@@ -158,6 +159,11 @@ class PagePool:
     def caches(self) -> int:
         """How many caches and `BlockWindows` use the pool."""
         return self._core.tenants
+
+    @property
+    def loan(self) -> Loan | None:
+        """What a broker lends, as far as this process knows; it asks nobody. None for a pool of its own memory."""
+        return self._core.loan if isinstance(self._core, LentCore) else None
 
     def close(self) -> None:
         """Stops the worker and gives all memory back. Caches on the pool must be closed first.

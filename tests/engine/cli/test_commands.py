@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import brokers
 from tests.support.tiny_models import VOCAB, expected, make_tokenizer
+from vattn.broker.places import socket_path
+from vattn.broker.wire import VERSION, encode
 from vattn.engine.cli import main
 
 
@@ -114,6 +121,40 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_doctor_names_the_pools_and_what_is_wrong_with_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pools() -> list[str]:
+        assert main(["doctor"]) == 0
+        return [line.strip() for line in capsys.readouterr().out.partition("\npools\n")[2].splitlines()]
+
+    monkeypatch.setattr("vattn.doctor._largest_reservation", lambda: "not looked for")
+    with brokers.running(2**20) as broker:
+        assert pools() == ["tested  ok: 1.0 MiB on cpu, 1.0 MiB free; borrowed by nobody"]
+        with socket.socket(socket.AF_UNIX) as borrower:
+            memory = os.memfd_create("a borrower", os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            os.pwrite(memory, bytes(8192), 0)  # without a lease
+            borrower.connect(str(socket_path(brokers.NAME)))
+            said = {"version": VERSION, "identity": "x", "name": "a", "device": "cpu", "page": 4096}
+            socket.send_fds(borrower, [encode("join", **said, at_least=0, at_most=None, lease=0)], [memory])
+            assert borrower.recv(2**16)
+            first, second = pools()
+            assert first.startswith("tested  ok:")
+            assert first.endswith("borrowed by a")
+            assert second == "wrong: a has 8192 bytes and a lease of 0"
+            os.close(memory)
+        monkeypatch.setattr("vattn.doctor._BROKER_SECONDS", 0.1)
+        broker.process.send_signal(signal.SIGSTOP)
+        (line,) = pools()
+        assert line.startswith("tested  no: the broker of 'tested' does not answer")
+        broker.process.send_signal(signal.SIGCONT)
+        broker.kill()
+        assert pools() == ["tested  no: no broker serves the pool 'tested'; vattn pool serve tested --budget SIZE"]
+        socket_path(brokers.NAME).unlink()
+        assert pools() == ["none; vattn pool serve NAME --budget SIZE makes one"]
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

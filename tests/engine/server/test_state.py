@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import vattn
+from tests.support import brokers
 from tests.support.backends import PAGED_WINDOWS, chosen
 from tests.support.servers import MODEL, metric
 from tests.support.waiting import SECONDS
@@ -196,6 +200,60 @@ def test_the_counters_count() -> None:
     asyncio.run(asyncio.wait_for(test(), SECONDS))
 
 
+def test_a_shared_pool_is_shown_and_its_broker_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AGE, 0.0)
+    monkeypatch.setattr("vattn.engine.server.pool_reader._AGE", 0.0)
+    mib = 2**20
+
+    async def test(broker: brokers.Process) -> None:
+        service = make("virtual", kv_pool=brokers.NAME, kv_share="at least 2MiB, at most 8MiB")
+        label = {"pool": brokers.NAME}
+
+        async def reads(seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            while not seen(pool := (await service.state.read())["kv_pool"]):
+                await asyncio.sleep(0.01)
+            return pool
+
+        def figure(name: str) -> float:
+            return metric(service.metrics.text().decode(), f"vattn:pool_{name}", **label)
+
+        try:
+            other = await asyncio.to_thread(
+                vattn.PagePool.connect, brokers.NAME, label="other", at_least="4MiB", page_size=4096
+            )
+            stream = await service.engine.add(PROMPT, LONG)
+            assert not (await anext(stream)).finished
+            pool = await reads(lambda pool: len(pool["borrowers"]) == 2 and pool["borrowers"][0]["owned"] > 0)
+            assert (pool["name"], pool["reachable"], pool["budget"]) == (brokers.NAME, True, 16 * mib)
+            mine, others = pool["borrowers"]
+            assert (mine["name"], others["name"]) == (pool["borrower"], "other")
+            assert (mine["at_least"], mine["at_most"], others["at_least"]) == (2 * mib, 8 * mib, 4 * mib)
+            assert 0 < mine["owned"] <= mine["lease"] <= 8 * mib
+            json.dumps(pool)
+            assert (figure("guaranteed_bytes"), figure("most_bytes")) == (2 * mib, 8 * mib)
+            assert 0 < figure("used_bytes") <= figure("lent_bytes") <= 8 * mib
+            assert (figure("broker_reachable"), figure("budget_bytes")) == (1, 16 * mib)
+            assert figure("free_bytes") == pool["free"] < 16 * mib
+
+            monkeypatch.setattr("vattn.engine.server.pool_reader._PATIENCE", 0.2)
+            broker.process.send_signal(signal.SIGSTOP)  # its connections are there, but it says nothing
+            pool = await reads(lambda pool: not pool["reachable"])
+            assert (pool["free"], pool["borrowers"], pool["budget"]) == (None, [], 16 * mib)
+            assert figure("broker_reachable") == 0
+            assert figure("lent_bytes") > 0
+            assert "pool_free_bytes{" not in service.metrics.text().decode()
+            broker.process.send_signal(signal.SIGCONT)
+            await reads(lambda pool: pool["reachable"])
+            broker.kill()
+            await reads(lambda pool: not pool["reachable"])
+            await asyncio.to_thread(other.close)
+        finally:
+            await service.engine.shutdown(timeout=0)
+
+    with brokers.running(16 * mib) as broker:
+        asyncio.run(asyncio.wait_for(test(broker), SECONDS))
+
+
 def documented() -> set[str]:
     """The metrics that docs/server.md names."""
     text = (ROOT / "docs" / "server.md").read_text()
@@ -206,14 +264,15 @@ def offered() -> set[str]:
     """The metrics of a server, as Prometheus names them."""
 
     async def look() -> str:
-        service = make("virtual")
+        service = make("virtual", kv_pool=brokers.NAME)
         try:
             await service.state.read()
         finally:
             await service.engine.shutdown(timeout=0)
         return service.metrics.text().decode()
 
-    families = text_string_to_metric_families(asyncio.run(look()))
+    with brokers.running(32 * 2**20):
+        families = text_string_to_metric_families(asyncio.run(look()))
     named = [family.name + ("_total" if family.type == "counter" else "") for family in families]
     return {name for name in named if name.startswith(("vllm:", "vattn:"))}
 

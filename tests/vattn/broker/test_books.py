@@ -131,8 +131,9 @@ def test_what_is_wanted_ahead_of_need_claims_no_guarantee() -> None:
 
 def test_a_lease_is_filled_up_to_what_is_asked_of_running_requests() -> None:
     lease = Lease()
-    lease.joined({"number": 1, "lease": 0, "at_most": 64 * PAGE})
-    message = {"number": 2, "lease": 60 * PAGE, "at_most": 50 * PAGE, "wish": 1, "short": False, "give": 40 * PAGE}
+    lease.joined({"number": 1, "lease": 0, "at_least": 0, "at_most": 64 * PAGE})
+    message = {"number": 2, "lease": 60 * PAGE, "at_least": 0, "at_most": 50 * PAGE, "wish": 1, "short": False}
+    message |= {"give": 40 * PAGE}
     lease.received(message | {"stage": "all"})
     assert lease.allowed == 40 * PAGE
     lease.received(message | {"number": 3, "stage": "free"})  # no more than nothing uses
@@ -231,7 +232,7 @@ class Pool(RuleBasedStateMachine):
         client.down.clear()
         client.account = self.books.join(client.name, page=PAGE, lease=client.lease.level)
         client.lease.joined(
-            {"number": client.account.number, "lease": client.account.lease, "at_most": client.account.at_most}
+            {name: getattr(client.account, name) for name in ("number", "lease", "at_least", "at_most")}
         )
         if client not in self.clients:
             self.clients.append(client)
@@ -309,7 +310,7 @@ class Pool(RuleBasedStateMachine):
         self.clients[i].account = self.books.join(client.name, page=PAGE)
         account = self.clients[i].account
         assert account is not None
-        self.clients[i].lease.joined({"number": account.number, "lease": 0, "at_most": account.at_most})
+        self.clients[i].lease.joined({"number": account.number, "lease": 0, "at_least": 0, "at_most": account.at_most})
         self.settle()
 
     @rule()

@@ -191,6 +191,48 @@ def test_a_limit_falls_and_rises_while_requests_run(broker: brokers.Process) -> 
     pool.close()
 
 
+def test_limits_are_told_although_nobody_wants_memory(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool) as kv:
+        for most in (64, PAGES):
+            broker.ask("limit", name="a", at_least=16 * PAGE, at_most=most * PAGE)
+            wait_until(lambda most=most: kv.total_pages == most)
+            assert pool.loan is not None
+            assert (pool.loan.at_least, pool.loan.at_most) == (16 * PAGE, most * PAGE)
+    pool.close()
+
+
+def test_a_loan_is_what_the_broker_has_in_its_books(broker: brokers.Process) -> None:
+    pool = connect("a", at_least=32 * PAGE, at_most=200 * PAGE)
+    with cache(pool) as kv:
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(20)})
+        prompt = list(range(pages(10)))
+        other, _ = kv.admit(prompt)
+        kv.step({other: len(prompt)})
+        kv.commit(other, prompt)
+        kv.free_reqid(other)
+        wait_until(lambda: (broker.borrower("a") or {})["cached"] == 20 * PAGE)
+        told, loan = broker.borrower("a") or {}, pool.loan
+        assert loan is not None
+        assert (loan.pool, loan.name, loan.reachable, loan.budget) == (brokers.NAME, "a", True, PAGES * PAGE)
+        assert (loan.at_least, loan.at_most) == (32 * PAGE, 200 * PAGE)
+        assert (loan.lent, loan.usage.cached, loan.usage.owned) == (told["lease"], 20 * PAGE, told["owned"])
+        assert loan.usage.owned >= 40 * PAGE
+        assert (loan.asked_back, loan.given_back) == (0, 0)
+        broker.ask("reclaim", name="a", stage="cached")
+        wait_until(lambda: (broker.borrower("a") or {})["asked_back"] > 0)
+        assert pool.loan is not None
+        assert pool.loan.given_back == (broker.borrower("a") or {})["asked_back"]
+        broker.ask("limit", name="a", at_least=0, at_most=20 * PAGE)
+        wait_until(lambda: pool.loan is not None and pool.loan.asked_back >= 20 * PAGE)
+        broker.kill()
+        wait_until(lambda: pool.loan is not None and not pool.loan.reachable)
+    pool.close()
+    with contextlib.closing(vattn.PagePool("1MiB")) as own:
+        assert own.loan is None
+
+
 def test_trim_and_evict_take_back_what_they_say(broker: brokers.Process) -> None:
     pool = connect("a")
     with cache(pool) as kv:
