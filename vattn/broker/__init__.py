@@ -31,11 +31,12 @@ What happens when
   which is signalled after that, closes its descriptor, and lends the memory to others.
 - a connection ends, but not the process: the lease stays in the books until the process ends or joins again.
 - a borrower hangs: what it has stays its own; who waits for it is told that memory is short.
+- the disk is slow or full: leases that have to be noted wait for it; if it refuses, they are told without a note.
 - the broker ends: a file beside its socket says who has which lease, so that the next one lends nothing that somebody
   has. Borrowers go on with their leases; a step that needs more raises `OutOfPages`, which says so; they
   try to join again, with the leases that they have.
 - a borrower lies about its lease: it is charged for what its file holds, if that is more.
 
-The messages are in `wire.py`, the decisions in `books.py` and `lease.py`, which do no input or output, and the process
-in `server.py`.
+The messages are in `wire.py`, the decisions in `books.py` and `lease.py`, which do no input or output, the process in
+`server.py`, and the file in `notes.py`.
 """

@@ -145,7 +145,10 @@ class Books:
 
     def restore(self, name: str, at_least: int, at_most: int, page: int, lease: int) -> Account:
         """Opens the account of a borrower of an earlier broker, which has yet to join this one."""
-        account = Account(name, at_least, min(at_most, self.budget), page, page, lease=lease, lost=True)
+        most = min(at_most, self.budget)
+        # A smaller budget than before guarantees less.
+        least = min(at_least, most, self.budget - sum(account.at_least for account in self.accounts)) // page * page
+        account = Account(name, least, most, page, page, lease=lease, lost=True)
         self.accounts.append(account)
         return account
 
@@ -322,8 +325,8 @@ class Books:
                 asked.append(account)
 
         for account in others:
-            # Who can do without leaves others what they have ahead of need.
-            kept = 0 if asker.urgent == NEEDED else account.chunk
+            # Who can do without leaves others what they have ahead of need, which is up to two chunks.
+            kept = (NEEDED - asker.urgent) * account.chunk
             if missing > 0 and account.unused > kept:
                 ask(account, account.unused - kept, "free")
         for account in others:

@@ -24,6 +24,8 @@ _HEARTBEAT = 1.0  # seconds after which what is unchanged is said again
 _AGAIN = 0.25  # seconds between attempts to join
 _REDUCING = 0.02  # seconds between attempts to come down to a level
 _CONNECTING = 5.0  # seconds for a broker to answer who joins
+_BUSY = 0.5  # seconds for which a call may keep the pool from answering; the broker waits longer (`books.PATIENCE`)
+_STANDING = 1.0  # seconds for which a wish stands after the call that waited for it has gone on without
 _log = logging.getLogger("vattn")
 
 
@@ -76,8 +78,9 @@ class Lent(Protocol):
     def raise_to(self, level: int) -> None:
         """It may have so many bytes."""
 
-    def come_down(self, level: int, stage: str) -> int:
-        """Gives back what is over a level, as far as the stage allows and as far as possible now; the level reached.
+    def come_down(self, level: int, stage: str) -> int | None:
+        """Gives back what is over a level, as far as the stage allows and as far as possible now; the level reached,
+        or None if a call is in progress.
 
         For the stage "all" it takes no more than the level from now on, whether it is reached or not.
         """
@@ -128,6 +131,10 @@ class Borrower:
         self._trouble = ""  # why there is no broker
         self._dirty = True
         self._closing = False
+        self._waiting = False  # a call is
+        self._stands_until = 0.0
+        self._patient_until = 0.0
+        self._joining: socket.socket | None = None
         self._due = 0.0  # when what is unchanged is to be said again
         self._short_since = 0.0
         self._given_back = 0
@@ -135,17 +142,17 @@ class Borrower:
         self.budget, self.chunk = 0, 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
+        _borrowers.add(self)
         try:
             self._connect()
-        except OSError as error:
+        except BaseException as error:
+            _borrowers.discard(self)
             os.close(self._wake)
-            raise ConfigError(
-                f"no broker serves the pool {pool!r} ({error}); start one: vattn pool serve {pool} --budget SIZE"
-            ) from error
-        except BaseException:
-            os.close(self._wake)
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"no broker serves the pool {pool!r} ({error}); start one: vattn pool serve {pool} --budget SIZE"
+                ) from error
             raise
-        _borrowers.add(self)
 
     def start(self, lent: Lent) -> None:
         """Starts the thread, for a pool that is not kept alive by it."""
@@ -202,7 +209,7 @@ class Borrower:
     def request(self, level: int) -> None:
         """Asks for a lease of so many bytes, without waiting."""
         with self._changed:
-            if level == self._want:
+            if level == self._want or (level < self._want and self._urgent):
                 return
             self._want, self._urgent = level, AHEAD
             self._lease.short = False
@@ -229,21 +236,32 @@ class Borrower:
             self._want, self._urgent, self._dirty = max(level, before), NEEDED if needed else ASKED, True
             self._wish += 1
             self._lease.short = False
+            self._waiting, self._stands_until = True, time.monotonic() + seconds + _STANDING
             self._call()
 
             def settled() -> bool:
                 short = self._lease.short and self._lease.answered == self._wish
                 return self._lease.level >= level or short or self.comes_down or bool(self._trouble) or self._closing
 
-            self._changed.wait_for(settled, seconds)
-            self._want, self._urgent, self._dirty = before, AHEAD, True
-            self._call()
+            is_settled = True
+            try:
+                is_settled = self._changed.wait_for(settled, seconds)
+            finally:  # interrupted, too
+                self._waiting, self._dirty = False, True
+                if is_settled:
+                    self._want, self._urgent = before, AHEAD
+                else:  # what was asked of others for it is on its way, and would go to whoever wants it ahead of need
+                    self._urgent = ASKED
+                self._call()
             return self._lease.level >= level
 
     def close(self) -> None:
         """Ends the thread and the connection, with which the lease ends when its memory has gone."""
         with self._changed:
             self._closing = True
+            if self._joining is not None:
+                with contextlib.suppress(OSError):  # it is not connected yet
+                    self._joining.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
         self._call()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -254,19 +272,28 @@ class Borrower:
     def forget(self) -> None:
         """In a forked child: closes what the parent has open, and nothing else."""
         self._changed = threading.Condition()  # a thread that this process lacks may hold the other
-        for descriptor in (self._wake, -1 if self._socket is None else self._socket.fileno()):
-            if descriptor >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-        if self._socket is not None:
-            self._socket.detach()
-        self._wake, self._socket, self._thread = -1, None, None
+        if self._wake >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._wake)
+        for connection in (self._socket, self._joining):
+            if connection is not None:
+                connection.close()
+        self._wake, self._socket, self._joining, self._thread = -1, None, None, None
         self._trouble = "this process is a fork of the borrower's"
 
     # The thread's
 
     def _run(self) -> None:
         """Until `close`, or until nobody has the pool any more."""
+        try:
+            self._follow()
+        except BaseException as error:
+            # The broker has to go on counting the lease: the pool still has it.
+            _log.exception("pool %r: the thread of its borrower has ended", self.pool)
+            self._part(f"the thread that asks it has ended: {type(error).__name__}: {error}")
+        self._end()
+
+    def _follow(self) -> None:
         waiting = 0.0
         while not self._closing and self._lent is not None and self._lent() is not None:
             connection = self._socket
@@ -282,7 +309,6 @@ class Borrower:
                 self.receive()
             if not self._closing:
                 waiting = self.turn()
-        self._end()
 
     def turn(self) -> float:
         """Says what is to be said; for how many seconds nothing else is."""
@@ -300,7 +326,11 @@ class Borrower:
         lent.raise_to(self._lease.allowed)
         if give is not None:
             level, stage = give
-            reached = lent.come_down(level, stage)
+            # A call that waits has the pool's lock; it ends at once if it is running requests' memory that is wanted.
+            answer = before if self._waiting and stage != "all" else lent.come_down(level, stage)
+            if answer is None and time.monotonic() < self._patient_until and not self._waiting:
+                return _REDUCING
+            reached = before if answer is None else answer
             with self._changed:
                 self._lease.lowered(reached)
                 self._given_back += before - self._lease.level
@@ -312,6 +342,9 @@ class Borrower:
                 waiting = _REDUCING  # an engine preempts requests first
             self._dirty |= reached < before
         lent.raise_to(self._lease.allowed)
+        with self._changed:
+            if self._urgent and not self._waiting and time.monotonic() >= self._stands_until:
+                self._want, self._urgent, self._dirty = self._lease.level, AHEAD, True
         if self._dirty or time.monotonic() >= self._due:
             self._report(lent)
         return waiting
@@ -339,13 +372,14 @@ class Borrower:
             if self._lease.received(message):
                 self._dirty = True
                 self._short_since = time.monotonic()
+                self._patient_until = self._short_since + _BUSY
                 lent = self._lent() if self._lent is not None else None
                 if lent is not None:
                     lent.raise_to(self._lease.allowed)
                 self._changed.notify_all()
 
     def _report(self, lent: Lent) -> None:
-        usage = lent.usage(wait=not self._urgent)
+        usage = lent.usage(wait=not self._waiting)
         with self._changed:
             self._dirty = False
             message = {
@@ -367,7 +401,8 @@ class Borrower:
             self._part(str(error))
 
     def _connect(self) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _sending:
+            connection = self._joining = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_CONNECTING)
             connection.connect(str(self._path))
@@ -375,11 +410,12 @@ class Borrower:
             if self._memory is None:
                 connection.sendall(message)
             else:
-                descriptor = self._memory()
-                try:
-                    socket.send_fds(connection, [message], [descriptor])
-                finally:
-                    os.close(descriptor)
+                with _sending:
+                    descriptor = self._memory()
+                    try:
+                        socket.send_fds(connection, [message], [descriptor])
+                    finally:
+                        os.close(descriptor)
             reader = Reader()
             answers: list[Message] = []
             while not answers:
@@ -392,9 +428,12 @@ class Borrower:
             if answers[0]["kind"] != "joined":
                 raise WireError("no answer to join")
         except BaseException:
-            connection.close()
+            with self._changed:
+                self._joining = None
+                connection.close()
             raise
         with self._changed:
+            self._joining = None
             self._socket, self._reader, self._trouble, self._dirty = connection, reader, "", True
             self.name, self.budget, self.chunk = (answers[0][key] for key in ("name", "budget", "chunk"))
             self._due = 0.0
@@ -436,12 +475,15 @@ class Borrower:
 
 
 _borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+# Held while a descriptor is made that nothing refers to yet: a child that was forked then would keep it open.
+_sending = threading.RLock()  # a signal handler may fork
 
 
 def _forget_in_child() -> None:
+    _sending.release()
     for borrower in list(_borrowers):
         borrower.forget()
     _borrowers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_sending.acquire, after_in_parent=_sending.release, after_in_child=_forget_in_child)

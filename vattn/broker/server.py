@@ -1,11 +1,12 @@
-"""The broker's process: its socket, its clock, and what it asks the kernel. One thread; `books` decides."""
+"""The broker's process: its socket, its clock, and what it asks the kernel. `books` decides; but for
+`notes`, all is one thread's.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import selectors
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from vattn.broker.books import Account, Books
+from vattn.broker.notes import Notes
 from vattn.broker.places import check_name, socket_path
 from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 128  # whose answer to `top` fits into a message
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
 _GREETING = 5.0  # seconds in which a connection has to say what it is for
 _AUDIT = 1.0  # seconds between looks at the borrowers' files
+_NOTING = 0.25  # seconds in which leases are noted, unless the disk is slow
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker
@@ -102,11 +105,12 @@ class Broker:
         self._borrowers: list[_Borrower] = []
         self._stopping = False
         self._audited = 0.0
-        self._saved = b""
+        self._untold: dict[Account, None] = {}
         self._before = _memories()  # of the process's own caches, where it has any
-        self._notes = self.path.with_suffix(".books")
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, lambda _: None)
+        self._notes = Notes(self.path.with_suffix(".books"), self._call)
+        self._hears = False  # whoever wants to connect
+        self._hear()
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
         self._restore()
 
     def run(self) -> None:
@@ -120,6 +124,9 @@ class Broker:
     def stop(self, *_: object) -> None:
         """Ends `run`; for signal handlers and other threads."""
         self._stopping = True
+        self._call()
+
+    def _call(self) -> None:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
@@ -137,6 +144,8 @@ class Broker:
                 self._drop(peer, "it says nothing")
         if now - self._audited >= _AUDIT:
             self._audited = now
+            self._hear()
+            self._notes.try_again()
             self.audit()
         self._settle()
 
@@ -148,6 +157,7 @@ class Broker:
             self._bury(borrower)
         with contextlib.suppress(OSError):
             self.path.unlink()
+        self._notes.close()
         self._selector.close()
         self._listener.close()
         wake, self._wake = self._wake, -1  # a signal's handler may still write to it
@@ -203,14 +213,26 @@ class Broker:
         memories = _memories() - self._before
         if strays := memories - expected:
             problems.append(f"{len(strays)} descriptors of memory that no borrower has")
+        if self._notes.trouble:
+            problems.append(f"leases cannot be noted for the next broker: {self._notes.trouble}")
         return problems
 
     # Connections
 
+    def _hear(self) -> None:
+        if not self._hears:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._hears = True
+
     def _accept(self, _: int) -> None:
         try:
             accepted, _address = self._listener.accept()
-        except OSError:  # it has gone already, or there is no descriptor for it
+        except BlockingIOError:  # it has gone already
+            return
+        except OSError as error:  # there is no descriptor for it; until the next audit there may be
+            _log.warning("a process cannot connect: %s", error)
+            self._selector.unregister(self._listener)
+            self._hears = False
             return
         accepted.setblocking(False)
         pid, uid, _gid = _CREDENTIALS.unpack(
@@ -323,17 +345,19 @@ class Broker:
         try:
             before = self._same(peer.pid, message["identity"])
             self._check_memory(memory, before)
-            process = _open_process(peer.pid)
+            process, started = _open_process(peer.pid)
             earlier = None if before is None else self.books.accounts.index(before.account)
             if before is not None:
                 self.books.accounts.remove(before.account)
+            # Whoever joins again has the limits that its operator has set meanwhile.
+            least, most = (
+                (message["at_least"], message["at_most"])
+                if before is None
+                else (before.account.at_least, before.account.at_most)
+            )
             try:
                 account = self.books.join(
-                    message["name"],
-                    page=message["page"],
-                    at_least=message["at_least"],
-                    at_most=message["at_most"],
-                    lease=message["lease"],
+                    message["name"], page=message["page"], at_least=least, at_most=most, lease=message["lease"]
                 )
             except ConfigError:
                 if before is not None and earlier is not None:
@@ -345,9 +369,8 @@ class Broker:
                     os.close(descriptor)
             raise
         if before is not None:
-            account.at_least, account.at_most = before.account.at_least, before.account.at_most
             self._bury(before)
-        borrower = _Borrower(account, message["identity"], peer.pid, process, memory, peer, _started(peer.pid))
+        borrower = _Borrower(account, message["identity"], peer.pid, process, memory, peer, started)
         peer.borrower = borrower
         self._admit(borrower)
         _log.info("%s joins (process %d), with a lease of %s", account.name, peer.pid, format_bytes(account.lease))
@@ -407,6 +430,7 @@ class Broker:
 
     def _bury(self, borrower: _Borrower) -> None:
         self._borrowers.remove(borrower)
+        self._untold.pop(borrower.account, None)
         self._selector.unregister(borrower.process)
         os.close(borrower.process)
         if borrower.memory is not None:
@@ -433,7 +457,8 @@ class Broker:
     # Notes for the next broker, which must not lend what borrowers have that have yet to join it
 
     def _save(self) -> None:
-        """Notes all leases. It comes before any of them is told: so nobody ever has more than is noted."""
+        """Has all leases noted."""
+        trouble = self._notes.trouble
         notes = [
             {
                 "identity": borrower.identity,
@@ -443,27 +468,25 @@ class Broker:
             }
             for borrower in self._borrowers
         ]
-        text = json.dumps(notes).encode()
-        if text != self._saved:
-            fresh = self._notes.with_suffix(".new")
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(text)
-            fresh.rename(self._notes)
-            self._saved = text
+        self._notes.write(notes)
+        if any(not self._is_noted(borrower) for borrower in self._borrowers if borrower.account in self._untold):
+            self._notes.wait(_NOTING)
+        if self._notes.trouble and not trouble:
+            _log.warning("leases cannot be noted for the next broker: %s", self._notes.trouble)
+
+    def _is_noted(self, borrower: _Borrower) -> bool:
+        return self._notes.has(borrower.identity, borrower.account.lease)
 
     def _restore(self) -> None:
         """Opens accounts for the borrowers of an earlier broker that still run."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            for note in json.loads(self._notes.read_bytes()):
-                try:
-                    process = os.pidfd_open(note["pid"])
-                except OSError:
-                    continue
-                if _started(note["pid"]) != note["started"]:
+        for note in self._notes.read():
+            with contextlib.suppress(ConfigError, KeyError, TypeError):  # it has ended, or that is no note
+                process, started = _open_process(note["pid"])
+                if started != note["started"]:
                     os.close(process)
                     continue
                 account = self.books.restore(**{name: note[name] for name in _NOTED})
-                self._admit(_Borrower(account, note["identity"], note["pid"], process, None, None, note["started"]))
+                self._admit(_Borrower(account, note["identity"], note["pid"], process, None, None, started))
 
     def _named(self, name: str | None) -> list[Account]:
         found = [account for account in self.books.accounts if name in (None, account.name)]
@@ -473,20 +496,24 @@ class Broker:
         return found
 
     def _settle(self) -> None:
-        told = self.books.settle(time.monotonic())
+        """Tells what has changed. A lease is noted before it is told, so that nobody ever has more than is noted."""
+        self._untold |= dict.fromkeys(self.books.settle(time.monotonic()))
         self._save()
         for borrower in [*self._borrowers]:
-            if borrower.account in told and borrower.peer is not None:
-                self._send(borrower.peer, "lease", **self.books.message(borrower.account))
+            if borrower.account in self._untold and self._is_noted(borrower):
+                del self._untold[borrower.account]
+                if borrower.peer is not None:
+                    self._send(borrower.peer, "lease", **self.books.message(borrower.account))
 
 
 def _memories() -> set[int]:
     """The descriptors of this process that are of caches' memory."""
-    return {
-        int(entry.name)
-        for entry in Path("/proc/self/fd").iterdir()
-        if entry.is_symlink() and os.readlink(entry).startswith("/memfd:vattn")
-    }
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own, or another thread's
+            if os.readlink(entry).startswith("/memfd:vattn"):
+                found.add(int(entry.name))
+    return found
 
 
 def _started(pid: int) -> int:
@@ -540,10 +567,19 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _open_process(pid: int) -> int:
+def _open_process(pid: int) -> tuple[int, int]:
+    """A pidfd, and when the process started.
+
+    Raises:
+        ConfigError: it cannot be seen, or has ended.
+    """
+    descriptor = -1
     try:
-        return os.pidfd_open(pid)
+        descriptor = os.pidfd_open(pid)
+        return descriptor, _started(pid)
     except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise ConfigError(
             f"the broker cannot see the borrower's process ({error}): run both in one PID namespace (--pid=host)"
         ) from error

@@ -8,6 +8,7 @@ others. The limit is raised by the borrower's thread at any time, and lowered by
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -81,7 +82,8 @@ class LentCore(Core):
     def __init__(self, worker: Worker, borrower: Borrower, forget: Callable[[], object]) -> None:
         super().__init__(worker)
         self.borrower = borrower
-        self._forget = forget
+        self._forget = weakref.finalize(self, forget)
+        self._forget.atexit = False
         self._usage = Usage()  # as it was last known
         self._chunk: int = max(1, borrower.chunk // self.page_size)
         self.native.limit = borrower.level // self.page_size
@@ -159,12 +161,12 @@ class LentCore(Core):
     def raise_to(self, level: int) -> None:
         self.native.limit = max(self.native.limit, level // self.page_size)
 
-    def come_down(self, level: int, stage: str) -> int:
+    def come_down(self, level: int, stage: str) -> int | None:
         pages = level // self.page_size
         if stage == "all":
             self.native.limit = min(self.native.limit, pages)
         if not self.lock.acquire(timeout=_LOCK):
-            return self.borrower.level
+            return None
         try:
             if not self.usable or self.inherited:
                 return self.borrower.level

@@ -148,6 +148,26 @@ def test_a_lower_limit_is_asked_for_at_once() -> None:
     assert (a.give, a.stage) == (8 * PAGE, "all")
 
 
+def test_what_others_have_ahead_of_need_is_taken_by_need_only() -> None:
+    """Or two engines that both look ahead would take it from each other for ever."""
+    for urgent, kept in ((0, 2), (1, 1), (2, 0)):
+        books, (a, b) = joined(a={}, b={})
+        lend(books, a, 64)
+        a.owned = 64 * PAGE - 2 * a.chunk
+        books.report(b, report(b, want=64 * PAGE, urgent=urgent, wish=1), 1.0)
+        books.settle(1.0)
+        assert (a.lease if a.give is None else a.give) == a.owned + kept * a.chunk
+
+
+def test_a_smaller_budget_guarantees_less_and_refuses_nobody_who_was_there() -> None:
+    books = Books(32 * PAGE)
+    for name in "ab":
+        books.restore(name, at_least=24 * PAGE, at_most=64 * PAGE, page=PAGE, lease=8 * PAGE)
+    books.check()
+    assert [account.at_least for account in books.accounts] == [24 * PAGE, 8 * PAGE]
+    assert [account.at_most for account in books.accounts] == [32 * PAGE] * 2
+
+
 def test_who_does_not_answer_is_left_alone_and_the_asker_is_told() -> None:
     books, (a, b) = joined(a={}, b={})
     lend(books, a, 64, parked=64)
@@ -335,7 +355,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.now > 1)
     @rule()
     def calm(self) -> None:
-        """Where all messages come, wishes that fit are granted, and limits are kept to."""
+        """Where all messages come, wishes that fit and that somebody waits for are granted, and limits are kept to."""
         wish = min(self.books.budget // 4, *(client.account.at_most for client in self.clients if client.account))
         for _ in range(40):
             self.now += 0.3
@@ -344,7 +364,7 @@ class Pool(RuleBasedStateMachine):
                 while client.down:
                     self.downwards(i, 0, "comes")
                 self.yield_(i)
-                self.say(i, wish // PAGE, 0)
+                self.say(i, wish // PAGE, 1)
                 while client.up:
                     self.upwards(i, 0, "comes")
             self.settle()

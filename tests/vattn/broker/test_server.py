@@ -8,9 +8,12 @@ import fcntl
 import json
 import os
 import random
+import resource
 import socket
 import stat
 import struct
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,10 @@ from typing import Any
 import pytest
 
 from tests.support.effort import effort
+from tests.support.waiting import SECONDS, wait_until
+from vattn.broker import server
+from vattn.broker.books import Books
+from vattn.broker.notes import Notes
 from vattn.broker.places import FOLDER_VARIABLE, folder, socket_path
 from vattn.broker.server import Broker
 from vattn.broker.wire import KINDS, MOST_BYTES, VERSION, Reader, WireError, decode, encode
@@ -196,6 +203,168 @@ def test_who_joins_again_is_known(broker: Broker) -> None:
     os.close(file)
 
 
+def test_who_joins_again_has_the_limits_that_were_set_meanwhile(broker: Broker) -> None:
+    a, first = joined(broker, at_least=40 * PAGE)
+    broker.books.limit(broker.books.accounts[0], 8 * PAGE, None)
+    b, second = joined(broker, name="b", identity="y", at_least=40 * PAGE)  # what a had
+    a.close()
+    again = Peer(broker)
+    (answer,) = again.say(join(at_least=40 * PAGE), first)
+    assert (answer["kind"], answer.get("at_least")) == ("joined", 8 * PAGE)
+    for peer in (again, b):
+        peer.close()
+    for file in (first, second):
+        os.close(file)
+
+
+def test_a_process_that_ends_while_it_joins_harms_nobody(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: int) -> int:
+        raise FileNotFoundError("/proc/1/stat")
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("vattn.broker.server._started", gone)
+    peer, file = Peer(broker), memory()
+    (answer,) = peer.say(join(), file)
+    assert answer["kind"] == "refused"
+    peer.close()
+    os.close(file)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert broker.books.accounts == []
+
+
+def test_a_borrower_that_ends_meanwhile_hides_no_other_from_the_next_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    noted = {"pid": os.getpid(), "at_least": 0, "at_most": BUDGET, "page": PAGE, "lease": 4 * PAGE}
+    started = server._started(os.getpid())
+    ended = subprocess.Popen(["true"])
+    notes = [
+        {**noted, "identity": "x", "name": "x", "pid": ended.pid, "started": 1},
+        "no note",
+        {"identity": "y"},
+        {**noted, "identity": "z", "name": "z", "started": started},
+    ]
+    (tmp_path / "p.books").write_text(json.dumps(notes))
+
+    def look(pid: int) -> int:
+        if pid == ended.pid:  # it is reaped between two looks at it
+            ended.wait()
+            raise FileNotFoundError
+        return started
+
+    monkeypatch.setattr("vattn.broker.server._started", look)
+    broker = Broker("p", BUDGET)
+    assert [(account.name, account.lease) for account in broker.books.accounts] == [("z", 4 * PAGE)]
+    broker.close()
+    ended.wait()
+
+
+def wish(pages: int) -> bytes:
+    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None}
+    return encode("report", ack=1, lease=0, want=pages * PAGE, urgent=2, wish=1, **usage)
+
+
+def test_a_slow_disk_holds_up_what_has_to_be_noted_and_nothing_else(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, file = joined(broker)
+    goes_on, replace = threading.Event(), Notes._replace
+
+    def slowly(notes: Notes, text: bytes) -> None:
+        assert goes_on.wait(SECONDS)
+        replace(notes, text)
+
+    monkeypatch.setattr(Notes, "_replace", slowly)
+    monkeypatch.setattr(server, "_NOTING", 0.001)
+    assert a.say(wish(4)) == []
+    operator = Peer(broker)
+    (answer,) = operator.say(encode("top"))
+    assert answer["result"]["borrowers"][0]["lease"] == 4 * PAGE
+    assert a.hear() == [], "nobody has what is not noted"
+    goes_on.set()
+    told: list[dict[str, Any]] = []
+    wait_until(lambda: told.extend(a.hear()) or told)
+    assert told[-1]["lease"] == 4 * PAGE
+    assert json.loads((broker.path.parent / "p.books").read_text())[0]["lease"] == 4 * PAGE
+    operator.close()
+    a.close()
+    os.close(file)
+
+
+def test_a_full_disk_ends_no_broker(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, file = joined(broker)
+    full, replace = threading.Event(), Notes._replace
+    full.set()
+
+    def write(notes: Notes, text: bytes) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        replace(notes, text)
+
+    monkeypatch.setattr(Notes, "_replace", write)
+    told: list[dict[str, Any]] = []
+    said = [*a.say(wish(4))]
+    wait_until(lambda: told.extend([*said, *a.hear()]) or told)
+    assert told[-1]["lease"] == 4 * PAGE
+    (problem,) = broker.check()
+    assert problem.startswith("leases cannot be noted for the next broker: ")
+    full.clear()
+    broker._audited = 0.0
+    wait_until(lambda: broker.turn(0) or not broker.check())
+    assert json.loads((broker.path.parent / "p.books").read_text())[0]["lease"] == 4 * PAGE
+    a.close()
+    os.close(file)
+
+
+def test_without_a_free_descriptor_others_are_served(broker: Broker) -> None:
+    a, file = joined(broker)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    late = socket.socket(socket.AF_UNIX)
+    late.connect(str(broker.path))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(file))
+        for _ in range(3):
+            broker.turn(0)
+        assert broker._selector.select(0) == [], "it looks at nothing again and again"
+        (lease,) = a.say(wish(4))
+        assert lease["lease"] == 4 * PAGE or broker._notes.trouble
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+    broker._audited = 0.0
+    broker._notes.wait(SECONDS)
+    broker._notes.try_again()
+    late.sendall(encode("top"))
+    for _ in range(4):
+        broker.turn(0)
+    assert late.recv(2**16)
+    late.close()
+    wait_until(lambda: broker.turn(0) or not broker.check())
+    a.close()
+    os.close(file)
+
+
+def test_the_answer_of_a_full_broker_is_a_message(broker: Broker) -> None:
+    books = Books(2**49)
+    for number in range(server._MOST_CONNECTIONS):
+        account = books.join(f"{number:032}", page=PAGE)
+        for name in ("lease", "want", "owned", "parked", "cached", "found", "asked_back"):
+            setattr(account, name, 2**49)
+    broker.books.accounts, before = books.accounts, broker.books.accounts
+    try:
+        encode("answer", result=broker._control({"kind": "top"}))
+    finally:
+        broker.books.accounts = before
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -322,7 +491,6 @@ def test_who_says_nothing_is_not_waited_for(broker: Broker, monkeypatch: pytest.
 
 
 def test_a_pool_needs_no_torch() -> None:
-    import subprocess
     import sys
 
     script = (

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -17,7 +18,8 @@ import torch
 import vattn
 from tests.support import brokers, scripts
 from tests.support.effort import effort
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, Background, wait_until
+from vattn.broker.borrower import Borrower
 from vattn.pool.lent import LentCore
 
 PAGE = 4096
@@ -300,6 +302,171 @@ def test_a_pool_that_has_left_writes_to_no_descriptor(broker: brokers.Process) -
     assert [os.fstat(file).st_size for file in files] == [0] * len(files)
     for file in files:
         os.close(file)
+
+
+def borrower_of(pool: vattn.PagePool) -> Borrower:
+    return cast(LentCore, pool._core).borrower
+
+
+def test_an_interrupted_call_wants_nothing_any_more(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = connect("a", at_most=64 * PAGE)
+    borrower = borrower_of(pool)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with cache(pool), monkeypatch.context() as patch:
+        before = borrower._want
+        patch.setattr(borrower._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            borrower.wait(64 * PAGE, 1.0, needed=True)
+        assert (borrower._want, borrower._urgent) == (before, 0)
+    pool.close()
+
+
+def test_who_is_in_a_call_answers_after_it(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may take longer than an answer is waited for at first; what it is asked for, it has."""
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two) as b:
+        slot = a.alloc_reqid()
+        a.step({slot: pages(100)})
+        a.free_reqid(slot)
+        core = cast(LentCore, one._core)
+        asked, come_down = threading.Semaphore(0), core.come_down
+
+        def count(level: int, stage: str) -> int | None:
+            reached = come_down(level, stage)
+            asked.release()
+            return reached
+
+        monkeypatch.setattr("vattn.pool.lent._LOCK", 0.001)
+        monkeypatch.setattr("vattn.broker.borrower._BUSY", SECONDS)
+        monkeypatch.setattr("vattn.broker.borrower._HEARTBEAT", SECONDS)
+        monkeypatch.setattr(core, "come_down", count)
+        with core.lock:
+            asking = Background(lambda: b.step({b.alloc_reqid(): pages(60)}))
+            for _ in range(3):
+                assert asked.acquire(timeout=SECONDS)
+        asking.finish()
+        a.check()
+        b.check()
+    close(one, two)
+
+
+def test_memory_that_comes_too_late_for_a_call_waits_for_its_engine(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two) as b:
+        slot = a.alloc_reqid()
+        a.step({slot: pages(120)})
+        a.free_reqid(slot)
+        core, late = cast(LentCore, one._core), threading.Event()
+        come_down = core.come_down
+
+        def slowly(level: int, stage: str) -> int | None:
+            assert late.wait(SECONDS)
+            return come_down(level, stage)
+
+        monkeypatch.setattr(core, "come_down", slowly)
+        monkeypatch.setattr("vattn.broker.borrower._STANDING", SECONDS)
+        monkeypatch.setattr("vattn.broker.borrower._AGAIN", 0.0)
+        assert two._core.borrow(100, needed=False) == 0
+        late.set()
+        wait_until(lambda: two._core.free_pages >= 100)  # and without another call
+        b.check()
+    close(one, two)
+
+
+def test_what_an_engine_wanted_is_forgotten_if_it_asks_no_more(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = connect("a"), connect("b")
+    with cache(one) as a, cache(two):
+        a.step({a.alloc_reqid(): pages(120)})
+        monkeypatch.setattr("vattn.broker.borrower._STANDING", 0.0)
+        monkeypatch.setattr("vattn.broker.borrower._AGAIN", 0.0)
+        monkeypatch.setattr("vattn.broker.borrower._HEARTBEAT", 0.01)
+        asked = borrower_of(two)
+        with monkeypatch.context() as patch:
+            patch.setattr(asked._changed, "wait_for", lambda *_: False)
+            two._core.borrow(200, needed=False)
+        assert asked._wish
+        wait_until(lambda: asked._urgent == 0 and asked._want <= asked.level)
+        wait_until(lambda: (broker.borrower("b") or {})["want"] <= asked.level)
+    close(one, two)
+
+
+def test_a_borrower_whose_thread_ends_says_so(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = connect("a", at_most=100 * PAGE)
+
+    def broken(*, wait: bool) -> None:
+        raise RuntimeError("broken")
+
+    with cache(pool) as kv:
+        kv.step({kv.alloc_reqid(): pages(20)})
+        wait_until(lambda: (broker.borrower("a") or {})["found"] >= 40 * PAGE)
+        monkeypatch.setattr(pool._core, "usage", broken)
+        pool._core.stock()
+        borrower_of(pool)._dirty = True
+        borrower_of(pool)._call()
+        wait_until(lambda: not borrower_of(pool).reachable)
+        with pytest.raises(vattn.OutOfPages, match="RuntimeError: broken"):
+            kv.step({0: pages(49)})
+        assert (broker.borrower("a") or {})["lease"] >= 40 * PAGE  # the memory is there
+    pool.close()
+
+
+def test_a_pool_closes_while_its_broker_hangs(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = connect("a")
+    monkeypatch.setattr("vattn.broker.borrower._CONNECTING", 2.0 * SECONDS)
+    borrower = borrower_of(pool)
+    broker.process.send_signal(signal.SIGSTOP)
+    borrower._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    wait_until(lambda: borrower._joining is not None)  # it waits for an answer
+    Background(pool.close).finish()
+    broker.process.send_signal(signal.SIGCONT)
+
+
+def test_a_child_that_is_forked_while_a_borrower_joins_keeps_nothing(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it kept would be memory that no broker counts, or a connection that seems to live."""
+    made, forked, leaves = threading.Event(), threading.Event(), socket.send_fds
+
+    def send(*arguments: Any) -> int:
+        made.set()
+        forked.wait(0.2)  # a fork comes after it
+        return leaves(*arguments)
+
+    def kept() -> list[int]:
+        return [len(_open(what)) for what in ("memfd:vattn", "eventfd", "socket:")]
+
+    before = kept()
+    monkeypatch.setattr(socket, "send_fds", send)
+    joining = Background(lambda: connect("a").close())
+    assert made.wait(SECONDS)
+    child = os.fork()
+    if not child:
+        os._exit(kept() != before)
+    forked.set()
+    status = os.waitpid(child, 0)[1]
+    joining.finish()
+    assert status == 0
+
+
+def test_a_pool_that_is_dropped_keeps_no_descriptor(broker: brokers.Process) -> None:
+    files = len(_open("memfd:vattn"))
+    for _ in range(3):
+        kv = cache(connect("a"))
+        kv.step({kv.alloc_reqid(): pages(2)})
+        kv.close()
+        del kv
+        gc.collect()
+    wait_until(lambda: broker.borrower("a") is None)
+    assert len(_open("memfd:vattn")) <= files
 
 
 def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers.Process) -> None:
