@@ -13,6 +13,8 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,$(shell $(PYTHON) -c 'import urllib.request as r; \
   r.urlopen("$(TORCH_CPU)/torch/", timeout=10); print("--extra-index-url $(TORCH_CPU)")' 2>/dev/null))
 TRANSFORMERS ?= transformers
+# Some containers set it; every process would then compile torch anew, for two seconds or more.
+export PYTHONDONTWRITEBYTECODE :=
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
 .PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench bench-check report clean

@@ -7,7 +7,7 @@ same way: its block is a page in which all layers of a token lie together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -178,6 +178,7 @@ class _Planner:
         self._on_host = drivers.parse(config.device).type == "cpu"
         self._pages = host.page_sizes if self._on_host else _CUDA_PAGES
         self._mapping_limit = host.mapping_limit() if self._on_host else None
+        self._live = self._mean(lambda length: _live(config.tensor_groups, length))
 
     def automatic(self) -> Layout:
         """What a cache with `layout="auto"` and `page_size="auto"` would have."""
@@ -226,15 +227,17 @@ class _Planner:
     def _requests(self, bands: Sequence[Band]) -> dict[str, Any]:
         """The fields that say how many requests fit, and what they leave unused."""
         longest = sum(band.most_pages(self._config.max_context_len) * band.kinds[0].page_size for band in bands)
-        requests = self._load.total()
-        held = sum(count * _held(bands, length) for length, count in self._load.items()) / requests
-        live = sum(count * _live(self._config.tensor_groups, length) for length, count in self._load.items()) / requests
+        held = self._mean(lambda length: _held(bands, length))
         return {
             "longest_requests": self._memory // longest,
             "typical_requests": int(self._memory / held),
-            "mean_waste": held - live,
+            "mean_waste": held - self._live,
             "held_bytes": held,
         }
+
+    def _mean(self, of: Callable[[int], int]) -> float:
+        """Over the requests, by their lengths."""
+        return sum(count * of(length) for length, count in self._load.items()) / self._load.total()
 
     def _in_blocks(self, band: Band, block_size: int) -> Band:
         blocks = -(-self._config.max_context_len // block_size)

@@ -48,7 +48,7 @@ cache.close()
 
 def run(quick: bool) -> Report:
     figures: list[Row] = []
-    for size in _SIZES:
+    for size in _SIZES[::2] if quick else _SIZES:
         tokens = size * _GIB // (_SLOTS * 128 * 1024)
         taken = []
         for _ in range(1 if quick else 5):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
 from typing import Any, Literal
 
@@ -42,6 +42,11 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """
     if not values:
         raise ValueError("an interval of no values")
+    return _bootstrap(tuple(values))
+
+
+@cache
+def _bootstrap(values: tuple[float, ...]) -> tuple[float, float]:
     draw = random.Random(0)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     outside = round((1 - _CONFIDENCE) / 2 * _RESAMPLES)

@@ -17,7 +17,7 @@ import pytest
 
 from bench import cases
 from bench.__main__ import main
-from bench.harness import records
+from bench.harness import records, theme
 from bench.harness.discovery import Case, find
 from bench.harness.ratios import at, interval
 from bench.harness.report import Goal, Report, format_cell
@@ -195,7 +195,9 @@ def test_what_is_not_marked_as_a_number_has_none_of_its_own(
         if hasattr(case.load(), "compare"):
             said += [comparison.says.replace("`", "") for comparison in case.load().compare(record)]
         if case.draw_source is not None:
-            said.append(drawing.draw(case, record, "any")[1])
+            axes = theme.figure(1, 1).subplots()
+            case.load().draw(axes, record)
+            said.append(axes.get_title())
         return "\n".join(said)
 
     def key_of(node: Node | None) -> str | None:
@@ -251,11 +253,13 @@ def _in_block_sizes(node: Node | None) -> bool:
 def test_the_table_of_block_sizes_is_the_plan_s(tree: Node) -> None:
     cells = [node for node in tree.all() if "data-plan" in node.attributes]
     assert len(cells) == len(accountant.TABLE_MODELS) * len(accountant.TABLE_GPUS) * 3 * 4 * 2
+    plans = {}
     for tokens, waste in zip(cells[::2], cells[1::2], strict=True):
         model, gpus, layout, size = json.loads(tokens.attributes["data-plan"] or "")
-        groups = find_shape(model, tensor_parallel=gpus).groups
-        made = plan(groups, memory=80 << 30, max_context_len=32_768, page_sizes=[size])
-        (option,) = [each for each in made.options if (each.layout, each.page_size) == (layout, size)]
+        if (model, gpus) not in plans:
+            groups = find_shape(model, tensor_parallel=gpus).groups
+            plans[model, gpus] = plan(groups, memory=80 << 30, max_context_len=32_768, lengths=[1])
+        (option,) = [each for each in plans[model, gpus].options if (each.layout, each.page_size) == (layout, size)]
         assert (tokens.text, waste.text) == (f"{option.block_tokens:,}", format_bytes(option.worst_waste))
 
 

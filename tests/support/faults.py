@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 from stub_cuda.signatures import SIGNATURES
 from tests.support import target
+from tests.support.waiting import SECONDS
 
 _COUNTED = (
     "cuMemAddressReserve",
@@ -43,6 +46,8 @@ class FaultyTable:
         self.calls: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.delay = 0.0  # seconds that every call takes longer
+        self._most: dict[str, int] = {}  # calls that may end before the next one waits, by name
+        self._released = threading.Event()
         self.failed: str | None = None
         self._coming: list[list[int]] = []  # calls until each failure, and its code
         self._always: frozenset[str] = frozenset()
@@ -67,6 +72,15 @@ class FaultyTable:
 
     def fail_always(self, *names: str, code: int = 999) -> None:
         self._always, self._code = frozenset(names), code
+
+    def hold(self, name: str, after: int) -> None:
+        """Calls of that name wait, once so many have ended, until they are released."""
+        self._released.clear()
+        self._most = {name: after}
+
+    def release(self) -> None:
+        self._most = {}
+        self._released.set()
 
     @contextlib.contextmanager
     def transparent(self) -> Iterator[None]:
@@ -98,6 +112,8 @@ class FaultyTable:
                     self._coming = [failure for failure in self._coming if failure[0] > 0]
                     self.failed = name
                     return over[0][1]
+            if self.ended[name] >= self._most.get(name, math.inf):
+                assert self._released.wait(SECONDS)
             if self.delay:
                 time.sleep(self.delay)
             result = call(*arguments)

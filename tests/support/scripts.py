@@ -1,12 +1,14 @@
 """Runs scripts in processes of their own, without the seconds in which each would import torch and transformers.
 
 A server that has imported them forks for each script. The fork runs it as `python -c` does, and ends as an interpreter
-ends. vattn is not imported before the script does it.
+ends, but leaves what was imported before: to take that down takes longer than most scripts. vattn is not imported
+before the script does it.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -27,23 +29,27 @@ SECONDS = 600  # that a script may take
 
 
 def run(
-    script: str, *arguments: str, cwd: Path | None = None, variables: dict[str, str] | None = None
+    script: str,
+    *arguments: str,
+    cwd: Path | None = None,
+    variables: dict[str, str] | None = None,
+    to_the_end: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What the script printed, and its exit status: negative is the signal that ended it. A warning is an error.
 
-    `variables` are added to the environment.
+    `variables` are added to the environment. `to_the_end` takes down the modules and the libraries of torch, too.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        options = {"seconds": SECONDS, "warnings": "error", "cwd": str(cwd or Path.cwd())}
+        options = {"seconds": SECONDS, "warnings": "error", "cwd": str(cwd or Path.cwd()), "to_the_end": to_the_end}
         status = Process(script, arguments, str(out), str(err), variables, **options).wait()
         return subprocess.CompletedProcess(script, status, out.read_text(), err.read_text())
 
 
-def over_stub(script: str, **options: int) -> subprocess.CompletedProcess[str]:
+def over_stub(script: str, *, to_the_end: bool = False, **options: int) -> subprocess.CompletedProcess[str]:
     """Runs a script over a fresh stub driver with these `STUB_CUDA_*` variables, from a process over the stub."""
     assert stub_cuda.ACTIVE in os.environ, "libcuda.so.1 is not the stub"
-    return run(script, variables=stub_cuda.variables(options))
+    return run(script, variables=stub_cuda.variables(options), to_the_end=to_the_end)
 
 
 def start(script: str, *arguments: str, variables: dict[str, str] | None = None) -> Process:
@@ -129,6 +135,15 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
+_kept: set[str] = set()
+
+
+def _keep() -> None:
+    """Modules of these names outlive the interpreter."""
+    for name in _kept & sys.modules.keys():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
+
+
 def _next_script() -> dict[str, Any] | None:
     """In the server: forks for every script. In a fork: what to run."""
     running: set[int] = set()
@@ -169,6 +184,10 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
     sys.argv = request["argv"]
     if not sys.flags.safe_path:
         sys.path[0] = ""
+    if not request.get("to_the_end"):
+        _kept.update(sys.modules.keys() - {"builtins", "sys", "__main__"})
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)  # with the exit status; after the destructors of libraries that are loaded later
     if "warnings" in request:
         warnings.simplefilter(request["warnings"])
     main = ModuleType("__main__")
@@ -177,6 +196,8 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    atexit.register(_keep)  # before all others, so that it is called last
+
     import torch  # noqa: F401
 
     if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models

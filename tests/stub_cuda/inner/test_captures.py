@@ -154,5 +154,5 @@ del cache
     ],
 )
 def test_the_end_of_the_process_gives_everything_back(stub: Stub, script: str, left: str) -> None:
-    done = scripts.over_stub(script)
+    done = scripts.over_stub(script, to_the_end=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, left + "\n", "")

@@ -296,7 +296,8 @@ def test_the_driver_ends_before_the_objects(body: str, first: bool, zero_on_free
     """At the exit of a process: before Python's own end, or with the libraries. Nothing crashes, hangs or prints."""
     end = "atexit.register(control.end)\n"
     script = SCRIPT.replace("{zero_on_free}", str(zero_on_free)) + (end if first else "")
-    done = scripts.over_stub(script + f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}")
+    script += f"reqid = cache.alloc_reqid(); cache.step({{reqid: 9000}})\n{body}"
+    done = scripts.over_stub(script, to_the_end=True)
     assert (done.returncode, done.stdout, without_leaks_of_triton(done.stderr)) == (0, "", "")
 
 

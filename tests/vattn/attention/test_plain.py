@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
+from tests.support.effort import effort
 from vattn.attention import decode
 from vattn.errors import ConfigError
 from vattn.quantised import quantise, quantised_groups
@@ -113,7 +114,7 @@ class Case:
         assert error < factor * TOLERANCE[self.dtype], (error, self.dtype, self.query.shape, self.options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(25, 60), deadline=None)
 @given(seed=st.integers(0, 2**32), threads=st.sampled_from([1, 2, 5]), longest=st.sampled_from([20, 400, 5000]))
 def test_against_float64(kernels: str, seed: int, threads: int, longest: int) -> None:
     case = Case(seed, longest)
@@ -129,7 +130,7 @@ def test_against_float64(kernels: str, seed: int, threads: int, longest: int) ->
     case.assert_near(got, case.want())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=effort(8, 20), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_neither_threads_nor_other_requests_change_a_result(kernels: str, seed: int) -> None:
     """Not by a bit: the order of a sum follows from its own request."""

@@ -48,5 +48,5 @@ def start(body):
 def test_daemon_threads_at_exit(script: str) -> None:
     # Some of these fail only sometimes.
     for _ in range(2):
-        done = scripts.run(SETUP + script)
+        done = scripts.run(SETUP + script, to_the_end=True)
         assert (done.returncode, done.stderr) == (0, "")

@@ -147,7 +147,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         "vattn.step({reqid: 60000})\n"
     )
     guard = "'strict'" if "strict" in script else "'zero'"
-    return scripts.run(setup.replace("GUARD", guard) + script)
+    return scripts.run(setup.replace("GUARD", guard) + script, to_the_end=True)
 
 
 @host_only
