@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..async_engine import AsyncEngine
-from ..metrics import Counter, Histogram, Vector
+from ..metrics import Counter, Gauge, Histogram, Vector
 from ..metrics import Metric as Figure
 
 _HELP = {
@@ -38,6 +38,12 @@ _HELP = {
     "vllm:request_prompt_tokens": "Tokens of a prompt.",
     "vllm:request_generation_tokens": "Output tokens of a request.",
     "vattn:step_seconds": "Duration of a step.",
+    "vattn:store_queries": "Tokens of prompts that were not in memory, looked up in the store.",
+    "vattn:store_hits": "Tokens read from the store, in place of being computed.",
+    "vattn:store_errors": "Failures of the store's disk, and files that were cut off or changed.",
+    "vattn:store_dropped": "Blocks that were not written to the store.",
+    "vattn:store_evicted": "Blocks that this engine deleted to keep the quota.",
+    "vattn:store_bytes": "Bytes in the store, of all engines that use it.",
 }
 # What vLLM called them before.
 _OLDER = {
@@ -89,6 +95,7 @@ class Exporter(Collector):
             labels.append("position")
         counters = CounterMetricFamily(name, help, labels=labels)
         histograms = HistogramMetricFamily(name, help, labels=labels)
+        gauges = GaugeMetricFamily(name, help, labels=labels)
         for metric in metrics:
             values = [self._model_name, *metric.labels.values()]
             match metric:
@@ -97,9 +104,12 @@ class Exporter(Collector):
                 case Vector():
                     for position, count in enumerate(metric.values):
                         counters.add_metric([*values, str(position)], count)
+                case Gauge():
+                    gauges.add_metric(values, metric.value)
                 case Histogram():
                     histograms.add_metric(values, list(metric.buckets.items()), metric.sum)
-        return histograms if isinstance(metrics[0], Histogram) else counters
+        of_kind = {Histogram: histograms, Gauge: gauges}
+        return of_kind.get(type(metrics[0]), counters)
 
     def _of_memory(self) -> Iterator[Metric]:
         memory = self.held.get("memory")
