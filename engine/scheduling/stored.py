@@ -82,14 +82,15 @@ class StoredPrefixes:
         self._kv = kv
         self.store = store
         self._fingerprint = fingerprint
-        self._layers = range(len(windows))
+        self._windows = windows
         self._window = min((window for window in windows if window is not None), default=None)
         self._chunk = max(BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         self._label = label
         self._device = torch.device(device)
-        self._trouble = Trouble(store)
-        self._writer = WriteBehind(store, self._trouble, most_bytes=MOST_WAITING)
-        self._reader = ReadAhead(store, self._trouble, most_bytes=MOST_WAITING, allocate=_room)
+        # Apart, since a full disk can still be read.
+        self._troubles = Trouble(store), Trouble(store)
+        self._writer = WriteBehind(store, self._troubles[0], most_bytes=MOST_WAITING)
+        self._reader = ReadAhead(store, self._troubles[1], most_bytes=MOST_WAITING, allocate=_room)
         self._block_bytes = BLOCK_TOKENS * kv.token_bytes
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         self._fetches: WeakKeyDictionary[Request, Fetch] = WeakKeyDictionary()
@@ -103,7 +104,7 @@ class StoredPrefixes:
     @property
     def errors(self) -> int:
         """Failures of the disk, and files that were not what they had to be."""
-        return self._trouble.errors + self.store.rejected
+        return sum(trouble.errors for trouble in self._troubles) + self.store.rejected
 
     @property
     def dropped(self) -> int:
@@ -247,13 +248,15 @@ class StoredPrefixes:
         """The rows of a block, layer by layer."""
         assert request.slot is not None
         start, end = index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS
-        return [rows for layer in self._layers for rows in self._kv.copy_out(layer, request.slot, end, start)]
+        return [
+            rows for layer in range(len(self._windows)) for rows in self._kv.copy_out(layer, request.slot, end, start)
+        ]
 
     def _copy_in(self, slot: int, block: int, contents: Contents, cached: int) -> bool:
         """Store the rows of a block from token `cached` on; False if they are not those of this backend."""
         start, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
         if not self._rows:
-            self._rows = [list(self._kv.copy_out(layer, slot, end, end - 1)) for layer in self._layers]
+            self._rows = [list(self._kv.copy_out(layer, slot, end, end - 1)) for layer in range(len(self._windows))]
         sizes = [BLOCK_TOKENS * row.nbytes for rows in self._rows for row in rows]
         if sizes != [len(part) for part in contents.parts]:
             return False

@@ -29,7 +29,7 @@ _MOST_KNOWN = 2**20
 
 
 class Trouble:
-    """What went wrong with a disk, and until when it is left alone.
+    """What went wrong with a disk when it was read, or written, and until when it is left alone.
 
     Attributes:
         errors: failures so far.
@@ -49,7 +49,7 @@ class Trouble:
         """Count a failure; says so in the log unless it was said within the last minute."""
         self.errors += 1
         if not self.lasts:
-            logger.warning("the store %s: %s; going on without it for %.0f s", self._store.path, what, PAUSE)
+            logger.warning("the store %s: %s; going on without for %.0f s", self._store.path, what, PAUSE)
         self._until = time.monotonic() + PAUSE
 
 
@@ -249,16 +249,16 @@ class ReadAhead:
 
     def is_ready(self, fetch: Fetch) -> bool:
         """Whether there is nothing to wait for: all has been read, or the disk takes too long."""
-        return fetch.ended.is_set() or self._patience(fetch) <= 0
+        return fetch.ended.is_set() or self._trouble.lasts or self._patience(fetch) <= 0
 
     def wait(self, fetch: Fetch) -> None:
         """Wait until `is_ready`."""
         while not self.is_ready(fetch):
-            fetch.ended.wait(max(0.001, self._patience(fetch)))
+            fetch.ended.wait(max(0.001, min(self._patience(fetch), PATIENCE / 10)))
 
     def take(self, fetch: Fetch) -> list[Contents]:
         """What has been read of a prefix, in order; nothing more will be."""
-        if not fetch.ended.is_set() and not self._full():
+        if not (fetch.ended.is_set() or self._trouble.lasts or self._full()):
             self._trouble.note(f"no block was read for {PATIENCE:.0f} s")
         fetch.dropped = True
         found, fetch.found = fetch.found, []

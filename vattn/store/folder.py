@@ -267,13 +267,17 @@ class PrefixStore:
         if total - sum(entry.size for entry in older) + size > self._quota:
             return False
         if total + size > self._quota:
-            self._evict(older, total, max(0, self._quota - size - int(self._quota * _SLACK)))
+            self._evict(older, total, self._quota - size, slack=int(self._quota * _SLACK))
         return True
 
-    def _evict(self, entries: list[Entry], total: int, most: int) -> int:
-        """Deletes blocks, least recently used first, until `total` is at most `most`; returns what it is then."""
+    def _evict(self, entries: list[Entry], total: int, most: int, *, slack: int = 0) -> int:
+        """Deletes blocks, least recently used first, until `total` is at most `most`, and whole blocks of `slack` more.
+
+        Returns:
+            What `total` is then.
+        """
         for entry in sorted(entries, key=lambda entry: entry.used_ns):
-            if total <= most:
+            if total <= most and total - entry.size < most - slack:
                 break
             entry.path.unlink(missing_ok=True)
             total -= entry.size
