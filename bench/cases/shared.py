@@ -138,7 +138,7 @@ def _series(name: str, length: int) -> str:
 def compare(record: Record) -> list[Comparison]:
     return [
         Comparison(
-            f"After a restart, the first token of a prompt whose first {row['shared tokens']:,} tokens are stored takes "
+            f"After a restart, the first token of a prompt of which {row['shared tokens']:,} tokens are stored takes "
             f"{{}} times as long as one that is computed, if they are read from the {row['files']}",
             record,
             by_round(
