@@ -30,6 +30,12 @@ struct PoolCounts {
 };
 
 class PagePool {
+  // Copied with the pool, which an atomic alone is not.
+  struct Limit : std::atomic<std::size_t> {
+    explicit Limit(std::size_t pages) : atomic(pages) {}
+    Limit(const Limit& other) : atomic(other.load(std::memory_order_relaxed)) {}
+  };
+
  public:
   // `zero_on_free`: a page whose last reference goes is zeroed in the transaction that drops it.
   PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free = false);
@@ -81,7 +87,7 @@ class PagePool {
   const std::size_t page_size_;
   const std::size_t budget_;
   const bool zero_on_free_;
-  std::atomic<std::size_t> limit_;
+  Limit limit_;
   std::vector<std::uint32_t> references_;  // of pages below fresh_
   std::array<std::vector<Handle>, kBlocks> handles_;
   std::set<PageId> free_;

@@ -22,6 +22,7 @@ from vattn.quantised import KVCacheDtype
 from vattn.units import parse_bytes
 
 from .checks import checked_choice, checked_whole, number, whole
+from .kv.base import NoPrefixCache
 from .kv.make import BACKENDS, find_backend
 from .options import option
 from .scheduling.drafts import SpeculativeConfig
@@ -128,6 +129,18 @@ class EngineConfig:
         "what of the pool is guaranteed, and the most to be had: `at least 4GiB, at most 40GiB`; by default nothing, "
         "and all",
         metavar="SHARE",
+    )
+    kv_store: str | os.PathLike[str] | None = option(
+        None,
+        "a folder in which prefixes survive the engine: what requests compute is written there, in the background, and "
+        "read again by later ones, of this engine or another one with the same weights. It holds prompts: only its "
+        "owner may enter it. With `virtual` and `paged`",
+        metavar="PATH",
+    )
+    kv_store_size: int | str = option(
+        "16GiB",
+        "most bytes in the folder, whoever wrote them; what was used longest ago is deleted first",
+        metavar="SIZE",
     )
     block_size: int = option(16, "tokens per block, for `paged`", parse=int)
     kv_cache_dtype: KVCacheDtype = option(
@@ -331,6 +344,7 @@ class EngineConfig:
             if self.kv_pool is None:
                 raise ConfigError("kv_share is a share of a kv_pool; name the pool too")
             parse_share(self.kv_share)
+        self._check_store()
         parse_bytes(self.swap_space, "swap_space")
         sizes = ("memory_budget", "kv_cache_memory_bytes", "gpu_memory_utilization")
         given = [name for name in sizes if getattr(self, name) is not None]
@@ -348,6 +362,19 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization is {shown(self.gpu_memory_utilization)}; give a share over 0 and up to 1"
             )
+
+    def _check_store(self) -> None:
+        parse_bytes(self.kv_store_size, "kv_store_size")
+        if self.kv_store is None:
+            return
+        if isinstance(self.kv_store, os.PathLike):
+            self._set("kv_store", os.fspath(self.kv_store))
+        if not isinstance(self.kv_store, str) or not self.kv_store:
+            raise ConfigError(f"kv_store is {shown(self.kv_store)}; give a folder")
+        if issubclass(find_backend(self.kv, self.kv_cache_dtype, self.kv_options), NoPrefixCache):
+            raise ConfigError(f"kv_store stores cached prefixes, of which kv={self.kv!r} has none; use kv='virtual'")
+        if not self.enable_prefix_caching or self.scheduling != "continuous":
+            raise ConfigError("kv_store needs enable_prefix_caching=True and scheduling='continuous'")
 
     def _check_scheduling(self) -> None:
         if self.scheduling not in SCHEDULING:

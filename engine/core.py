@@ -17,7 +17,8 @@ import torch
 from vattn.broker.share import parse_share
 from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
-from vattn.units import parse_bytes
+from vattn.store.folder import PrefixStore
+from vattn.units import format_bytes, parse_bytes
 
 from .beam_search import take_beams
 from .checks import checked_choice, whole, wrong
@@ -28,6 +29,7 @@ from .kv.make import make_backend
 from .kv.spec import KVSpec, PoolShare
 from .loading import LoadedModel
 from .metrics import Figures, Metric, counted, held
+from .model.fingerprint import fingerprint
 from .model.forward import Forward, Row
 from .model.runner import ModelRunner
 from .model.sampler import Sampler
@@ -44,6 +46,7 @@ from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfi
 from .scheduling.record import StepRecord
 from .scheduling.scheduler import Entry, Scheduler, StepPlan
 from .scheduling.static import StaticScheduler
+from .scheduling.stored import StoredPrefixes
 from .scheduling.swap import SwapSpace
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class EngineCore:
     Attributes:
         loaded: the model and what belongs to it.
         kv: the cache.
+        stored: what of it survives the engine; None for nothing.
         intake: makes requests of prompts.
         speculation: statistics of drafts so far.
         figures: running totals.
@@ -109,7 +113,8 @@ class EngineCore:
             )
             self._decode_token = self.intake.text.of_token
             self.kv = _make_kv(config, loaded)
-            self.scheduler = _make_scheduler(config, loaded, self.kv)
+            self.stored = _make_stored(config, loaded, self.kv)
+            self.scheduler = _make_scheduler(config, loaded, self.kv, self.stored)
             self._swap = self.scheduler.swap
             if not config.enforce_eager:
                 loaded.optimize()
@@ -152,6 +157,8 @@ class EngineCore:
         self.scheduler.running.clear()
         self.scheduler.waiting.clear()
         self.runner.close()
+        if self.stored is not None:
+            self.stored.close()
         self.kv.close()
         self.loaded.close()
         self.intake.grammars.close()
@@ -351,6 +358,8 @@ class EngineCore:
             if reset_running_requests:
                 self._preempt_all()
             self.kv.evict_prefixes()
+            if self.stored is not None and not self.loaded.is_ours:
+                self.stored.stop()  # its weights may be others now
         return not self.scheduler.running
 
     def _preempt_all(self) -> None:
@@ -576,7 +585,7 @@ class EngineCore:
         if finite is False:
             request.publishes = False  # nor later tokens, which attend to it
         elif finite:
-            self.scheduler.publish(request)
+            self.scheduler.publish(request, since=entry.start)
 
     def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
         """Start the other completions of prompts that were computed, and sample them from the same logits.
@@ -698,18 +707,62 @@ def _pool_share(config: EngineConfig) -> PoolShare | None:
     if config.kv_pool is None:
         return None
     least, most = (0, None) if config.kv_share is None else parse_share(config.kv_share)
+    return PoolShare(config.kv_pool, least, most, _label(config))
+
+
+def _label(config: EngineConfig) -> str:
+    """The model's name, for people, in characters that need no quotes."""
     model = config.model if isinstance(config.model, str) else type(config.model).__name__
     label = re.sub(r"[^\w.-]", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:32].lstrip("-.")
-    return PoolShare(config.kv_pool, least, most, label or "engine")
+    return label or "engine"
 
 
-def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> Scheduler:
+def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> StoredPrefixes | None:
+    if config.kv_store is None:
+        return None
+    size = parse_bytes(config.kv_store_size, "kv_store_size")
+    store = PrefixStore(config.kv_store, size)
+    start = time.monotonic()
+    identity = fingerprint(
+        loaded.model,
+        shape=loaded.shape,
+        attention=loaded.attention.name,
+        eager=config.enforce_eager,
+        stored=config.kv_cache_dtype,
+    )
+    stored = StoredPrefixes(
+        kv,
+        store,
+        fingerprint=identity,
+        windows=_windows(loaded, kv),
+        chunk_tokens=config.max_num_batched_tokens,
+        label=_label(config),
+        device=loaded.model.device,
+    )
+    logger.info(
+        "prefixes are stored in %s: %s of %s; the weights were hashed in %.1f s",
+        store.path,
+        format_bytes(store.bytes),
+        format_bytes(size),
+        time.monotonic() - start,
+    )
+    return stored
+
+
+def _windows(loaded: LoadedModel, kv: KVBackend) -> list[int | None]:
+    """Per layer, how many tokens of a request the backend keeps; None for all."""
+    return [layer.window if kv.forgets_windows else None for layer in loaded.shape.layers]
+
+
+def _make_scheduler(
+    config: EngineConfig, loaded: LoadedModel, kv: KVBackend, stored: StoredPrefixes | None
+) -> Scheduler:
     limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
     if config.scheduling == "static":
         return StaticScheduler(kv, **limits, max_model_len=loaded.max_model_len)
     swap = SwapSpace(
         kv,
-        windows=[layer.window if kv.forgets_windows else None for layer in loaded.shape.layers],
+        windows=_windows(loaded, kv),
         token_bytes=kv.token_bytes,
         budget=parse_bytes(config.swap_space, "swap_space"),
         mode=config.preemption_mode,
@@ -724,6 +777,7 @@ def _make_scheduler(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) ->
         policy=config.scheduling_policy,
         swap=swap,
         prefix_caching=config.enable_prefix_caching,
+        stored=stored,
         long_prefill=config.long_prefill_token_threshold,
         proposer=proposer,
     )

@@ -45,6 +45,7 @@ class LoadedModel:
         shape: what is stored per token, layer by layer.
         latents: the layers of which latents are stored.
         attention: the kernel.
+        is_ours: the model was read from a path, so nobody else changes it.
 
     Raises:
         ConfigError: it cannot be loaded or served, or not as the config asks.
@@ -62,7 +63,7 @@ class LoadedModel:
         self.sampling_defaults = _sampling_defaults(config, self.model)
         self.sampling_params = _default_sampling_params(self.sampling_defaults)
         self.latents: Mapping[int, packed.LatentAttention] = {}
-        self._is_ours = isinstance(config.model, str)
+        self.is_ours = isinstance(config.model, str)
         # Also where this object is dropped, or an interrupt keeps its owner from getting it.
         self._undo: list[Callable[[], None]] = []
         weakref.finalize(self, _undo_all, self._undo).atexit = False
@@ -85,8 +86,8 @@ class LoadedModel:
     def optimize(self) -> None:
         """Pack the weights, where that helps here; a model that was given as an object gets them back in `close`."""
         if optimize.supported(self.model):
-            restore = optimize.optimize(self.model, keep_weights=not self._is_ours)
-            if not self._is_ours:
+            restore = optimize.optimize(self.model, keep_weights=not self.is_ours)
+            if not self.is_ours:
                 self._undo.append(restore)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -14,6 +14,7 @@ from .kv.base import KVBackend
 from .requests.request import FinishReason, Request
 from .scheduling.drafts import SpeculationStats
 from .scheduling.scheduler import Scheduler
+from .scheduling.stored import StoredPrefixes
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -187,6 +188,18 @@ def counted(figures: Figures, scheduler: Scheduler, drafts: SpeculationStats) ->
         Counter("vllm:spec_decode_num_draft_tokens", {}, drafts.num_drafted_tokens),
         Counter("vllm:spec_decode_num_accepted_tokens", {}, drafts.num_accepted_tokens),
         Vector("vllm:spec_decode_num_accepted_tokens_per_pos", {}, tuple(drafts.num_accepted_per_position)),
+        *([] if scheduler.stored is None else _of_store(scheduler.stored)),
+    ]
+
+
+def _of_store(stored: StoredPrefixes) -> list[Metric]:
+    return [
+        Counter("vattn:store_queries", {}, stored.query_tokens),
+        Counter("vattn:store_hits", {}, stored.hit_tokens),
+        Counter("vattn:store_errors", {}, stored.errors),
+        Counter("vattn:store_dropped", {}, stored.dropped),
+        Counter("vattn:store_evicted", {}, stored.store.evicted),
+        Gauge("vattn:store_bytes", {}, float(stored.store.bytes)),
     ]
 
 

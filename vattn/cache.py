@@ -151,14 +151,7 @@ class KVCache(PoolMember):
             InvalidLength: no tokens, or more than `max_context_len`.
             DriverError: a driver call failed. Nothing changed.
         """
-        ids = as_ids(token_ids)
-        if type(salt) is not bytes:
-            root_key(salt)  # raises InvalidTokens
-        if not 1 <= len(ids) <= self.config.max_context_len:
-            raise InvalidLength(
-                f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
-            )
-
+        ids = self._checked_prompt(token_ids, salt)
         self._prefixes.await_ahead()
         slot = self._give_slot(lambda change: self._prefixes.admit(change, ids, salt))
         admission, counted = Admission(slot, self._slots.length[slot]), False
@@ -173,6 +166,19 @@ class KVCache(PoolMember):
         self._prefixes.count(len(ids), admission.cached_tokens)
         counted = True
         return admission
+
+    @reading
+    def find_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """How many tokens `admit` would find cached in whole token blocks: for an engine that has to choose a request,
+        or a router that has to choose an engine. It changes nothing, not even the order of eviction.
+
+        Args:
+            token_ids, salt: as for `admit`.
+
+        Raises:
+            InvalidTokens, InvalidLength: as for `admit`.
+        """
+        return len(self._prefixes.find(self._checked_prompt(token_ids, salt), salt)) * self.prefix_block_tokens
 
     @atomic
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:
@@ -703,6 +709,16 @@ class KVCache(PoolMember):
         if not {int}.issuperset(map(type, values)):
             values = [self._checked_length(value, f"the length of slot {slot}") for slot, value in enumerate(values)]
         return {slot: length for slot, length in enumerate(values) if length}
+
+    def _checked_prompt(self, token_ids: Sequence[int], salt: bytes) -> list[int]:
+        ids = as_ids(token_ids)
+        if type(salt) is not bytes:
+            root_key(salt)  # raises InvalidTokens
+        if not 1 <= len(ids) <= self.config.max_context_len:
+            raise InvalidLength(
+                f"{len(ids)} tokens; a request has from 1 to max_context_len={self.config.max_context_len}"
+            )
+        return ids
 
     def _checked_length(self, value: object, name: str, most: int | None = -1) -> int:
         """Validates a number of tokens from 0 to `most` (None: no limit; default: `max_context_len`); an `int`."""

@@ -36,6 +36,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "serving",
         "batching",
         "prefix",
+        "shared",
         "speculate",
         "threads",
         "profile",

@@ -19,6 +19,7 @@ COMMANDS = {
     "complete": "continue prompts, one per line",
     "bench": "measure a running server, or the engine in this process",
     "pool": "one memory for the caches of all engines of a machine",
+    "store": "prefixes on disk: what is there, and deleting it",
     "plan": "what fits a memory: a model's cache, paged and virtual",
     "doctor": "what this machine offers, and what would be used",
     "completion": "a script for your shell, which then completes `vattn`",

@@ -165,6 +165,10 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """How many tokens `admit` would find cached in whole blocks, with the same arguments and errors."""
+        ...
+
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         """Publish the whole blocks of these tokens, which are stored, to later requests.
 
@@ -348,6 +352,9 @@ class NoPrefixCache:
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         return Admission(self.allocate(len(token_ids)), 0)
+
+    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        return 0
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         pass

@@ -108,10 +108,7 @@ class BlockKV(PlainStore, ABC):
         return self._slots.take(_Slot())
 
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
-        ids = as_ids(token_ids)
-        if not 1 <= len(ids) <= self._slots.max_model_len:
-            raise InvalidLength(f"{len(ids)} tokens; a request has from 1 to max_model_len={self._slots.max_model_len}")
-        blocks = self._index.find(ids, self.block_size, salt)
+        ids, blocks = self._cached(token_ids, salt)
         number = self.allocate(len(ids))
         slot = self._slots[number]
         self._index.acquire(blocks)
@@ -119,6 +116,9 @@ class BlockKV(PlainStore, ABC):
         slot.length = len(blocks) * self.block_size
         slot.tokens, slot.salt = ids[: slot.length], salt
         return Admission(number, slot.length)
+
+    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        return len(self._cached(token_ids, salt)[1]) * self.block_size
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         ids, mine = as_ids(token_ids), self._slots[self._slots.checked(slot)]
@@ -292,6 +292,13 @@ class BlockKV(PlainStore, ABC):
     @abstractmethod
     def _copy_block(self, origin: int, target: int) -> None:
         """Copy all layers of a block to one that was just taken."""
+
+    def _cached(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], list[PoolBlock]]:
+        """A prompt, checked, and the blocks of its longest cached prefix."""
+        ids = as_ids(token_ids)
+        if not 1 <= len(ids) <= self._slots.max_model_len:
+            raise InvalidLength(f"{len(ids)} tokens; a request has from 1 to max_model_len={self._slots.max_model_len}")
+        return ids, self._index.find(ids, self.block_size, salt)
 
     def _rows(self, batch: PackedBatch) -> Tensor:
         """Where the tokens of a batch are written: the number of a block, times its size, and the token's in it."""

@@ -24,6 +24,7 @@ from ..checks import checked_choice, checked_whole
 from ..kv.base import KVBackend
 from ..requests.request import FinishReason, InvalidRequest, Request, State
 from .drafts import NgramProposer
+from .stored import StoredPrefixes
 from .swap import SwapSpace
 
 # An admission leaves room for this many more tokens of every running request; with less it would soon be preempted.
@@ -125,6 +126,8 @@ class Scheduler:
             request of the lowest rank is preempted first.
         swap: stores the caches of preempted requests; None to recompute them.
         prefix_caching: look requests up in the backend's prefix cache.
+        stored: what of it survives the process; None for nothing. A request whose prefix is being read keeps its place
+            in the queue, and room for it, while others go on.
         long_prefill: most tokens of one prompt in a step with other requests; 0 for no limit.
         proposer: makes drafts for decoding requests; None for no drafts. Drafts only use tokens of the step that no
             other request needs, and never memory that would require a preemption.
@@ -146,6 +149,7 @@ class Scheduler:
         policy: Policy = "fcfs",
         swap: SwapSpace | None = None,
         prefix_caching: bool = False,
+        stored: StoredPrefixes | None = None,
         long_prefill: int = 0,
         proposer: NgramProposer | None = None,
     ) -> None:
@@ -157,6 +161,7 @@ class Scheduler:
         self.policy = policy
         self.swap = swap
         self.prefix_caching = prefix_caching
+        self.stored = stored
         self.long_prefill = long_prefill
         self.proposer = proposer
         self.waiting: list[Request] = []
@@ -190,6 +195,8 @@ class Scheduler:
     def queue(self, request: Request) -> None:
         """Put a request with an arrival number into `waiting`, by its rank."""
         bisect.insort(self.waiting, request, key=self._rank)
+        if self.stored is not None and request.index == 0 and self._shares(request):
+            self.stored.look_ahead(request)
 
     def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
@@ -231,11 +238,16 @@ class Scheduler:
         underway = _Underway(
             self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
-        held = 0  # requests at the head of the queue that will fork the slot of one that computes their prompt
+        held = 0  # requests at the head of the queue that wait: to fork the slot of one that computes their prompt,
+        read: list[Request] = []  # or for their prefixes, which are being read
         while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
             request = self.waiting[held]
             room -= self._reserve(request)
             if underway.leads(request):
+                held += 1
+                continue
+            if self.stored is not None and not self.stored.is_ready(request):
+                read.append(request)
                 held += 1
                 continue
             if (room < 0 and self.running) or underway.computes_prefix(request):
@@ -246,6 +258,9 @@ class Scheduler:
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget, chunk))
             budget -= len(entries[request])
+        if self.stored is not None and read and not self.running:
+            self.stored.wait(read[0])
+            return self.schedule()
         if admit and not entries and self.running and self.waiting:
             # Running beams with scores wait for queued beams of their search, which need the memory of one of them.
             victim = self.preempt_last()
@@ -330,24 +345,34 @@ class Scheduler:
         assert request.state is State.DONE
         if self.swap is not None:
             self.swap.forget(request)
+        if self.stored is not None:
+            self.stored.forget(request)
         if request.slot is None:
             self.waiting.remove(request)
             return
         computed = None
         if request.finish_reason is FinishReason.ERROR:
             self.kv.retract(request.slot)  # what it computed before may be wrong, too
+            if self.stored is not None:
+                self.stored.retract(request)
         else:
             computed = self.publish(request)
         self.running.remove(request)
         self.kv.free(request.slot, computed)
         request.slot = None
 
-    def publish(self, request: Request) -> list[int] | None:
-        """Let later requests find what a running one has computed: these tokens, or None if it is kept to itself."""
+    def publish(self, request: Request, since: int | None = None) -> list[int] | None:
+        """Let later requests find what a running one has computed: these tokens, or None if it is kept to itself.
+
+        Args:
+            since: the first token that the last step computed; by default the one after the last.
+        """
         if not request.publishes or request.slot is None:
             return None
         computed = request.token_ids(0, request.num_computed_tokens)
         self.kv.commit(request.slot, computed)
+        if self.stored is not None:
+            self.stored.save(request, since)
         return computed
 
     def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
@@ -370,16 +395,22 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         """Give a waiting request a slot, with what the cache has of its tokens."""
-        # The rows of cached tokens are never computed, and somebody may have asked for what they say.
-        request.publishes = self.prefix_caching and request.saved is None and request.prompt_logprobs is None
+        request.publishes = self._shares(request)
         if request.publishes:
             slot, cached = self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt)
             if request.first_scheduled_time is None:
                 self.query_tokens += request.num_tokens
                 self.hit_tokens += cached
+            if self.stored is not None:
+                cached = self.stored.restore(request, slot, cached)
             request.admit(slot, cached)
         else:
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))
+
+    def _shares(self, request: Request) -> bool:
+        """Whether a waiting request may use what others have computed, and they what it computes."""
+        # The rows of cached tokens are never computed, and somebody may have asked for what they say.
+        return self.prefix_caching and request.saved is None and request.prompt_logprobs is None
 
     def _spare_tokens(self) -> int:
         """Tokens of a step that are left for drafts, after all that running and next waiting requests need."""

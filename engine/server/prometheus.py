@@ -49,6 +49,12 @@ _HELP = {
     "vattn:pool_asked_back_bytes": "What the broker wants back now.",
     "vattn:pool_given_back_bytes": "What the broker asked for and got back.",
     "vattn:pool_free_bytes": "What nobody has of the pool.",
+    "vattn:store_queries": "Tokens of prompts that were not in memory, looked up in the store.",
+    "vattn:store_hits": "Tokens read from the store, in place of being computed.",
+    "vattn:store_errors": "Failures of the store's disk, and files that were cut off or changed.",
+    "vattn:store_dropped": "Blocks that were not written to the store.",
+    "vattn:store_evicted": "Blocks that this engine deleted to keep the quota.",
+    "vattn:store_bytes": "Bytes in the store, of all engines that use it.",
 }
 # What vLLM called them before.
 _OLDER = {
@@ -107,11 +113,11 @@ class Exporter(Collector):
             match metric:
                 case Counter():
                     counters.add_metric(values, metric.value)
-                case Gauge():
-                    gauges.add_metric(values, metric.value)
                 case Vector():
                     for position, count in enumerate(metric.values):
                         counters.add_metric([*values, str(position)], count)
+                case Gauge():
+                    gauges.add_metric(values, metric.value)
                 case Histogram():
                     histograms.add_metric(values, list(metric.buckets.items()), metric.sum)
         return {Histogram: histograms, Gauge: gauges}.get(type(metrics[0]), counters)

@@ -293,7 +293,9 @@ WHOLE = {"paged": 272, PAGED_WINDOWS: 256, "virtual": 256}
 def serve(model: Model, ids: list[int], salt: bytes = b"") -> tuple[int, int]:
     """Admits, computes and commits a request; the slot, and what had been cached."""
     backend = model.backend
+    found = backend.find(ids, salt)
     slot, cached = backend.admit(ids, salt)
+    assert found <= cached < found + backend.prefix_block_tokens
     if cached:
         origin = next(other for other in model.lengths if (0, other, 0) in model.rows)
         for layer in range(LAYERS):
@@ -552,6 +554,7 @@ def test_a_backend_without_a_prefix_cache_finds_nothing() -> None:
             return num_tokens
 
     assert Plain().admit(PROMPT) == (280, 0)
+    assert Plain().find(PROMPT) == 0
     Plain().commit(0, PROMPT)
     assert Plain().evict_prefixes() == 0
 

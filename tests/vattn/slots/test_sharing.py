@@ -60,6 +60,23 @@ def holds(cache: vattn.KVCache, reqid: int, start: int, end: int, value: float) 
     return all(bool((t[reqid, start:end] == value).all()) for layer in range(2) for t in cache.layer(layer))
 
 
+def test_find_prefix_says_what_admit_would_find_and_changes_nothing(cache: vattn.KVCache) -> None:
+    assert cache.find_prefix(PROMPT) == 0
+    first = run(cache, PROMPT, b"salt")
+    assert cache.find_prefix(PROMPT, b"salt") == 3 * BLOCK
+    assert cache.find_prefix(PROMPT[: 3 * BLOCK], b"salt") == 2 * BLOCK, "a token is left to compute"
+    assert cache.find_prefix(PROMPT) == cache.find_prefix([5, *PROMPT[1:]], b"salt") == 0
+    cache.free_reqid(first)
+    before = cache.stats().query_tokens
+    assert cache.find_prefix(PROMPT, b"salt") == 3 * BLOCK
+    assert cache.stats().query_tokens == before
+    assert cache.admit(PROMPT, b"salt").cached_tokens == 3 * BLOCK
+    with pytest.raises(vattn.InvalidLength, match="0 tokens"):
+        cache.find_prefix([])
+    with pytest.raises(vattn.InvalidTokens, match="bytes"):
+        cache.find_prefix(PROMPT, "salt")  # type: ignore[arg-type]
+
+
 def launched(cache: vattn.KVCache) -> None:
     """On CUDA, kernels are launched by now; the next step says so."""
     cache.step({})

@@ -1,0 +1,69 @@
+"""What keys and values depend on besides tokens and salt, as 32 bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import vattn
+from vattn.store.blockfile import FORMAT, KEY_BYTES
+
+# Bytes of weights that are copied to the host and hashed at a time.
+_PIECE = 1 << 26
+_MOST_THREADS = 8
+
+
+def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
+    """Of a model, its contents included, and of how it is computed.
+
+    Two processes have the same only with the same versions of vattn, torch and transformers: each of them may change
+    how values are rounded, or what they are.
+
+    Args:
+        facts: whatever else they depend on; of a type whose text says all of it.
+    """
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and who wrote the file
+        config.pop(name, None)
+    stated = {
+        "format": FORMAT,
+        "versions": [vattn.__version__, torch.__version__, transformers.__version__],
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "config": config,
+        "dtype": model.dtype,
+        "device": model.device.type,
+        **facts,
+    }
+    text = json.dumps(stated, sort_keys=True, default=str).encode()
+    return blake2b(text + _weights(model), digest_size=KEY_BYTES, person=b"vattn print").digest()
+
+
+def _weights(model: PreTrainedModel) -> bytes:
+    """Of all parameters and buffers; those of rotary embeddings are buffers that no checkpoint has."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        digests = pool.map(_digest, (tensor.detach() for _, tensor in tensors))
+        found = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+        return blake2b(repr(found).encode() + b"".join(digests)).digest()
+
+
+def _digest(tensor: Tensor) -> bytes:
+    digest = blake2b(digest_size=KEY_BYTES)
+    for piece in _pieces(tensor):
+        digest.update(piece.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    flat, most = tensor.reshape(-1), max(1, _PIECE // tensor.element_size())
+    for start in range(0, flat.numel(), most):
+        yield flat[start : start + most].cpu()

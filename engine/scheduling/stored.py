@@ -1,0 +1,290 @@
+"""Prefixes on disk: what requests have computed is written there, and read again by later ones, also after a restart.
+
+A block of a store is `BLOCK_TOKENS` tokens, whatever the backend's blocks are: rows are copied out and in as for
+requests that are swapped, so any backend that keeps prefixes can write what any other reads.
+
+The life of a request: `look_ahead` when it is queued, `is_ready` or `wait` before it is admitted, `restore` when it has
+a slot, `save` when it has published something, `forget` at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from vattn.attention import PackedBatch, Span
+from vattn.errors import VattnError
+from vattn.prefix import Key, block_keys, root_key
+from vattn.store.background import PATIENCE, Contents, Fetch, ReadAhead, Trouble, Write, WriteBehind
+from vattn.store.blockfile import KEY_BYTES, Block
+from vattn.store.folder import PrefixStore
+
+from ..kv.base import KVBackend
+from ..requests.request import Request
+
+logger = logging.getLogger(__name__)
+
+# Large enough that a file is read at a disk's full speed; what follows a prompt's last block is computed again.
+BLOCK_TOKENS = 128
+# Of blocks that wait to be written, and of those that were read for requests that wait.
+MOST_WAITING = 1 << 30
+# Seconds for what waits to be written when the engine is closed.
+_CLOSING = 30.0
+
+
+@dataclass
+class _Chain:
+    """The blocks of a request that are in the store, or about to be, from its first one on.
+
+    Attributes:
+        written: those that this request was the first to write.
+        broken: a block could not be written, so nothing after it could be found.
+    """
+
+    keys: list[Key] = field(default_factory=list)
+    written: list[Key] = field(default_factory=list)
+    broken: bool = False
+
+
+class StoredPrefixes:
+    """The prefixes of one engine in a store.
+
+    Args:
+        fingerprint: 32 bytes that stand for everything but tokens and salt that keys and values depend on.
+        windows: per layer, its window in tokens, if the backend keeps no others; None for all.
+        chunk_tokens: most tokens of a request in one step.
+        label: the model's name, for people.
+
+    Attributes:
+        query_tokens: tokens looked up: those of admitted requests that were not in memory.
+        hit_tokens: how many of them were read from the store.
+    """
+
+    def __init__(
+        self,
+        kv: KVBackend,
+        store: PrefixStore,
+        *,
+        fingerprint: bytes,
+        windows: Sequence[int | None],
+        chunk_tokens: int,
+        label: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._kv = kv
+        self.store = store
+        self._fingerprint = fingerprint
+        self._windows = windows
+        self._window = min((window for window in windows if window is not None), default=None)
+        self._chunk = max(BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        self._label = label
+        self._device = torch.device(device)
+        # Apart, since a full disk can still be read.
+        self._troubles = Trouble(store), Trouble(store)
+        self._writer = WriteBehind(store, self._troubles[0], most_bytes=MOST_WAITING)
+        self._reader = ReadAhead(store, self._troubles[1], most_bytes=MOST_WAITING, allocate=_room)
+        self._block_bytes = BLOCK_TOKENS * kv.token_bytes
+        self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
+        self._fetches: WeakKeyDictionary[Request, Fetch] = WeakKeyDictionary()
+        self._rows: list[list[Tensor]] = []  # one of each tensor that a layer stores
+        self._stopped = False
+        self.query_tokens = 0
+        self.hit_tokens = 0
+        # Also when a script ends without closing its engine: what waits is written.
+        self._end = finalize(self, _close, os.getpid(), self._writer, self._reader)
+
+    @property
+    def errors(self) -> int:
+        """Failures of the disk, and files that were not what they had to be."""
+        return sum(trouble.errors for trouble in self._troubles) + self.store.rejected
+
+    @property
+    def dropped(self) -> int:
+        """Blocks that were not written."""
+        return self._writer.dropped
+
+    def stop(self) -> None:
+        """Neither write nor read from here on: what the model computes may no longer be what the fingerprint says."""
+        self._stopped = True
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits, and end. Idempotent."""
+        self._end()
+
+    # What is read
+
+    def look_ahead(self, request: Request) -> None:
+        """Begin to read what memory lacks of a waiting request's prefix."""
+        self.forget(request)
+        if self._stopped:
+            return
+        ids = request.token_ids(0, request.num_tokens)
+        first = self._kv.find(ids, request.cache_salt) // BLOCK_TOKENS
+        keys = list(block_keys(self._root(request), ids[:-1], BLOCK_TOKENS))
+        fetch = self._reader.fetch([self._block(index, keys[index], ids) for index in range(first, len(keys))])
+        if fetch is not None:
+            self._fetches[request] = fetch
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a request can be admitted: nothing of its prefix is being read."""
+        fetch = self._fetches.get(request)
+        return fetch is None or self._reader.is_ready(fetch)
+
+    def wait(self, request: Request) -> None:
+        """Wait until `is_ready`, which takes no longer than a disk that works."""
+        if (fetch := self._fetches.get(request)) is not None:
+            self._reader.wait(fetch)
+
+    def restore(self, request: Request, slot: int, cached: int) -> int:
+        """Put what was read into the slot that a request was just admitted to.
+
+        Args:
+            cached: tokens that the slot has.
+
+        Returns:
+            Tokens that it has then.
+        """
+        if request.first_scheduled_time is None:
+            self.query_tokens += request.num_tokens - cached
+        fetch = self._fetches.pop(request, None)
+        if fetch is None:
+            return cached
+        contents, before = self._reader.take(fetch), cached
+        blocks = [(block.depth, each) for block, each in zip(fetch.blocks, contents, strict=False)]
+        # Layers with a window back what a chunk of a prompt needs, and no more.
+        most = len(blocks) if self._window is None else self._chunk // BLOCK_TOKENS
+        ids = request.token_ids(0, request.num_tokens)
+        while blocks and blocks[0][0] * BLOCK_TOKENS <= cached:
+            chunk, blocks = blocks[:most], blocks[most:]
+            end = (chunk[-1][0] + 1) * BLOCK_TOKENS
+            if end > cached and not self._put(slot, chunk, cached, ids[:end]):
+                break
+            cached = max(cached, end)
+        self._writer.learn([block.key for block in fetch.blocks if (block.depth + 1) * BLOCK_TOKENS <= cached])
+        if request.first_scheduled_time is None:
+            self.hit_tokens += cached - before
+        return cached
+
+    def _put(self, slot: int, blocks: Sequence[tuple[int, Contents]], cached: int, ids: Sequence[int]) -> bool:
+        """Extend a slot of `cached` tokens to these `ids`, the last of which are in `blocks`; returns whether it is."""
+        try:
+            self._kv.prepare({slot: len(ids)})
+            if all(
+                (index + 1) * BLOCK_TOKENS <= cached or self._copy_in(slot, index, contents, cached)
+                for index, contents in blocks
+            ):
+                self._kv.commit(slot, ids)
+                return True
+        except VattnError as error:
+            logger.warning("a stored prefix was not used: %s", error)
+        self._kv.prepare({slot: cached})
+        return False
+
+    # What is written
+
+    def save(self, request: Request, since: int | None = None) -> None:
+        """Have what a running request has published written, as far as that is new.
+
+        Args:
+            since: the first token that the last step computed; by default the one after the last.
+        """
+        chain = self._chains.setdefault(request, _Chain())
+        computed = request.num_computed_tokens
+        done = len(chain.keys)
+        if self._stopped or chain.broken or computed // BLOCK_TOKENS <= done:
+            return
+        ids = request.token_ids(0, computed)
+        # Layers with a window may have given earlier rows back.
+        first = 0 if self._window is None else (computed if since is None else since) - self._window + 1
+        parent = chain.keys[-1] if done else self._root(request)
+        writes: list[Write] = []
+        for index, key in enumerate(block_keys(parent, ids[done * BLOCK_TOKENS :], BLOCK_TOKENS), done):
+            if not self._writer.knows(key):
+                if index * BLOCK_TOKENS < first:
+                    chain.broken = True
+                    break
+                if not self._writer.has_room(sum(write.num_bytes for write in writes) + self._block_bytes):
+                    break
+                rows = self._copy_out(request, index)
+                block = self._block(index, key, ids)
+                writes.append(Write(block, partial(_contents, rows), self._block_bytes))
+                chain.written.append(key)
+            chain.keys.append(key)
+        if len(chain.keys) > done:
+            self._writer.put(chain.keys, writes)
+
+    def retract(self, request: Request) -> None:
+        """Delete what a request was the first to write: it may be wrong."""
+        chain = self._chains.pop(request, None)
+        if chain is not None and chain.written:
+            self._writer.remove(chain.written)
+
+    def forget(self, request: Request) -> None:
+        """Read nothing more for a request."""
+        if (fetch := self._fetches.pop(request, None)) is not None:
+            self._reader.drop(fetch)
+
+    def _root(self, request: Request) -> Key:
+        root = self._fingerprint + root_key(request.cache_salt)
+        return blake2b(root, digest_size=KEY_BYTES, person=b"vattn root").digest()
+
+    def _block(self, index: int, key: Key, ids: Sequence[int]) -> Block:
+        start = index * BLOCK_TOKENS
+        return Block(self._fingerprint, key, index, ids[start : start + BLOCK_TOKENS], self._label)
+
+    def _copy_out(self, request: Request, index: int) -> list[Tensor]:
+        """The rows of a block, layer by layer."""
+        assert request.slot is not None
+        start, end = index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS
+        return [
+            rows for layer in range(len(self._windows)) for rows in self._kv.copy_out(layer, request.slot, end, start)
+        ]
+
+    def _copy_in(self, slot: int, block: int, contents: Contents, cached: int) -> bool:
+        """Store the rows of a block from token `cached` on; False if they are not those of this backend."""
+        start, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+        if not self._rows:
+            self._rows = [list(self._kv.copy_out(layer, slot, end, end - 1)) for layer in range(len(self._windows))]
+        sizes = [BLOCK_TOKENS * row.nbytes for rows in self._rows for row in rows]
+        if sizes != [len(part) for part in contents.parts]:
+            return False
+        parts = iter(contents.parts)
+        batch = PackedBatch((Span(slot, max(start, cached), end),), self._device)
+        skipped = max(0, cached - start)
+        for layer, rows in enumerate(self._rows):
+            stored = [_tensor(next(parts), row)[skipped:].to(self._device) for row in rows]
+            self._kv.copy_in(layer, batch, stored)
+        return True
+
+
+def _room(num_bytes: int) -> memoryview:
+    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+
+
+def _contents(rows: Sequence[Tensor]) -> list[memoryview]:
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().data for tensor in rows]
+
+
+def _tensor(part: memoryview, row: Tensor) -> Tensor:
+    """The rows of a block, `[BLOCK_TOKENS, ...]`, of which `row` is one."""
+    shape = (BLOCK_TOKENS, *row.shape[1:])
+    return torch.frombuffer(part, dtype=row.dtype).view(shape) if part else row.new_empty(shape)
+
+
+def _close(owner: int, writer: WriteBehind, reader: ReadAhead) -> None:
+    if os.getpid() != owner:  # a child that was forked has none of the threads, and ends, too
+        return
+    writer.close(_CLOSING)
+    reader.close(PATIENCE)

@@ -1,0 +1,383 @@
+"""A folder of blocks: what is read is what was put, or nothing; the quota holds; whoever is killed, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.effort import effort
+from vattn.errors import ConfigError
+from vattn.store import folder
+from vattn.store.blockfile import KEY_BYTES, Block, pack
+from vattn.store.folder import PrefixStore
+
+PRINT = bytes(range(KEY_BYTES))
+PARTS = (b"keys of a layer", b"", b"values")
+
+
+def block(number: int = 0, **changed: object) -> Block:
+    named = {
+        "fingerprint": PRINT,
+        "key": number.to_bytes(KEY_BYTES),
+        "depth": 0,
+        "token_ids": [number, -1],
+        "label": "m",
+    }
+    return Block(**(named | changed))  # type: ignore[arg-type]
+
+
+def the_file(store: PrefixStore) -> Path:
+    (entry,) = store.entries()
+    return entry.path
+
+
+def contents(store: PrefixStore, wanted: Block) -> tuple[bytes, ...] | None:
+    found = store.read(wanted)
+    return None if found is None else tuple(map(bytes, found))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrefixStore:
+    return PrefixStore(tmp_path / "store", 2**20)
+
+
+def test_what_was_put_is_read_here_and_by_a_later_store(store: PrefixStore) -> None:
+    assert contents(store, block()) is None
+    assert store.put(block(), PARTS)
+    assert contents(store, block()) == PARTS
+    later = PrefixStore(store.path, 2**20)
+    assert contents(later, block()) == PARTS
+    assert (
+        later.bytes == store.bytes == the_file(store).stat().st_size == len(pack(block(), PARTS)) + sum(map(len, PARTS))
+    )
+    assert later.rejected == 0
+
+
+def test_every_flipped_byte_is_a_miss_and_the_file_is_deleted(store: PrefixStore) -> None:
+    store.put(block(), PARTS)
+    path = the_file(store)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for bit in (1, 0x80):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            path.chmod(0o600)
+            found = contents(store, block())
+            # The label is for people. Its change is seen nevertheless.
+            assert found is None, place
+            assert not path.exists()
+    path.write_bytes(whole)
+    path.chmod(0o600)
+    assert contents(store, block()) == PARTS
+
+
+def test_every_length_but_its_own_is_a_miss_and_the_file_is_deleted(store: PrefixStore) -> None:
+    store.put(block(), PARTS)
+    path = the_file(store)
+    whole = path.read_bytes()
+    for length in [*range(len(whole)), len(whole) + 1]:
+        path.write_bytes((whole + b"\0")[:length])
+        path.chmod(0o600)
+        assert contents(store, block()) is None, length
+        assert not path.exists()
+    assert store.rejected == len(whole) + 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"fingerprint": bytes(KEY_BYTES)},
+        {"token_ids": [0, 1]},
+        {"token_ids": [0]},
+        {"token_ids": [0, -1, 2]},
+        {"depth": 1},
+    ],
+)
+def test_a_key_that_collides_is_a_miss(store: PrefixStore, changed: dict[str, object]) -> None:
+    store.put(block(), PARTS)
+    assert contents(store, block(**changed)) is None
+    assert store.rejected == 1
+    assert contents(store, block()) is None, "deleted, so that the other block can be written"
+
+
+def test_a_file_of_one_block_under_the_name_of_another_is_a_miss(store: PrefixStore) -> None:
+    store.put(block(1), PARTS)
+    path = the_file(store)
+    path.rename(path.with_name(f"{block(2).key.hex()}.kv"))
+    assert contents(store, block(2)) is None
+    assert store.entries() == []
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o602, 0o777])
+def test_a_file_that_others_may_have_written_is_a_miss(store: PrefixStore, mode: int) -> None:
+    store.put(block(), PARTS)
+    the_file(store).chmod(mode)
+    assert contents(store, block()) is None
+    assert store.entries() == []
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_a_miss(store: PrefixStore, tmp_path: Path, what: str) -> None:
+    store.put(block(), PARTS)
+    path = the_file(store)
+    if what == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.unlink()
+        os.mkfifo(path, 0o600) if what == "pipe" else path.mkdir(0o700)
+    assert contents(store, block()) is None
+    assert store.rejected == 1
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o705, 0o777])
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "open"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{path} must be a folder of your own .* chmod 700"):
+        PrefixStore(path, 2**20)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="of your own"):
+        PrefixStore(tmp_path / "store", 2**20)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        PrefixStore(tmp_path / "file", 2**20)
+
+
+def test_only_the_owner_may_read_what_is_there(store: PrefixStore) -> None:
+    before = os.umask(0)
+    try:
+        fresh = PrefixStore(store.path.with_name("fresh"), 2**20)
+        fresh.put(block(), PARTS)
+    finally:
+        os.umask(before)
+    assert fresh.path.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in fresh.path.iterdir()} == {0o600}
+    assert {path.name for path in fresh.path.iterdir()} == {"lock", f"{block().key.hex()}.kv"}
+
+
+# The quota
+
+SIZE = 1000
+
+
+def big(number: int, depth: int = 0) -> tuple[Block, list[bytes]]:
+    this = block(number, depth=depth)
+    return this, [bytes(SIZE - len(pack(this, [b""])))]
+
+
+def numbers(store: PrefixStore) -> set[int]:
+    return {int(entry.key, 16) for entry in store.entries()}
+
+
+def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    for number in (1, 2, 3):
+        assert store.put(*big(number), used_ns=number)
+    assert store.use([block(1).key], used_ns=10) == 1
+    assert store.put(*big(2), used_ns=11), "is there, so it counts as used"
+    assert store.put(*big(4), used_ns=12)
+    assert numbers(store) == {1, 2, 4}
+    assert (store.bytes, store.evicted) == (3 * SIZE, 1)
+
+
+def test_of_one_prefix_the_end_gives_way(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    keys = [block(number).key for number in range(3)]
+    for depth in range(3):
+        store.put(*big(depth, depth), used_ns=100)
+    assert store.use(keys, used_ns=200) == 3
+    store.put(*big(7), used_ns=300)
+    assert numbers(store) == {0, 1, 7}
+    assert store.find(keys) == 2
+    assert store.use(keys, used_ns=400) == 2
+
+
+def test_a_prefix_longer_than_the_quota_keeps_its_start(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    assert [store.put(*big(depth, depth), used_ns=100) for depth in range(5)] == [True] * 3 + [False] * 2
+    assert numbers(store) == {0, 1, 2}
+    assert not store.put(block(9), [bytes(4 * SIZE)]), "larger than the quota"
+    assert numbers(store) == {0, 1, 2}
+
+
+def test_a_smaller_quota_applies_at_once(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 9 * SIZE)
+    for number in range(9):
+        store.put(*big(number), used_ns=number)
+    assert PrefixStore(tmp_path, 2 * SIZE).bytes == 2 * SIZE
+    assert numbers(store) == {7, 8}
+    assert store.trim(SIZE) == SIZE
+    assert store.trim(0) == SIZE
+    assert (store.bytes, numbers(store)) == (0, set())
+
+
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for name in ("notes.kv", "abc.tmp", f"{'0' * 64}.kv.bak"):
+        (tmp_path / name).write_text("mine")
+    store = PrefixStore(tmp_path, SIZE)
+    store.put(*big(1))
+    assert store.bytes == SIZE
+    store.trim(0)
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "notes.kv", "abc.tmp", f"{'0' * 64}.kv.bak"}
+
+
+@pytest.mark.parametrize("books", [b"", b"x", bytes(8), b"\xff" * 8])
+def test_wrong_books_are_put_right(tmp_path: Path, books: bytes) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    store.put(*big(1))
+    (tmp_path / "lock").write_bytes(books)
+    again = PrefixStore(tmp_path, 3 * SIZE)
+    assert again.bytes == SIZE
+    (tmp_path / "lock").write_bytes(b"\xff" * 8)
+    assert store.put(*big(2))
+    assert store.bytes == 2 * SIZE
+
+
+def test_a_removed_block_counts_no_more(store: PrefixStore) -> None:
+    store.put(block(), PARTS)
+    store.remove(block().key)
+    store.remove(block(1).key)
+    assert (store.bytes, store.entries()) == (0, [])
+
+
+# Disks that fail
+
+
+def test_a_full_disk_leaves_nothing_behind(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(block(1), PARTS)
+    before = store.bytes
+    real, left = os.write, [100]
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        count = real(descriptor, data[: left[0]])
+        left[0] -= count
+        return count
+
+    monkeypatch.setattr(folder.os, "write", write)
+    with pytest.raises(OSError, match="No space left"):
+        store.put(block(2), PARTS)
+    assert store.bytes == before
+    assert numbers(store) == {1}
+    assert {path.suffix for path in store.path.iterdir()} == {"", ".kv"}
+    left[0] = 10_000
+    assert store.put(block(2), PARTS)
+    assert contents(store, block(2)) == PARTS
+
+
+def test_a_disk_that_cannot_be_read_is_a_miss(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(block(), PARTS)
+
+    def readv(descriptor: int, buffers: list[memoryview]) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(folder.os, "readv", readv)
+    assert contents(store, block()) is None
+    assert store.entries() == []
+
+
+def test_a_file_that_vanishes_while_it_is_found_is_a_miss(store: PrefixStore) -> None:
+    store.put(block(), PARTS)
+    store.announce(block().key)
+    assert store.find([block().key]) == 1
+    the_file(store).unlink()
+    store.announce(block().key)
+    assert contents(store, block()) is None
+    assert store.use([block().key]) == 0
+
+
+# Several processes
+
+_WRITER = """
+import os, random, sys
+from vattn.store.blockfile import Block
+from vattn.store.folder import PrefixStore
+path, seed, puts, size, most = sys.argv[1], *map(int, sys.argv[2:])
+store, rng, wrong = PrefixStore(path, most), random.Random(seed), 0
+print("ready", flush=True)
+for _ in range(puts):
+    number = rng.randrange(24)
+    block = Block(bytes(32), number.to_bytes(32), 0, [number])
+    parts = [bytes([number]) * size, bytes([number + 100]) * 10]
+    if rng.random() < 0.5:
+        store.put(block, parts)
+    else:
+        found = store.read(block)
+        wrong += found is not None and list(map(bytes, found)) != parts
+print(wrong, store.rejected, flush=True)
+"""
+
+
+def writer(path: Path, seed: int, puts: int, size: int, most: int) -> subprocess.Popen[str]:
+    arguments = [str(path), *map(str, (seed, puts, size, most))]
+    return subprocess.Popen([sys.executable, "-c", _WRITER, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def on_disk(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.iterdir() if each.name != "lock")
+
+
+def test_two_processes_keep_one_quota_and_serve_nothing_wrong(tmp_path: Path) -> None:
+    path, size, most = tmp_path / "store", 3000, 20_000
+    both = [writer(path, seed, effort(300, 5000), size, most) for seed in (1, 2)]
+    for process in both:
+        assert process.communicate()[0].split() == ["ready", "0", "0"]
+    assert on_disk(path) <= most
+    store = PrefixStore(path, most)
+    assert store.bytes == on_disk(path)
+    assert store.entries()
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_no_broken_block_and_no_lost_byte(tmp_path: Path) -> None:
+    path, size, most = tmp_path / "store", 2**20, 12 * 2**20
+    rng = random.Random(3)
+    for seed in range(effort(6, 200)):
+        process = writer(path, seed, 10**9, size, most)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            process.wait(rng.random() * 0.05)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        assert on_disk(path) <= most
+        store = PrefixStore(path, most)
+        assert not list(path.glob("*.tmp")), "whoever counts deletes what was left"
+        assert store.bytes == on_disk(path)
+        for entry in store.entries():
+            number = int(entry.key, 16)
+            found = store.read(Block(bytes(32), number.to_bytes(32), 0, [number]))
+            assert found is not None
+            assert list(map(bytes, found)) == [bytes([number]) * size, bytes([number + 100]) * 10]
+
+
+def test_what_another_is_writing_is_not_taken_for_left_behind(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = os.write, []
+
+    def write(descriptor: int, data: memoryview) -> int:
+        other = PrefixStore(store.path, 2**20)
+        seen.append((len(list(store.path.glob("*.tmp"))), other.bytes))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(folder.os, "write", write)
+    assert store.put(block(), PARTS)
+    monkeypatch.undo()
+    assert set(seen) == {(1, store.bytes)}, "it is there, and counts as it will be"
+    assert contents(store, block()) == PARTS
