@@ -265,7 +265,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = scripts.run(code)
+    done = scripts.run(code, to_the_end=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,8 +1,8 @@
 """Runs scripts in processes of their own, without the seconds in which each would import torch and transformers.
 
 A server that has imported them forks for each script. The fork runs it as `python -c` does, and ends as an interpreter
-ends, but leaves what was imported before: to take that down takes longer than most scripts. vattn is not imported
-before the script does it.
+ends, but for the destructors of libraries that were loaded before, which take longer than most scripts. vattn is not
+imported before the script does it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What the script printed, and its exit status: negative is the signal that ended it. A warning is an error.
 
-    `variables` are added to the environment. `to_the_end` takes down the modules and the libraries of torch, too.
+    `variables` are added to the environment. `to_the_end` runs the destructors of torch's libraries, too.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -135,15 +135,6 @@ def _server() -> subprocess.Popen[str]:
     return server
 
 
-_kept: set[str] = set()
-
-
-def _keep() -> None:
-    """Modules of these names outlive the interpreter."""
-    for name in _kept & sys.modules.keys():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
-
-
 def _next_script() -> dict[str, Any] | None:
     """In the server: forks for every script. In a fork: what to run."""
     running: set[int] = set()
@@ -185,7 +176,6 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
     if not sys.flags.safe_path:
         sys.path[0] = ""
     if not request.get("to_the_end"):
-        _kept.update(sys.modules.keys() - {"builtins", "sys", "__main__"})
         libc = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)  # with the exit status; after the destructors of libraries that are loaded later
     if "warnings" in request:
@@ -196,8 +186,6 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    atexit.register(_keep)  # before all others, so that it is called last
-
     import torch  # noqa: F401
 
     if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models

@@ -273,6 +273,7 @@ def test_without_its_broker_a_pool_goes_on_with_what_it_has(broker: brokers.Proc
         broker.start()
         assert (broker.borrower("a") or {})["lease"] >= 40 * PAGE  # it knows before the borrower is back
         wait_until(lambda: not (broker.borrower("a") or {})["lost"])
+        wait_until(lambda: pool._core.may_get_more)  # the broker knows first
         kv.step({slot: pages(90)})
         assert kv.layer(0)[0][slot, : pages(20)].eq(5).all()
         assert broker.problems() == []
