@@ -85,6 +85,8 @@ class BatchRows:
                 done += 1
         except BaseException:
             if length > before:
+                if done:
+                    self.start = start  # what was behind it may have been given back
                 for cache in caches[:done]:
                     cache.step(self._all(before))
             raise

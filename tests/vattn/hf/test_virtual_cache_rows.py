@@ -382,6 +382,23 @@ def test_a_crop_that_is_refused_leaves_beams_as_they_were() -> None:
         cache.check()
 
 
+def test_tokens_that_a_refused_update_gave_back_are_not_shown() -> None:
+    """The first layer's cache grows, and gives back what is behind its window, before the second one's is refused."""
+    kinds = ["sliding_attention", "sliding_attention"]
+    config = MistralConfig(num_hidden_layers=2, sliding_window=1, layer_types=kinds)
+    pool = vattn.PagePool(160 * 4096, page_size=4096, guard="strict")
+    cache = vattn.VirtualCache(config, max_context_len=LIMIT, pool=pool, deferred_reclamation=False)
+    for layer, dim in enumerate((64, 16)):
+        cache.update(torch.ones(3, HEADS, 33, dim), torch.ones(3, HEADS, 33, 64), layer)
+    with pytest.raises(vattn.OutOfPages):
+        cache.update(torch.ones(3, HEADS, 70, 64), torch.ones(3, HEADS, 70, 64), 0)
+    assert cache.get_seq_length() == 33
+    assert all(layer.keys.numel() == 0 for layer in cache.layers)  # a query sees itself, and what is new
+    cache.check()
+    cache.close()
+    pool.close()
+
+
 def _refused(cache: vattn.VirtualCache) -> None:
     with contextlib.suppress(vattn.InvalidLength):
         cache.crop(-90)
