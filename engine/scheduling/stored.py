@@ -166,6 +166,8 @@ class StoredPrefixes:
         """
         if request.first_scheduled_time is None:
             self.query_tokens += request.num_tokens - cached
+        if self._stopped:
+            self.forget(request)
         fetch = self._fetches.pop(request, None)
         if fetch is None:
             return cached

@@ -266,7 +266,12 @@ def test_weights_that_may_have_changed_are_not_taken_for_those_of_the_store(path
         run(llm, PROMPT)
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        llm.add_request("read before", PROMPT, GREEDY)
         llm.reset_prefix_cache()
+        while llm.has_unfinished():
+            for output in llm.step():
+                assert output.num_cached_tokens == 0
+        llm.core.kv.evict_prefixes()
         stored_before = len(PrefixStore(path).entries())
         (output,) = run(llm, PROMPT)
         run(llm, make_prompts([90], seed=9)[0])
