@@ -199,7 +199,7 @@ def _of_store(stored: StoredPrefixes) -> list[Metric]:
         Counter("vattn:store_errors", {}, stored.errors),
         Counter("vattn:store_dropped", {}, stored.dropped),
         Counter("vattn:store_evicted", {}, stored.store.evicted),
-        Gauge("vattn:store_bytes", {}, float(stored.store.bytes)),
+        Gauge("vattn:store_bytes", {}, float(stored.num_bytes)),
     ]
 
 

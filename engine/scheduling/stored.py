@@ -9,6 +9,7 @@ a slot, `save` when it has published something, `forget` at its end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -111,6 +112,13 @@ class StoredPrefixes:
         """Blocks that were not written."""
         return self._writer.dropped
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the store, of all engines that use it; 0 if its disk does not say."""
+        with contextlib.suppress(OSError):
+            return self.store.bytes
+        return 0
+
     def stop(self) -> None:
         """Neither write nor read from here on: what the model computes may no longer be what the fingerprint says."""
         self._stopped = True
@@ -158,6 +166,8 @@ class StoredPrefixes:
         """
         if request.first_scheduled_time is None:
             self.query_tokens += request.num_tokens - cached
+        if self._stopped:
+            self.forget(request)
         fetch = self._fetches.pop(request, None)
         if fetch is None:
             return cached
@@ -189,8 +199,7 @@ class StoredPrefixes:
                 return True
         except VattnError as error:
             logger.warning("a stored prefix was not used: %s", error)
-        self._kv.prepare({slot: cached})
-        return False
+        return False  # the step that follows computes these tokens, into the same rows
 
     # What is written
 

@@ -100,6 +100,28 @@ def test_layers_with_a_window_have_their_rows(family: str, path: Path) -> None:
         assert output.num_cached_tokens == cached
 
 
+@pytest.mark.parametrize("family", ["qwen2-window", "gemma2"])
+def test_rows_that_a_window_gave_back_are_not_stored(family: str, path: Path) -> None:
+    long = SamplingParams(temperature=0, max_tokens=60)
+    with make_llm(make_model(family), path) as llm:
+        (first,) = run(llm, PROMPT, sampling=long)
+    later = PROMPT + first.outputs[0].token_ids
+    with make_llm(make_model(family), path) as llm:
+        (output,) = run(llm, later)
+    assert output.num_cached_tokens == whole(len(PROMPT))
+    assert output.outputs[0].token_ids == expected(family, later, MAX_TOKENS)
+
+
+def test_a_block_of_which_memory_has_a_part_is_completed(path: Path) -> None:
+    once(path, PROMPT, kv="paged", block_size=8)
+    with make_llm(make_model("llama"), path, "paged", block_size=8) as llm:
+        run(llm, [*PROMPT[: 2 * BLOCK + 9], *make_prompts([5], seed=13)[0]])
+        assert llm.core.kv.find(PROMPT) == 2 * BLOCK + 8
+        (output,) = run(llm, PROMPT)
+    assert output.num_cached_tokens == whole(len(PROMPT) - 1)
+    assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+
+
 def test_codes_of_8_bits_come_back_as_they_were(path: Path) -> None:
     said = []
     for cached in (0, whole(len(PROMPT) - 1)):
@@ -244,7 +266,12 @@ def test_weights_that_may_have_changed_are_not_taken_for_those_of_the_store(path
         run(llm, PROMPT)
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        llm.add_request("read before", PROMPT, GREEDY)
         llm.reset_prefix_cache()
+        while llm.has_unfinished():
+            for output in llm.step():
+                assert output.num_cached_tokens == 0
+        llm.core.kv.evict_prefixes()
         stored_before = len(PrefixStore(path).entries())
         (output,) = run(llm, PROMPT)
         run(llm, make_prompts([90], seed=9)[0])

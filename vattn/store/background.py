@@ -238,7 +238,11 @@ class ReadAhead:
         """
         if self._trouble.lasts:
             return None
-        there = self._store.find(block.key for block in blocks)
+        try:
+            there = self._store.find(block.key for block in blocks)
+        except OSError as error:
+            self._trouble.note(f"no block can be looked for: {error}")
+            return None
         if not there:
             return None
         fetch = Fetch(blocks[:there])

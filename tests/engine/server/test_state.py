@@ -260,11 +260,11 @@ def documented() -> set[str]:
     return set(re.findall(r"`((?:vllm|vattn):\w+)", text))
 
 
-def offered() -> set[str]:
-    """The metrics of a server, as Prometheus names them."""
+def offered(store: Path) -> set[str]:
+    """The metrics of a server with a pool and a store, as Prometheus names them."""
 
     async def look() -> str:
-        service = make("virtual", kv_pool=brokers.NAME)
+        service = make("virtual", kv_pool=brokers.NAME, kv_store=store)
         try:
             await service.state.read()
         finally:
@@ -277,8 +277,8 @@ def offered() -> set[str]:
     return {name for name in named if name.startswith(("vllm:", "vattn:"))}
 
 
-def test_metrics_are_those_that_clients_expect_and_the_page_names() -> None:
-    names = offered()
+def test_metrics_are_those_that_clients_expect_and_the_page_names(tmp_path: Path) -> None:
+    names = offered(tmp_path / "store")
     assert names == documented()
     expected = """num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc
         prefix_cache_queries_total prefix_cache_hits_total gpu_prefix_cache_queries_total gpu_prefix_cache_hits_total
@@ -289,11 +289,11 @@ def test_metrics_are_those_that_clients_expect_and_the_page_names() -> None:
     assert {f"vllm:{name}" for name in expected.split()} <= names
 
 
-def test_the_grafana_dashboard_uses_metrics_that_there_are() -> None:
+def test_the_grafana_dashboard_uses_metrics_that_there_are(tmp_path: Path) -> None:
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     used = {name for query in queries for name in re.findall(r"(?:vllm|vattn):\w+", query)}
-    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= offered()
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= offered(tmp_path / "store")
     assert len(queries) > 10
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert len(set(places)) == len(places)

@@ -227,6 +227,34 @@ def test_a_slow_disk_is_waited_for_no_longer_than_the_patience(
     wait_until(fetch.ended.is_set)
 
 
+def test_nothing_is_waited_for_while_the_disk_is_left_alone(
+    store: Gated, reader: ReadAhead, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 600.0)
+    store.gate.clear()
+    fetch = reader.fetch(fill(Gated(store.path), 0))
+    assert fetch is not None
+    assert not reader.is_ready(fetch)
+    trouble.note("it hangs")
+    assert reader.is_ready(fetch)
+    assert reader.take(fetch) == []
+    assert trouble.errors == 1
+
+
+def test_a_folder_that_cannot_be_searched_is_empty(
+    store: Gated, reader: ReadAhead, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = fill(store, 0)
+
+    def exists(path: Path) -> bool:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "exists", exists)
+        assert reader.fetch(blocks) is None
+    assert trouble.errors == 1
+
+
 def test_a_disk_that_fails_while_it_is_read_is_a_miss(store: Gated, reader: ReadAhead, trouble: Trouble) -> None:
     blocks = fill(store, 0)
     store.failure = OSError(24, "Too many open files")

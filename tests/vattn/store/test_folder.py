@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import subprocess
@@ -244,6 +245,28 @@ def test_wrong_books_are_put_right(tmp_path: Path, books: bytes) -> None:
     (tmp_path / "lock").write_bytes(b"\xff" * 8)
     assert store.put(*big(2))
     assert store.bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("call", ["put", "remove", "trim"])
+def test_the_books_change_under_the_lock_of_all_processes(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store.put(block(1), PARTS)
+    real, refused = store._note, []
+
+    def note(total: int) -> None:
+        with (store.path / "lock").open("rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused.append(total)
+        real(total)
+
+    monkeypatch.setattr(store, "_note", note)
+    {
+        "put": lambda: store.put(block(2), PARTS),
+        "remove": lambda: store.remove(block(1).key),
+        "trim": lambda: store.trim(0),
+    }[call]()
+    assert refused
 
 
 def test_a_removed_block_counts_no_more(store: PrefixStore) -> None:
