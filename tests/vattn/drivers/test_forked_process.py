@@ -104,6 +104,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
     calls: dict[str, Callable[[], object]] = {
         "KVCache.alloc_reqid": cache.alloc_reqid,
         "KVCache.admit": lambda: cache.admit([1, 2]),
+        "KVCache.find_prefix": lambda: cache.find_prefix([1, 2]),
         "KVCache.commit": lambda: cache.commit(slot, []),
         "KVCache.retract": lambda: cache.retract(slot),
         "KVCache.fork": lambda: cache.fork(slot),
