@@ -214,18 +214,22 @@ def test_a_loan_is_what_the_broker_has_in_its_books(broker: brokers.Process) -> 
         kv.step({other: len(prompt)})
         kv.commit(other, prompt)
         kv.free_reqid(other)
-        wait_until(lambda: (broker.borrower("a") or {})["cached"] == 20 * PAGE)
-        told, loan = broker.borrower("a") or {}, pool.loan
+
+        def agreed() -> bool:  # each hears of the other's last word a moment later
+            told, loan = broker.borrower("a") or {}, pool.loan
+            assert loan is not None
+            return (loan.lent, loan.usage.cached, loan.usage.owned) == (told["lease"], told["cached"], told["owned"])
+
+        wait_until(lambda: (broker.borrower("a") or {})["cached"] == 20 * PAGE and agreed())
+        loan = pool.loan
         assert loan is not None
         assert (loan.pool, loan.name, loan.reachable, loan.budget) == (brokers.NAME, "a", True, PAGES * PAGE)
         assert (loan.at_least, loan.at_most) == (32 * PAGE, 200 * PAGE)
-        assert (loan.lent, loan.usage.cached, loan.usage.owned) == (told["lease"], 20 * PAGE, told["owned"])
         assert loan.usage.owned >= 40 * PAGE
         assert (loan.asked_back, loan.given_back) == (0, 0)
         broker.ask("reclaim", name="a", stage="cached")
         wait_until(lambda: (broker.borrower("a") or {})["asked_back"] > 0)
-        assert pool.loan is not None
-        assert pool.loan.given_back == (broker.borrower("a") or {})["asked_back"]
+        wait_until(lambda: pool.loan and pool.loan.given_back == (broker.borrower("a") or {})["asked_back"])
         broker.ask("limit", name="a", at_least=0, at_most=20 * PAGE)
         wait_until(lambda: pool.loan is not None and pool.loan.asked_back >= 20 * PAGE)
         broker.kill()
