@@ -20,6 +20,8 @@ from vattn.store.blockfile import FORMAT, KEY_BYTES
 # Bytes of weights that are copied to the host and hashed at a time.
 _PIECE = 1 << 26
 _MOST_THREADS = 8
+# Of a configuration: where it was loaded from, and what `save_pretrained` writes into it.
+_OF_THE_FILE = "_name_or_path", "transformers_version", "architectures"
 
 
 def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
@@ -32,7 +34,7 @@ def fingerprint(model: PreTrainedModel, **facts: Any) -> bytes:
         facts: whatever else they depend on; of a type whose text says all of it.
     """
     config = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and who wrote the file
+    for name in _OF_THE_FILE:
         config.pop(name, None)
     stated = {
         "format": FORMAT,

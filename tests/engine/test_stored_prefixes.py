@@ -226,6 +226,14 @@ def test_other_weights_types_and_settings_find_nothing(path: Path) -> None:
     assert once(path, PROMPT, model=copy.deepcopy(make_model("llama"))) == [whole(len(PROMPT) - 1)]
 
 
+def test_a_model_that_was_saved_and_loaded_has_the_same_fingerprint(tmp_path: Path) -> None:
+    model = copy.deepcopy(make_model("llama"))
+    before = fingerprint(model)
+    model.save_pretrained(tmp_path)
+    assert fingerprint(model) == before
+    assert fingerprint(type(model).from_pretrained(tmp_path)) == before
+
+
 def test_a_fingerprint_is_that_of_the_versions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     before = fingerprint(model)
