@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "left_behind.h"
+
 namespace vattn {
 
 const char* call_name(Call call) {
@@ -161,9 +163,9 @@ bool Driver::try_read_only(std::size_t size) {
   return access == Access::kRead;
 }
 
-bool Driver::mapped(Address address, Handle* handle, Access* access) const {
+bool Driver::mapped(Address address, Handle* handle, Access* access) {
   if (table_.retain_handle(handle, reinterpret_cast<void*>(address)) != kSuccess) return false;
-  table_.release(*handle);
+  if (table_.release(*handle) != kSuccess) leave_behind({.driver = shared_from_this(), .handles = {*handle}});
   Flags first = 0;
   for (const Location& location : locations_) {
     Flags flags = 0;

@@ -148,7 +148,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
   // What is mapped at an address, with an access that is the same for all locations, asked of the provider itself; for
   // checks only, so not counted.
-  bool mapped(Address address, Handle* handle, Access* access) const;
+  bool mapped(Address address, Handle* handle, Access* access);
 
   std::string result_name(Result result) const;
   DriverFailure failure(Call call, Result result) const { return {call, result, result_name(result)}; }

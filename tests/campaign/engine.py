@@ -749,8 +749,9 @@ class World:
             if error not in ticket.excuses and not none_left:
                 raise Found(f"a request failed without a cause: {error}", f"{output.error!r}, {ticket.excuses}")
             return
+        by_eos = tokens[-1:] == [self.reference.EOS] and not asked.params.get("ignore_eos", False)
         stop = {
-            "stop token": None if tokens and tokens[-1] == self.reference.EOS else tokens[-1] if tokens else None,
+            "stop token": None if by_eos or not tokens else tokens[-1],
             "stop string": asked.stop_string(tokens),
         }.get(why)
         if (reason, told.stop_reason) != ("length" if why == "length" else "stop" if why else "", stop):

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -362,9 +362,9 @@ class World:
                 return ask()
 
     def _injected(self, error: Exception) -> bool:
-        if self.table is None or self.table.failed is None:
+        if self.table is None or (self.table.failed is None and self.pool._core.usable):
             return False
-        self.table.failed = None  # it counts once
+        self.table.failed = None  # it counts once, but for a pool that a cache left meanwhile
         self.failures += 1
         return isinstance(error, vattn.DriverError) or isinstance(error.__cause__, vattn.DriverError)
 
@@ -678,9 +678,9 @@ def usage() -> Usage:
 
 
 def left(before: Usage) -> str:
-    """What the process holds beyond that; empty if nothing."""
+    """What the process holds beyond that; empty if nothing. A thread of what was there before may end meanwhile."""
     end = time.monotonic() + 2
-    while (now := usage()) != before:
+    while replace(now := usage(), threads=max(now.threads, before.threads)) != before:
         if time.monotonic() > end:
             names = [each.name for each in fields(Usage)]
             changed = [name for name in names if getattr(before, name) != getattr(now, name)]

@@ -337,7 +337,10 @@ class Storage:
     def first_kept(self, index: int) -> int:
         """The first token of a layer that is still stored."""
         window = self._windows[index]
-        return 0 if window is None or self._rows is None else max(0, self._rows.start - window + 1)
+        if window is None or self._rows is None:
+            return 0
+        # An interrupted crop leaves the start where it was.
+        return max(0, min(self._rows.start, self.lengths[index]) - window + 1)
 
     def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
         """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update."""
@@ -404,7 +407,8 @@ class Storage:
             if view is not None and length:
                 stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
                 layers[index] = (length, first, view.dtype, stored)
-        return (0 if self._rows is None else self._rows.start), self.recording.copy(), layers
+        start = 0 if self._rows is None else min(self._rows.start, max(self.lengths))
+        return start, self.recording.copy(), layers
 
     def restore(self, saved: Saved) -> None:
         """Copies the saved tokens of a cache for the same model into this one, which is empty."""
@@ -429,7 +433,7 @@ class Storage:
 
     def settle(self) -> None:
         """Makes the caches back what the layers hold, after tokens were discarded or a call was interrupted."""
-        if self._rows is not None and max(self.lengths) != self._rows.length:
+        if self._rows is not None and not self._rows.start <= max(self.lengths) == self._rows.length:
             self._rows.step(max(self.lengths))
 
     # Rows

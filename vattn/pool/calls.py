@@ -273,7 +273,7 @@ class Calls(ABC):
         """
         failures = self.worker.mapper.failures()
         if self.is_broken():
-            raise self.worker.unknown(failures[0])()
+            raise (self._refusal or self.worker.unknown(failures[0]))()
         self.worker.revert(failures)
         self._refresh()
         self.worker.resume(failures)
@@ -287,7 +287,7 @@ class Calls(ABC):
         """Gives up a pool whose mappings are unknown: reverts the books, and refuses all further calls."""
         if self._refusal is None:
             failures = self.worker.mapper.failures()
-            self._refusal = self.worker.unknown(failures[0])
+            self._refusal = self.worker.unknown(failures[0], abandoned=True)
             self.worker.revert(failures)
 
     def refuse_in_child(self) -> None:

@@ -84,15 +84,21 @@ class Worker:
 
     # Errors
 
-    def unknown(self, failed: _native.Transaction) -> Callable[[], DriverError]:
-        """Makes the error for calls while mappings are unknown, because undoing `failed` failed as well."""
+    def unknown(self, failed: _native.Transaction, *, abandoned: bool = False) -> Callable[[], DriverError]:
+        """Makes the error for calls while mappings are unknown, because undoing `failed` failed as well. `abandoned`:
+        nothing will be undone any more.
+        """
         limit = self.driver.device.mapping_limit()
         lacking = "" if limit is None else f" (mappings, say, of which vm.max_map_count allows the process {limit})"
         again = f"every call tries to undo it again, and can once what is lacking is there{lacking}; or "
+        way_out = f"{'' if self.mapper.ruined else again}close the cache and make a new one"
+        if abandoned:
+            way_out = (
+                "a cache has left its pool meanwhile, which can do no more; close the other ones, and make a new pool"
+            )
         return functools.partial(
             DriverError,
-            "a driver call failed, and so did undoing what went before it: the mappings are unknown; "
-            f"{'' if self.mapper.ruined else again}close the cache and make a new one",
+            f"a driver call failed, and so did undoing what went before it: the mappings are unknown; {way_out}",
             call=failed.failed_call,
             code=failed.failed_code,
             name=self.driver.native.result_name(failed.failed_code),

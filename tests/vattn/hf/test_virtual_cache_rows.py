@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -382,21 +383,30 @@ def test_a_crop_that_is_refused_leaves_beams_as_they_were() -> None:
         cache.check()
 
 
-def test_tokens_that_a_refused_update_gave_back_are_not_shown() -> None:
+def test_tokens_that_a_refused_update_gave_back_are_not_copied() -> None:
     """The first layer's cache grows, and gives back what is behind its window, before the second one's is refused."""
-    kinds = ["sliding_attention", "sliding_attention"]
-    config = MistralConfig(num_hidden_layers=2, sliding_window=1, layer_types=kinds)
-    pool = vattn.PagePool(160 * 4096, page_size=4096, guard="strict")
-    cache = vattn.VirtualCache(config, max_context_len=LIMIT, pool=pool, deferred_reclamation=False)
-    for layer, dim in enumerate((64, 16)):
-        cache.update(torch.ones(3, HEADS, 33, dim), torch.ones(3, HEADS, 33, 64), layer)
-    with pytest.raises(vattn.OutOfPages):
-        cache.update(torch.ones(3, HEADS, 70, 64), torch.ones(3, HEADS, 70, 64), 0)
-    assert cache.get_seq_length() == 33
-    assert all(layer.keys.numel() == 0 for layer in cache.layers)  # a query sees itself, and what is new
-    cache.check()
-    cache.close()
-    pool.close()
+    config = MistralConfig(num_hidden_layers=2, sliding_window=20)
+    keys = [torch.randn(1, HEADS, 100, dim) for dim in (64, 16)]
+    refused = 0
+    for pages in range(16, 80):
+        pool = vattn.PagePool(pages * 4096, page_size=4096, guard="strict")
+        options: dict[str, Any] = {"max_context_len": LIMIT, "max_batch_size": 2, "deferred_reclamation": False}
+        with vattn.VirtualCache(config, pool=pool, **options) as cache:
+            try:
+                for layer, each in enumerate(keys):
+                    cache.update(each, each, layer)
+            except vattn.OutOfPages:
+                continue
+            with contextlib.suppress(vattn.OutOfPages):
+                cache.update(*[torch.ones(1, HEADS, 99, 64)] * 2, 0)
+                continue
+            refused += 1
+            assert cache.get_seq_length() == 100
+            saved = pickle.dumps(cache)
+        with pickle.loads(saved) as other:
+            for layer, each in enumerate(keys):
+                assert torch.equal(other.layers[layer].keys, each[:, :, -19:])
+    assert refused
 
 
 def _refused(cache: vattn.VirtualCache) -> None:
@@ -488,6 +498,40 @@ def test_rows_move_whole_after_a_crop_was_interrupted(monkeypatch: pytest.Monkey
         cache.reorder_cache(torch.tensor([1, 0]))
         assert torch.equal(cache.layers[0].keys, keys.flip(0)[:, :, -39:])
         cache.check()
+
+
+@pytest.mark.parametrize("last", range(1, 4))
+@pytest.mark.parametrize("call", ["copy", "repeat", "move"])
+def test_after_an_interrupted_crop_windows_are_whole(monkeypatch: pytest.MonkeyPatch, call: str, last: int) -> None:
+    """The interrupt comes when some of the caches have gone back, and before the rows have noted it."""
+    with mixed(max_batch_size=4) as cache:
+        keys = torch.randn(2, HEADS, 100, 64)
+        for part in (keys[:, :, :60], keys[:, :, 60:]):
+            for layer in range(2):
+                cache.update(part, part, layer)
+        cache.crop(-2)
+        true, calls = vattn.KVCache.step, itertools.count(1)
+
+        def interrupted_after(self: vattn.KVCache, lengths: Mapping[int, int]) -> None:
+            true(self, lengths)
+            if next(calls) == last:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(vattn.KVCache, "step", interrupted_after)
+            cache.crop(-2)
+        length = cache.get_seq_length()
+        assert length in (96, 98)
+        keys = keys[:, :, :length]
+        taken = cache.layers[0].keys if call == "move" else None
+        with copy.copy(cache) if call == "copy" else contextlib.nullcontext(cache) as other:
+            if call != "copy":
+                other.batch_repeat_interleave(2)
+                keys = keys.repeat_interleave(2, dim=0)
+            assert torch.equal(shown(other, 0)[0], keys)
+            assert torch.equal(shown(other, 1)[0], keys[:, :, -19:])
+            other.check()
+        del taken
 
 
 def test_a_copy_after_several_crops_has_what_windows_kept() -> None:

@@ -13,7 +13,7 @@ from tests.support import scripts
 from tests.support.faults import FaultyTable
 from tests.support.paths import ROOT
 from tests.support.target import DEVICE, host_only
-from vattn import drivers
+from vattn import _native, drivers
 
 PAGE = 4096
 
@@ -246,6 +246,8 @@ def test_a_dropped_cache_gives_its_pages_up_to_a_pool_whose_mappings_are_unknown
     another.close()
     setup.table.heal()
     assert setup.pool.free_pages == setup.pool.total_pages
+    with pytest.raises(vattn.DriverError, match=r"are unknown; a cache has left its pool .* make a new pool"):
+        vattn.KVCache(setup.config, pool=setup.pool)
     setup.pool.close()
 
 
@@ -379,6 +381,17 @@ def test_what_fails_in_the_background_while_a_cache_leaves_is_not_lost(how: str)
     setup.cache = vattn.KVCache(setup.config, pool=setup.pool)
     assert setup.cache.stats().free_pages == setup.pool.total_pages
     setup.close()
+
+
+@host_only
+def test_a_reference_that_a_check_cannot_release_is_released_later(setup: Setup) -> None:
+    """A check asks the driver what is mapped, and gets a reference to it."""
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    setup.table.fail(1, name="cuMemRelease")
+    setup.cache.check()
+    assert setup.table.failed == "cuMemRelease"
+    setup.close()
+    assert _native.host_usage().handles == 0
 
 
 UNSTOPPED = """
