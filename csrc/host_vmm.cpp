@@ -20,6 +20,7 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "available_memory.h"
 #include "fork_guard.h"
@@ -118,12 +119,16 @@ struct Physical {
   std::size_t mappings;
 };
 
+// Until it gets its first access, a mapping is in the books only: neighbours whose memory is side by side in a file
+// then become one entry of the kernel's table with one call.
 struct Mapping {
   std::size_t size;
   Handle handle;
   int fd;
   off_t offset;
-  Access access;
+  Access access = Access::kNone;
+  bool restored = false;  // it takes the place of one that was there before
+  bool entered = false;
 };
 
 struct Reservation {
@@ -245,14 +250,20 @@ bool whole_mappings(Reservation& reservation, Address address, std::size_t size,
   return size > 0 && reached == address + size;
 }
 
-// The kernel joins neighbours that are alike: both unmapped, or the same file at adjoining offsets with the same
+bool adjoining(const Mapping& left, const Mapping& right) {
+  return left.fd == right.fd && left.offset + static_cast<off_t>(left.size) == right.offset;
+}
+
+// The kernel joins neighbours that are alike: both not entered, or the same file at adjoining offsets with the same
 // rights.
 bool joined(const Reservation& reservation, Address boundary) {
-  const Mapping* left = find_mapping(reservation, boundary - 1);
-  auto right_it = reservation.mappings.find(boundary);
-  const Mapping* right = right_it == reservation.mappings.end() ? nullptr : &right_it->second;
+  const auto entered = [&](Address address) {
+    const Mapping* mapping = find_mapping(reservation, address);
+    return mapping && mapping->entered ? mapping : nullptr;
+  };
+  const Mapping *left = entered(boundary - 1), *right = entered(boundary);
   if (!left || !right) return left == right;
-  return left->fd == right->fd && left->offset + static_cast<off_t>(left->size) == right->offset &&
+  return adjoining(*left, *right) &&
          protection_of(left->access, reservation.strict) == protection_of(right->access, reservation.strict);
 }
 
@@ -425,14 +436,12 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   auto next = reservation.mappings.lower_bound(address);
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
-  if (!(flags & kMapRestore) && !room_for_mappings(s, 2)) return kOutOfMemory;
+  const bool restored = flags & kMapRestore;
+  if (!restored && !room_for_mappings(s, 2)) return kOutOfMemory;
   const int fd = memory.own >= 0 ? memory.own : s.files[memory.location].fd();
-  const std::size_t seams_before = seams(it->first, reservation, address, address + size);
-  const int protection = protection_of(Access::kNone, reservation.strict);
-  if (!map_fixed(address, size, protection, MAP_SHARED, fd, memory.offset)) return from_errno();
-  reservation.mappings.emplace(address, Mapping{size, handle, fd, memory.offset, Access::kNone});
+  reservation.mappings.emplace(
+      address, Mapping{.size = size, .handle = handle, .fd = fd, .offset = memory.offset, .restored = restored});
   memory.mappings += 1;
-  s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
   return kSuccess;
 }
 
@@ -445,7 +454,8 @@ Result unmap(Address address, std::size_t size) {
   std::map<Address, Mapping>::iterator first, last;
   if (!whole_mappings(reservation, address, size, &first, &last)) return kInvalidValue;
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
-  if (!map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
+  const bool entered = std::any_of(first, last, [](const auto& mapping) { return mapping.second.entered; });
+  if (entered && !map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
     return from_errno();
   for (auto mapping = first; mapping != last; ++mapping) {
     auto physical = s.physical.find(mapping->second.handle);
@@ -457,6 +467,40 @@ Result unmap(Address address, std::size_t size) {
   return kSuccess;
 }
 
+// Neighbouring mappings that one call of the kernel can give another access: all entered, with one access; or none of
+// them, and side by side in a file.
+struct Piece {
+  std::map<Address, Mapping>::iterator first;
+  std::size_t size;
+
+  const Mapping& mapping() const { return first->second; }
+  bool change(Access access, bool strict) const {
+    const int protection = protection_of(access, strict);
+    if (mapping().entered) return mprotect(pointer(first->first), size, protection) == 0;
+    if (access == Access::kNone) return true;
+    return map_fixed(first->first, size, protection, MAP_SHARED, mapping().fd, mapping().offset);
+  }
+  void change_back(bool strict) const {
+    if (mapping().entered)
+      mprotect(pointer(first->first), size, protection_of(mapping().access, strict));
+    else
+      map_fixed(first->first, size, reservation_protection(strict), kReservationFlags, -1, 0);
+  }
+};
+
+std::vector<Piece> pieces(std::map<Address, Mapping>::iterator first, std::map<Address, Mapping>::iterator last) {
+  std::vector<Piece> found;
+  for (auto it = first; it != last; ++it) {
+    const Mapping &left = it == first ? it->second : std::prev(it)->second, &right = it->second;
+    const bool alike = left.entered == right.entered && left.access == right.access;
+    if (it != first && alike && (right.entered || adjoining(left, right)))
+      found.back().size += right.size;
+    else
+      found.push_back({it, right.size});
+  }
+  return found;
+}
+
 Result set_access(Address address, std::size_t size, const AccessDesc* descs, std::size_t count) {
   if (!descs || count != 1 || descs->location.type != kLocationHost) return kInvalidValue;
   const auto access = static_cast<Access>(descs->flags);
@@ -465,12 +509,26 @@ Result set_access(Address address, std::size_t size, const AccessDesc* descs, st
   const std::lock_guard lock(s.mutex);
   auto it = find_reservation(s, address);
   if (it == s.reservations.end()) return kInvalidValue;
+  Reservation& reservation = it->second;
   std::map<Address, Mapping>::iterator first, last;
-  if (!whole_mappings(it->second, address, size, &first, &last)) return kInvalidValue;
-  const std::size_t seams_before = seams(it->first, it->second, address, address + size);
-  if (mprotect(pointer(address), size, protection_of(access, it->second.strict)) != 0) return from_errno();
-  for (auto mapping = first; mapping != last; ++mapping) mapping->second.access = access;
-  s.kernel_mappings += seams(it->first, it->second, address, address + size) - seams_before;
+  if (!whole_mappings(reservation, address, size, &first, &last)) return kInvalidValue;
+  const std::vector<Piece> all = pieces(first, last);
+  const auto added = static_cast<std::size_t>(std::count_if(all.begin(), all.end(), [&](const Piece& piece) {
+    return access != Access::kNone && !piece.mapping().entered && !piece.mapping().restored;
+  }));
+  if (added && !room_for_mappings(s, added + 1)) return kOutOfMemory;
+  for (auto piece = all.begin(); piece != all.end(); ++piece) {
+    if (piece->change(access, reservation.strict)) continue;
+    const Result failed = from_errno();
+    while (piece != all.begin()) (--piece)->change_back(reservation.strict);
+    return failed;
+  }
+  const std::size_t seams_before = seams(it->first, reservation, address, address + size);
+  for (auto mapping = first; mapping != last; ++mapping) {
+    mapping->second.access = access;
+    mapping->second.entered |= access != Access::kNone;
+  }
+  s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
   // Fills the process's page table now instead of by faults in the caller's kernels. A read suffices: shared memory
   // that may be written is entered writable. The memory is there already, so a refusal (Linux < 5.14) only costs those
   // faults.

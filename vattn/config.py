@@ -15,7 +15,7 @@ from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
 # An automatic page size covers at least so many tokens, and a token takes at most so many pages: with smaller pages,
-# driver calls cost more than the memory that they save. On the host a page takes about 10 us of the worker's time.
+# driver calls cost more than the memory that they save. On the host a page takes up to 10 us of the worker's time.
 _MIN_PAGE_TOKENS = 16
 _MOST_TOKEN_PAGES = 8
 

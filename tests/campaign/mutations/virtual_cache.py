@@ -131,7 +131,19 @@ def unclaimed_slots() -> None:
 
 @mutation("virtual cache", "memory that an interrupted crop left shorter than its contents stays so", "virtual_cache")
 def memory_stays_short() -> None:
-    _rewrite(_storage(), "settle", ("!= self._rows.length", "< self._rows.length"))
+    _rewrite(_storage(), "settle", ("<= max(self.lengths) == self._rows", "<= max(self.lengths) >= self._rows"))
+
+
+@mutation("virtual cache", "after an interrupted crop windows begin where rows did", "virtual_cache")
+def windows_begin_with_rows() -> None:
+    _rewrite(_storage(), "first_kept", ("min(self._rows.start, self.lengths[index])", "self._rows.start"))
+    _rewrite(_storage(), "saved", ("min(self._rows.start, max(self.lengths))", "self._rows.start"))
+    _rewrite(_storage(), "settle", ("self._rows.start <= max(self.lengths)", "max(self.lengths)"))
+
+
+@mutation("virtual cache", "what a refused update gave back is shown", "virtual_cache")
+def shown_after_refusal() -> None:
+    _rewrite(_rows(), "step", ("if done:\n", "if False:\n"))
 
 
 @mutation(None, "a tensor that was taken changes with a crop", "virtual_cache")
