@@ -59,7 +59,13 @@ def show(pairs: dict[tuple[str, str], tuple[Record, Record]], tolerance: float) 
         if before == after:
             print("  the same record")
             continue
-        found = changes(before, after)
+        try:
+            found = changes(before, after)
+        except ValueError as error:  # the others may say something
+            if len(pairs) == 1:
+                raise
+            print(f"  not compared: {error}")
+            continue
         print("\n".join(f"  {each}" for each in found) or "  no row is in both")
         worse += sum(each.worse_than(tolerance) for each in found)
     print(f"{worse} column{'s' * (worse != 1)} got worse by more than {100 * tolerance:g} %")

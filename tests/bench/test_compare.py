@@ -109,7 +109,12 @@ def test_the_command_compares_files_folders_and_commits(
     assert main(["compare", b, a]) == 0
     assert main(["compare", a, b, "--tolerance", "0.6"]) == 0
     assert main(["compare", f"{a}/here/decode.json", f"{b}/here/decode.json"]) == 1
+    for side, quick in (("a", False), ("b", True)):
+        (tmp_path / side / "here" / "step.json").write_text(json.dumps(_record(name="step", quick=quick)))
     capsys.readouterr()
+    assert main(["compare", a, b]) == 1
+    assert "not compared: a record of 'step' is from a quick run" in (said := capsys.readouterr().out)
+    assert "step ms: 1.50 times the cost" in said
     # A repository of two commits.
     for side, commit in (("a", "one"), ("b", "two")):
         target = tmp_path / "project" / "bench" / "results" / "here"
