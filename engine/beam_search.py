@@ -7,7 +7,7 @@ prompt, but no end-of-sequence token. (transformers divides by the length of the
 only with one of the `beam_width` best tokens of all beams; if no sequence ends early, the winners are the same.)
 
 The beams of one prompt advance together. A beam that was scored keeps its slot until the others are scored, too; when
-memory is short, it loses the slot to one of them, and is computed again.
+memory is short, it loses the slot to one of them, and keeps its scores, so memory for one of them is enough.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BeamGroup(RequestGroup):
         self._params = params
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._logprobs = {first: 0.0}  # of live beams, summed up so far
-        self._scored: dict[Request, list[tuple[float, int]]] = {}  # their most probable next tokens
+        self._scores: dict[Request, list[tuple[float, int]]] = {}  # of scored beams, their most probable next tokens
         self._completed: list[BeamSearchSequence] = []  # the best of them, the best first
         self._forks = 0
 
@@ -154,15 +154,16 @@ class BeamGroup(RequestGroup):
         for beam, row, ids in zip(beams, values.tolist(), tokens.tolist(), strict=True):
             if not math.isfinite(row[0]):
                 raise FloatingPointError("no token can be taken from the logits: they are not finite")
-            self._scored[beam] = list(zip(row, ids, strict=True))
-        # A scored beam that lost its slot is scored again.
-        if all(beam in self._scored and not beam.num_uncomputed_tokens for beam in self.requests):
+            self._scores[beam] = list(zip(row, ids, strict=True))
+            beam.scored = True
+        if all(beam.scored for beam in self.requests):
             self._choose(scheduler)
 
     def _choose(self, scheduler: Scheduler) -> None:
         continuations: list[tuple[float, Request, int]] = []
         for beam in self.requests:
-            for logprob, token in self._scored.pop(beam):
+            beam.scored = False
+            for logprob, token in self._scores.pop(beam):
                 total = self._logprobs[beam] + logprob
                 if token in self._eos_token_ids:
                     self._complete(beam, token, total, FinishReason.STOP)
@@ -192,7 +193,7 @@ class BeamGroup(RequestGroup):
             taken.add(beam)
         for beam, _, token in live:
             if beam.slot is None:
-                beam.output_token_ids.append(token)  # there was no room for a fork: all its tokens will be computed
+                beam.output_token_ids.append(token)  # there was no room for it: all its tokens will be computed
             else:
                 beam.append(token)
         self.requests = [beam for beam, _, _ in live]
@@ -215,7 +216,7 @@ class BeamGroup(RequestGroup):
         child.output_token_ids = beam.output_token_ids.copy()
         child.arrival_number = beam.arrival_number
         child.first_scheduled_time = beam.first_scheduled_time
-        if not scheduler.fork(beam, child):
+        if beam.slot is None or not scheduler.fork(beam, child):
             scheduler.queue(child)
         return child
 

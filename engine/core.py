@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import re
 import threading
@@ -529,7 +530,7 @@ class EngineCore:
                 forward, beams = take_beams(forward, self._groups)
                 tokens = self.sampler.sample(forward.logits, forward.rows)
             reports = self._token_logprobs(forward, tokens)
-            self._note_prompt_logprobs(forward)
+            unscored = self._note_prompt_logprobs(forward)
         except Exception as error:
             self._fail([*plan.requests, *forked], error)
             return
@@ -540,6 +541,9 @@ class EngineCore:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
                 self._publish(entry, forward)
+        for request in unscored:
+            reason = "the log probabilities of the prompt are no numbers: the model's logits are not finite"
+            self._fail([request], FloatingPointError(reason))
         for place, ((request, ahead), token, report) in enumerate(zip(forward.rows, tokens, reports, strict=True)):
             self._changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
@@ -634,15 +638,19 @@ class EngineCore:
                 found[place] = report
         return found
 
-    def _note_prompt_logprobs(self, forward: Forward) -> None:
-        """Store the log probabilities of prompt tokens, where requests asked for them."""
+    def _note_prompt_logprobs(self, forward: Forward) -> Collection[Request]:
+        """Store the log probabilities of prompt tokens, where requests asked for them; the requests that have none."""
+        without: dict[Request, None] = {}
         if forward.prompt_rows:
             targets = [request.prompt_token_ids[position + 1] for request, position in forward.prompt_rows]
             counts = [request.sampling.prompt_logprobs or 0 for request, _ in forward.prompt_rows]
             reports = token_logprobs(forward.prompt_logits, targets, counts, self._decode_token)
-            for (request, _), report in zip(forward.prompt_rows, reports, strict=True):
+            for (request, _), target, report in zip(forward.prompt_rows, targets, reports, strict=True):
                 assert request.prompt_logprobs is not None
                 request.prompt_logprobs.append(report)
+                if math.isnan(report[target].logprob):
+                    without[request] = None
+        return without
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         logger.error("a step of %d requests failed", len(requests), exc_info=error)

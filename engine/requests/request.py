@@ -109,6 +109,7 @@ class Request:
         takes_drafts: whether it may get drafts; the next tokens of beams depend on the other beams.
         num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
         publishes: whether later requests may find its prefix; its slot was then admitted by the prefix cache.
+        scored: whether its next tokens are scored; it waits, perhaps without a slot, for the other beams of its search.
         error: the error behind the `finish_reason` ERROR.
         arrival_time, first_scheduled_time, first_token_time, finished_time: `time.monotonic()` seconds.
         num_preemptions: how often it was preempted.
@@ -166,6 +167,7 @@ class Request:
         self.cache_salt = cache_salt
         self.num_cached_tokens = 0
         self.publishes = False
+        self.scored = False
         self.num_computed_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

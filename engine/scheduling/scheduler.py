@@ -239,9 +239,14 @@ class Scheduler:
             self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
         held = 0  # requests at the head of the queue that wait: to fork the slot of one that computes their prompt,
-        read: list[Request] = []  # or for their prefixes, which are being read
-        while held < len(self.waiting) and admit and budget and len(self.running) + held < self.max_num_seqs:
+        read: list[Request] = []  # for their prefixes, which are being read,
+        scored = 0  # or for other beams
+        while held < len(self.waiting) and admit and budget and len(self.running) + held - scored < self.max_num_seqs:
             request = self.waiting[held]
+            if request.scored:
+                held += 1
+                scored += 1
+                continue
             room -= self._reserve(request)
             if underway.leads(request):
                 held += 1
@@ -262,7 +267,7 @@ class Scheduler:
             self.stored.wait(read[0])
             return self.schedule()
         if admit and not entries and self.running and self.waiting:
-            # Running beams with scores wait for queued beams of their search, which need the memory of one of them.
+            # Scored beams wait for queued beams of their search, which need the memory of one of them.
             victim = self.preempt_last()
             plan = self.schedule()
             return replace(plan, preempted=(victim, *plan.preempted))
@@ -330,6 +335,7 @@ class Scheduler:
         while self.running:
             self.preempt_last()
         for request in self.waiting:
+            request.scored = False
             if request.saved is not None and self.swap is not None:
                 self.swap.forget(request)
                 request.num_computed_tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,28 @@ def test_a_row_of_nan_fails_its_own_request() -> None:
     assert outputs[1].outputs[0].token_ids == expected("llama", prompts[1], 8)[:3]
     for i in (0, 2):
         assert outputs[i].outputs[0].token_ids == expected("llama", prompts[i], 8)
+
+
+def test_a_prompt_whose_log_probabilities_are_no_numbers_fails() -> None:
+    """Although those of its last chunk are: nobody could tell from the tokens."""
+    prompts = make_prompts([40, 6])
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with make_llm(max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        calls = itertools.count()
+
+        def poison(_module: object, _inputs: object, logits: Tensor) -> Tensor:
+            return logits * float("nan") if next(calls) == 1 else logits
+
+        handle = llm.model.get_output_embeddings().register_forward_hook(poison)
+        try:
+            outputs = llm.generate(prompts, [replace(params, prompt_logprobs=1), params], use_tqdm=False)
+        finally:
+            handle.remove()
+        llm.check()
+        assert llm.core.kv.available() == llm.core.kv.total()
+    assert isinstance(outputs[0].error, FloatingPointError)
+    assert "log probabilities of the prompt" in str(outputs[0].error)
+    assert (outputs[1].error, outputs[1].outputs[0].token_ids) == (None, expected("llama", prompts[1], 8))
 
 
 def test_a_tokenizer_that_fails_harms_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
