@@ -71,6 +71,7 @@ class Core(Calls):
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._left: list[Plan] = []  # what dropped caches left behind
         self._unowned = False  # the cache whose own pool this is was dropped
+        self._abandoned = False
         leftovers.look_after(self)
 
     @property
@@ -192,6 +193,14 @@ class Core(Calls):
     def abandon(self) -> None:
         """As in any pool; what dropped caches left behind leaves the books as well."""
         super().abandon()
+        self._abandoned = True
+        self._clear_left()
+
+    def _is_clearing(self) -> bool:
+        """Whether what is left behind has yet to leave the books of a pool that its own process abandoned."""
+        return self._abandoned and not self.inherited
+
+    def _clear_left(self) -> None:
         while self._left:
             self._left[-1](Change())
             self._left.pop()
@@ -261,13 +270,15 @@ class Core(Calls):
         if not self.lock.acquire(blocking=False):
             return
         try:
-            if self._refusal is None and not self.is_inside():
+            if self._is_clearing():
+                self._clear_left()
+            elif self._refusal is None and not self.is_inside():
                 if (self._unowned or not self._tenants) and self.is_broken():
                     self.abandon()
                 else:
                     self.atomically(self.worker.forget_last)
         finally:
-            if self._refusal is not None:  # address spaces unmap what they have when destroyed
+            if self._refusal is not None and not self._is_clearing():  # address spaces unmap what they have
                 self._left.clear()
             leftovers.holding.pop(self, None)
             if self._left:

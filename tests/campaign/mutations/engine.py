@@ -77,6 +77,22 @@ def warm_beams() -> None:
     )
 
 
+@mutation("engine", "log probabilities of a prompt may be no numbers", "engine")
+def prompt_without_numbers() -> None:
+    from vattn.engine.core import EngineCore
+
+    _replaced(EngineCore, "_note_prompt_logprobs", "math.isnan(report[target].logprob)", "False")
+
+
+@mutation("engine", "a scored beam that lost its slot is scored again", "engine")
+def scored_again() -> None:
+    from vattn.engine.beam_search import BeamGroup
+    from vattn.engine.scheduling.scheduler import Scheduler
+
+    _replaced(Scheduler, "schedule", "if request.scored:", "if False:")
+    _replaced(BeamGroup, "advance", "beam.scored for", "beam.scored and not beam.num_uncomputed_tokens for")
+
+
 @mutation("second campaign", "any key of a prompt is accepted", "engine")
 def any_key() -> None:
     from vattn.engine.requests import prompts

@@ -251,6 +251,23 @@ def test_a_dropped_cache_gives_its_pages_up_to_a_pool_whose_mappings_are_unknown
     setup.pool.close()
 
 
+@host_only
+def test_a_call_that_fails_while_a_pool_is_given_up_keeps_no_pages() -> None:
+    setup = Setup(overlap=False)
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    setup.table.fail(2, name="cuMemUnmap")
+    setup.table.fail_always("cuMemMap")
+    del setup.cache
+    gc.collect()
+    setup.table.fail_always("cuMemMap", "cuStreamIsCapturing")
+    with pytest.raises(vattn.DriverError, match="cuStreamIsCapturing"):
+        setup.pool._core.take_back()
+    setup.table.heal()
+    setup.pool._core.take_back()
+    assert setup.pool.free_pages == setup.pool.total_pages
+    setup.pool.close()
+
+
 @pytest.mark.parametrize("healed", [False, True])
 def test_a_close_whose_undoing_fails_can_be_repeated(healed: bool) -> None:
     setup = Setup(overlap=False)
