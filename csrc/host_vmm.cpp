@@ -436,11 +436,11 @@ Result map(Address address, std::size_t size, std::size_t offset, Handle handle,
   auto next = reservation.mappings.lower_bound(address);
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
-  const bool restored = flags & kMapRestore;
-  if (!restored && !room_for_mappings(s, 2)) return kOutOfMemory;
   const int fd = memory.own >= 0 ? memory.own : s.files[memory.location].fd();
   reservation.mappings.emplace(
-      address, Mapping{.size = size, .handle = handle, .fd = fd, .offset = memory.offset, .restored = restored});
+      address,
+      Mapping{
+          .size = size, .handle = handle, .fd = fd, .offset = memory.offset, .restored = (flags & kMapRestore) != 0});
   memory.mappings += 1;
   return kSuccess;
 }

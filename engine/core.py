@@ -541,9 +541,9 @@ class EngineCore:
                 drafts[entry.request] = entry.draft
             elif len(entry) > 1:
                 self._publish(entry, forward)
-        for request in unscored:
+        if unscored:
             reason = "the log probabilities of the prompt are no numbers: the model's logits are not finite"
-            self._fail([request], FloatingPointError(reason))
+            self._fail(unscored, FloatingPointError(reason))
         for place, ((request, ahead), token, report) in enumerate(zip(forward.rows, tokens, reports, strict=True)):
             self._changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
@@ -638,8 +638,8 @@ class EngineCore:
                 found[place] = report
         return found
 
-    def _note_prompt_logprobs(self, forward: Forward) -> Collection[Request]:
-        """Store the log probabilities of prompt tokens, where requests asked for them; the requests that have none."""
+    def _note_prompt_logprobs(self, forward: Forward) -> list[Request]:
+        """Store the log probabilities of prompt tokens, where requests asked for them; returns those that have none."""
         without: dict[Request, None] = {}
         if forward.prompt_rows:
             targets = [request.prompt_token_ids[position + 1] for request, position in forward.prompt_rows]
@@ -650,7 +650,7 @@ class EngineCore:
                 request.prompt_logprobs.append(report)
                 if math.isnan(report[target].logprob):
                     without[request] = None
-        return without
+        return list(without)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         logger.error("a step of %d requests failed", len(requests), exc_info=error)

@@ -69,6 +69,12 @@ void place(Address address, std::size_t size, Handle handle) {
   CHECK_EQ(set_access(address, size, Access::kReadWrite), kSuccess);
 }
 
+std::size_t most_mappings() {
+  std::size_t limit = 0;
+  std::ifstream("/proc/sys/vm/max_map_count") >> limit;
+  return limit;
+}
+
 std::size_t address_space_bytes() {
   std::size_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
@@ -595,8 +601,7 @@ TEST(neighbours_created_in_sequence_are_one_kernel_mapping) {
 
 // Mappings of one page need an entry each: what the table has no room for is refused as a whole.
 TEST(access_for_several_mappings_is_given_to_all_or_none) {
-  std::size_t limit = 0;
-  std::ifstream("/proc/sys/vm/max_map_count") >> limit;
+  const std::size_t limit = most_mappings();
   if (VATTN_TSAN) SKIP("TSan's own mappings count too");
   if (limit > 70000) SKIP("vm.max_map_count is far away");
   const NothingLeft nothing_left;
@@ -809,8 +814,7 @@ TEST(random_calls_agree_with_the_model_and_with_the_kernel) {
 }
 
 TEST(the_kernels_limit_of_mappings_is_an_error_before_it_is_reached) {
-  std::size_t limit = 0;
-  std::ifstream("/proc/sys/vm/max_map_count") >> limit;
+  const std::size_t limit = most_mappings();
   if (VATTN_TSAN) SKIP("TSan's own mappings count too");
   if (limit > 70000) SKIP("vm.max_map_count is far away");
   const NothingLeft nothing_left;
@@ -821,7 +825,7 @@ TEST(the_kernels_limit_of_mappings_is_an_error_before_it_is_reached) {
   // With gaps between, so that each costs two entries.
   for (; mapped < limit / 2; ++mapped) {
     const Address at = base + 2 * mapped * kPage;
-    if ((result = vmm.map(at, kPage, 0, handle, 0)) != kSuccess) break;
+    CHECK_EQ(vmm.map(at, kPage, 0, handle, 0), kSuccess);
     if ((result = set_access(at, kPage, Access::kReadWrite)) == kSuccess) continue;
     CHECK_EQ(vmm.unmap(at, kPage), kSuccess);
     break;
