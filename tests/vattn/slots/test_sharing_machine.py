@@ -7,12 +7,12 @@ where it should not be shows.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 
 import vattn
 from tests.support.machines import SLOTS, Machine, examples, makes_cache
@@ -27,6 +27,15 @@ prompts = st.builds(
     st.lists(st.integers(0, 2), max_size=3),
     st.sampled_from([CONTEXT - 20, CONTEXT, 5, 18]),
 )
+
+# What is drawn never depends on how an operation ended: that may depend on how far the worker is, and hypothesis has to
+# draw the same again when it repeats an example. So a rule draws first, and then does what is possible.
+requests = st.integers(0, SLOTS - 1)
+failures = st.one_of(st.none(), st.none(), st.tuples(st.integers(1, 40), st.sampled_from([2, 999])))
+amounts = st.integers(0, CONTEXT)
+continuations = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+Failure = tuple[int, int] | None
 
 
 def values(ids: list[int], salt: bytes) -> torch.Tensor:
@@ -53,16 +62,19 @@ class SharingMachine(Machine):
         self.started: dict[int, int] = {}  # from where on the last step computed
         self.salts: dict[int, bytes] = {}
 
-    def attempt(self, data: st.DataObject, call: Callable[[], Any]) -> Any:
+    def chosen(self, number: int) -> int:
+        """One of the running requests."""
+        return sorted(self.ids)[number % len(self.ids)]
+
+    def attempt(self, failure: Failure, call: Callable[[], Any]) -> Any:
         """What the call returns; None if it failed, and then nothing changed."""
-        fail_at = data.draw(st.one_of(st.none(), st.none(), st.integers(1, 40)))
         before = self.books()
         self.table.heal()
-        if fail_at is not None:
+        if failure is not None:
             # Which call is the n-th must not depend on how far the worker is.
             self.cache._core.mapper.wait(self.cache._core.mapper.last)
             self.cache._core.mapper.unstock()
-            self.table.fail(fail_at, data.draw(st.sampled_from([2, 999])))
+            self.table.fail(*failure)
         try:
             return call()
         except (vattn.OutOfPages, vattn.DriverError) as error:
@@ -78,10 +90,11 @@ class SharingMachine(Machine):
         queried = stats.query_tokens, stats.hit_tokens, stats.shared_pages
         return (lengths, queried) if self.overlap else (lengths, queried, stats.owned_pages)
 
-    @precondition(lambda self: len(self.ids) < SLOTS)
-    @rule(data=st.data(), prompt=prompts, salt=st.sampled_from([b"", b"other"]))
-    def admit(self, data: st.DataObject, prompt: list[int], salt: bytes) -> None:
-        admission = self.attempt(data, lambda: self.cache.admit(prompt, salt))
+    @rule(prompt=prompts, salt=st.sampled_from([b"", b"other"]), failure=failures, steps=st.lists(failures, max_size=1))
+    def admit(self, prompt: list[int], salt: bytes, failure: Failure, steps: list[Failure]) -> None:
+        if len(self.ids) == SLOTS:
+            return
+        admission = self.attempt(failure, lambda: self.cache.admit(prompt, salt))
         if admission is None:
             return
         reqid, cached = admission
@@ -89,29 +102,31 @@ class SharingMachine(Machine):
         assert 0 <= cached < len(prompt)
         self.ids[reqid], self.computed[reqid], self.salts[reqid] = list(prompt), cached, salt
         self.started[reqid] = cached
-        if data.draw(st.integers(0, 3)):  # mostly, as it is done
-            self.advance(data, {reqid: len(prompt)})
+        for each in steps:  # as it is done
+            self.advance({reqid: len(prompt)}, each, [0])
             self.cache.commit(reqid, self.ids[reqid][: self.computed[reqid]])
 
-    @precondition(lambda self: self.ids)
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
+    @rule(
+        moves=st.dictionaries(requests, st.tuples(st.integers(0, 9), amounts), min_size=1),
+        failure=failures,
+        continuation=continuations,
+    )
+    def compute(self, moves: dict[int, tuple[int, int]], failure: Failure, continuation: list[int]) -> None:
         """A step for any number of requests: some go on, some step back and will go on with other tokens."""
-        slots = data.draw(st.lists(st.sampled_from(sorted(self.ids)), min_size=1, unique=True))
-        lengths = {}
-        for reqid in slots:
-            back = data.draw(st.integers(0, 9)) == 0
-            low, high = (0, self.computed[reqid]) if back else (self.computed[reqid], CONTEXT)
-            lengths[reqid] = data.draw(st.integers(low, high))
+        aims = {}
+        for number, (back, amount) in moves.items() if self.ids else ():
+            reqid = self.chosen(number)
+            low, high = (0, self.computed[reqid]) if back == 0 else (self.computed[reqid], CONTEXT)
+            aims[reqid] = low + amount % (high - low + 1)
         before = self.books()
         try:
-            self.advance(data, lengths)
+            self.advance(aims, failure, continuation)
         except vattn.InvalidLength:
             assert self.books() == before
-            assert any(n < self.started[r] for r, n in lengths.items()), "cannot take back what was computed last"
+            assert any(n < self.started[r] for r, n in aims.items()), "cannot take back what was computed last"
             assert any(self.windows)
 
-    def advance(self, data: st.DataObject, lengths: dict[int, int]) -> None:
+    def advance(self, lengths: dict[int, int], failure: Failure, continuation: Sequence[int]) -> None:
         needed = sum(self.cache.pages_needed(n, r) for r, n in lengths.items())
         available = self.cache.available_pages()
 
@@ -123,7 +138,7 @@ class SharingMachine(Machine):
                 raise
             return True
 
-        if not self.attempt(data, call):
+        if not self.attempt(failure, call):
             return
         self.started = {r: min(n, lengths.get(r, n)) for r, n in self.computed.items()}
         for reqid, length in lengths.items():
@@ -133,33 +148,35 @@ class SharingMachine(Machine):
             else:
                 self.assert_seen(reqid, start)
                 while len(ids) < length:
-                    ids.append(data.draw(st.integers(0, 2)))
+                    ids.append(continuation[len(ids) % len(continuation)])
                 self.write(reqid, start, values(ids[:length], self.salts[reqid])[start:])
             self.computed[reqid] = length
 
-    @precondition(lambda self: self.ids)
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        reqid = data.draw(st.sampled_from(sorted(self.ids)))
-        self.cache.commit(reqid, self.ids[reqid][: self.computed[reqid]])
+    @rule(number=requests)
+    def commit(self, number: int) -> None:
+        if self.ids:
+            reqid = self.chosen(number)
+            self.cache.commit(reqid, self.ids[reqid][: self.computed[reqid]])
 
-    @precondition(lambda self: 0 < len(self.ids) < SLOTS)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        source = data.draw(st.sampled_from(sorted(self.ids)))
-        reqid = self.attempt(data, lambda: self.cache.fork(source))
+    @rule(number=requests, failure=failures)
+    def fork(self, number: int, failure: Failure) -> None:
+        if not 0 < len(self.ids) < SLOTS:
+            return
+        source = self.chosen(number)
+        reqid = self.attempt(failure, lambda: self.cache.fork(source))
         if reqid is not None:
             assert reqid not in self.ids
             self.ids[reqid] = self.ids[source].copy()
             self.computed[reqid], self.salts[reqid] = self.computed[source], self.salts[source]
             self.started[reqid] = self.started[source]
 
-    @precondition(lambda self: self.ids)
-    @rule(data=st.data())
-    def unshare(self, data: st.DataObject) -> None:
+    @rule(number=requests, failure=failures)
+    def unshare(self, number: int, failure: Failure) -> None:
         """Then all of its tokens can be written, and nobody else sees it."""
-        reqid = data.draw(st.sampled_from(sorted(self.ids)))
-        if self.attempt(data, lambda: self.cache.unshare(reqid) or True) is None:
+        if not self.ids:
+            return
+        reqid = self.chosen(number)
+        if self.attempt(failure, lambda: self.cache.unshare(reqid) or True) is None:
             return
         length = self.computed[reqid]
         assert self.cache._bands.stop(reqid) == 0
@@ -177,20 +194,20 @@ class SharingMachine(Machine):
         for each, before in zip(rows, kept, strict=True):
             each.copy_(before)
 
-    @precondition(lambda self: self.ids)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        reqid = data.draw(st.sampled_from(sorted(self.ids)))
-        self.cache.free_reqid(reqid)
-        del self.ids[reqid], self.computed[reqid], self.salts[reqid], self.started[reqid]
+    @rule(number=requests)
+    def free(self, number: int) -> None:
+        if self.ids:
+            reqid = self.chosen(number)
+            self.cache.free_reqid(reqid)
+            del self.ids[reqid], self.computed[reqid], self.salts[reqid], self.started[reqid]
 
-    @rule(data=st.data(), trim=st.booleans(), evict=st.integers(0, 5))
-    def give_back(self, data: st.DataObject, trim: bool, evict: int) -> None:
+    @rule(trim=st.booleans(), evict=st.integers(0, 5), failure=failures)
+    def give_back(self, trim: bool, evict: int, failure: Failure) -> None:
         if evict == 0:
-            freed = self.attempt(data, self.cache.evict_prefixes)
+            freed = self.attempt(failure, self.cache.evict_prefixes)
             assert freed is None or self.cache.stats().cached_pages == 0
         if trim:
-            self.attempt(data, self.cache.trim)
+            self.attempt(failure, self.cache.trim)
 
     @invariant()
     def books_and_mappings_agree_and_every_token_is_there(self) -> None:
