@@ -153,7 +153,6 @@ report: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard csrc/kernels/*)
 	@mkdir -p build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["dependencies"], *p["optional-dependencies"]["bench"], sep="\n")' > build/needs.txt
 	@echo "installing torch and transformers, and building the native modules for this machine: about a minute"
@@ -167,6 +166,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 
 # What tests and checks need besides. The project is there, so only what the extra names is fetched.
 $(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile "vattn[dev]"
 	touch $@
 
