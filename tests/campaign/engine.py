@@ -161,7 +161,10 @@ class World:
         self.kv = self.llm.core.kv
         self._prepare = self.kv.prepare
         self.kv.prepare = self._prepare_or_refuse
-        self._handle = self.model.get_input_embeddings().register_forward_hook(self._forward)
+        self._handles = [
+            self.model.get_input_embeddings().register_forward_hook(self._forward),
+            self.model.get_output_embeddings().register_forward_hook(self._score),
+        ]
         return True
 
     @property
@@ -225,9 +228,9 @@ class World:
 
     def _forward(self, module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor | None:
         """A hook: the fault of this forward pass."""
-        fault, self._fault = self._fault, None
-        if fault is None:
+        if self._fault in (None, "nan logits"):
             return None
+        fault, self._fault = self._fault, None
         self.counts[f"faults: {fault}"] += 1
         if fault == "nan":
             self._excuse("FloatingPointError")
@@ -237,6 +240,15 @@ class World:
             raise KeyboardInterrupt
         self._excuse("Injected")
         raise Injected("a kernel that is broken")
+
+    def _score(self, module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """A hook: logits that are not finite, of keys and values that are."""
+        if self._fault != "nan logits":
+            return None
+        self._fault = None
+        self.counts["faults: nan logits"] += 1
+        self._excuse("FloatingPointError")
+        return output * math.nan
 
     def _prepare_or_refuse(self, lengths: Any, *next_lengths: Any) -> None:
         if self._refusals and next_lengths:
@@ -459,7 +471,7 @@ class World:
                 self.counts["squeezed in vain"] += 1
 
     def _break(self) -> None:
-        kind = self.rng.choice(["raise", "nan", "nan", "interrupt", "refused", "on_step"])
+        kind = self.rng.choice(["raise", "nan", "nan", "nan logits", "nan logits", "interrupt", "refused", "on_step"])
         self.log.append(f"break: {kind}")
         if kind == "refused":
             self._refusals = self.rng.randint(1, 3)
@@ -558,8 +570,12 @@ class World:
         if self.live or self.asleep or self.options.get("scheduling") == "static":
             return
         rng = self.rng
+        if rng.random() < 0.4:
+            self._squeeze()
         width = rng.randint(1, min(4, self.options["max_num_seqs"]))
         prompts = [self._draw_prompt()[0] for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.4:  # so long that there is memory for few beams
+            prompts = [self._draw_tokens(rng.randint(self.reference.CONTEXT // 2, self.reference.CONTEXT - 8))]
         params = vattn.engine.BeamSearchParams(
             beam_width=width,
             max_tokens=rng.randint(1, 7),
@@ -571,7 +587,9 @@ class World:
         self._seen.setdefault("", []).extend(map(tuple, prompts))
         squeezed, before = self._squeezed or self._refusals, self.counts.total()
         try:
+            preemptions = self.llm.core.figures.preemptions
             outputs = self._call("beam_search", lambda: self.llm.beam_search(prompts, params), computes=True)
+            self.counts["preempted in beam searches"] += self.llm.core.figures.preemptions - preemptions
         except vattn.engine.InvalidRequest as error:
             if "beams of up to" not in str(error):
                 raise
@@ -819,7 +837,8 @@ class World:
             if self.live:
                 raise Found("a request never ended", str(list(self.live)))
             self._idle()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         del self.kv.prepare
         with self._closing():
             self._call("close", self.llm.close)
