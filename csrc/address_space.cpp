@@ -158,12 +158,12 @@ Pages AddressSpace::pages(std::size_t slot, std::size_t from, std::size_t to) co
   return pages;
 }
 
-void AddressSpace::count(std::vector<std::uint32_t>& holders, std::vector<std::uint32_t>& writers) const {
+void AddressSpace::count(std::unordered_map<PageId, Users>& users) const {
   for (const Slot& slot : slots_)
     for (const Column& column : slot.columns)
       for (const PageId page : column.pages) {
-        holders.at(page) += 1;
-        writers.at(page) += column.access == Access::kReadWrite;
+        users[page].holders += 1;
+        users[page].writers += column.access == Access::kReadWrite;
       }
 }
 
@@ -190,15 +190,16 @@ void AddressSpace::check() const {
 
 void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
                       const std::vector<std::shared_ptr<Pages>>& held) {
-  std::vector<std::uint32_t> holders(pool.used()), writers(pool.used());
-  for (const auto& space : spaces) space->count(holders, writers);
+  std::unordered_map<PageId, AddressSpace::Users> users;
+  for (const auto& space : spaces) space->count(users);
   for (const auto& pages : held)
     for (const std::vector<PageId>& column : pages->columns)
-      for (const PageId page : column) holders.at(page) += 1;
-  for (PageId page = 0; page < holders.size(); ++page) {
-    if (holders[page] && holders[page] != pool.references(page))
+      for (const PageId page : column) users[page].holders += 1;
+  for (const auto& [page, found] : users) {
+    if (found.holders != pool.references(page))
       throw std::logic_error("a page's references are not the slots and entries that have it");
-    if (writers[page] > 1) throw std::logic_error("a page is writable in two slots");
+    if (found.writers > 1) throw std::logic_error("a page is writable in two slots");
+    if (found.writers && PagePool::foreign(page)) throw std::logic_error("a page of another process is writable");
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "driver.h"
@@ -68,8 +69,11 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   // The pages of columns [from, to) of the slot.
   Pages pages(std::size_t slot, std::size_t from, std::size_t to) const;
 
-  // Adds to `holders` and `writers`, both by page, the slots that have it, and those that may write to it.
-  void count(std::vector<std::uint32_t>& holders, std::vector<std::uint32_t>& writers) const;
+  // Adds the slots that have a page, and those that may write to it.
+  struct Users {
+    std::uint32_t holders = 0, writers = 0;
+  };
+  void count(std::unordered_map<PageId, Users>& users) const;
 
   // With the log run dry: asks the provider whether exactly the pages in the books are mapped, with their access.
   // Throws std::logic_error.

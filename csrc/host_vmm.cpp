@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -72,8 +73,9 @@ class PhysicalFile {
     return kSuccess;
   }
 
-  void deallocate(off_t offset, std::size_t size) {
+  void deallocate(off_t offset, std::size_t size, bool keep) {
     used_ -= size;
+    if (keep) return;
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(size));
     auto next = holes_.lower_bound(offset);
     if (next != holes_.end() && next->first == offset + static_cast<off_t>(size)) {
@@ -94,12 +96,18 @@ class PhysicalFile {
   std::size_t used() const { return used_; }
 
   Result open() { return fd_ >= 0 ? kSuccess : make_file(0, 0, &fd_); }
+  Result open(int descriptor) {
+    fd_ = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    return fd_ >= 0 ? kSuccess : kErrno + errno;
+  }
+  void use(std::size_t size) { used_ += size; }
   void close_file() {
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
   }
 
   bool unwanted = false;  // nobody asks for memory of it any more
+  bool foreign = false;   // another process gives out its memory
 
  private:
   int fd_ = -1;
@@ -117,6 +125,7 @@ struct Physical {
   std::size_t size;
   std::size_t references;
   std::size_t mappings;
+  bool kept = false;  // its file keeps what is in it
 };
 
 // Until it gets its first access, a mapping is in the books only: neighbours whose memory is side by side in a file
@@ -325,14 +334,16 @@ void forget_file(State& s, std::map<int, PhysicalFile>::iterator file) {
 
 void forget(State& s, std::map<Handle, Physical>::iterator it) {
   if (it->second.references + it->second.mappings > 0) return;
+  bool foreign = false;
   if (it->second.own >= 0) {
     close(it->second.own);
   } else {
     const auto file = s.files.find(it->second.location);
-    file->second.deallocate(it->second.offset, it->second.size);
+    foreign = file->second.foreign;
+    file->second.deallocate(it->second.offset, it->second.size, it->second.kept);
     forget_file(s, file);
   }
-  s.physical_bytes -= it->second.size;
+  if (!foreign) s.physical_bytes -= it->second.size;
   s.physical.erase(it);
 }
 
@@ -387,6 +398,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
     const std::lock_guard lock(s.mutex);
     if (location >> kFileShift && (exportable || !s.files.contains(location))) return kInvalidValue;
     file = &s.files[location];
+    if (file->foreign) return kInvalidValue;
     if (const Result r = room_for_memory(s, size); r != kSuccess) return r;
     if (exportable && size > static_cast<std::size_t>(std::numeric_limits<off_t>::max())) return kOutOfMemory;
     const Result r =
@@ -777,6 +789,49 @@ int open_host_file(int granularity_log2) {
   s.files.emplace(granularity_log2 | number << kFileShift, file);
   s.next_file += 1;
   return number;
+}
+
+int open_foreign_file(int granularity_log2, int descriptor) {
+  const auto fail = [](int error) { throw std::system_error(error, std::generic_category(), "a foreign file"); };
+  const int seals = fcntl(descriptor, F_GET_SEALS);
+  if (seals < 0 || !(seals & F_SEAL_SHRINK)) fail(seals < 0 ? errno : EPERM);
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  PhysicalFile file;
+  file.foreign = true;
+  if (const Result r = file.open(descriptor); r != kSuccess) fail(r - kErrno);
+  s.files.emplace(granularity_log2 | s.next_file << kFileShift, file);
+  return s.next_file++;
+}
+
+Handle foreign_memory(int granularity_log2, int number, off_t offset) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const int location = granularity_log2 | number << kFileShift;
+  const off_t size = off_t{1} << granularity_log2;
+  PhysicalFile& file = s.files.at(location);
+  struct stat now{};
+  if (!file.foreign || offset < 0 || offset % size || fstat(file.fd(), &now) != 0 || offset > now.st_size - size)
+    throw std::out_of_range("a page that the file does not have");
+  file.use(static_cast<std::size_t>(size));
+  const Handle made = s.next_handle++;
+  s.physical.emplace(made,
+                     Physical{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true});
+  return made;
+}
+
+off_t offset_in_file(Handle handle) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const Physical& memory = s.physical.at(handle);
+  if (memory.own >= 0) throw std::out_of_range("memory that has a file of its own");
+  return memory.offset;
+}
+
+void leave_in_file(Handle handle) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  s.physical.at(handle).kept = true;
 }
 
 int host_file_descriptor(int granularity_log2, int number) {

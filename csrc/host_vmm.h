@@ -5,6 +5,8 @@
 // location of type kLocationHost names its granularity by its id, the power of two: 12 (4 KiB) to 21 (2 MiB).
 #pragma once
 
+#include <sys/types.h>
+
 #include "vmm.h"
 
 namespace vattn {
@@ -33,6 +35,17 @@ int open_host_file(int granularity_log2);
 int host_file_descriptor(int granularity_log2, int number);
 // Closes the file as soon as no memory of it is left.
 void close_host_file(int granularity_log2, int number);
+
+// A file of another process, which may be readable only; its number. The descriptor stays the caller's. Throws
+// std::system_error: it is no memfd, or it can be made shorter under its mappings.
+int open_foreign_file(int granularity_log2, int descriptor);
+// A page of such a file, referenced once; it is mapped, never created or given back. Throws std::out_of_range: the file
+// has no such page.
+Handle foreign_memory(int granularity_log2, int number, off_t offset);
+// Where memory begins in its file. Throws std::out_of_range: it is no memory of a file, or is gone.
+off_t offset_in_file(Handle handle);
+// When this memory has no reference and no mapping left, its file keeps what is in it.
+void leave_in_file(Handle handle);
 
 // Mappings that Linux allows a process (vm.max_map_count).
 std::size_t max_mappings();

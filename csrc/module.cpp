@@ -144,6 +144,11 @@ Stats call_stats(const Driver& driver) {
   return stats;
 }
 
+void remove_foreign(PagePool& pool, const Pages& pages) {
+  for (const std::vector<PageId>& column : pages.columns)
+    for (const PageId page : column) host_vmm().release(pool.remove_foreign(page));
+}
+
 nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, std::size_t index, int device_type,
                                               int device_id, nb::handle owner) {
   const AddressSpace& space = nb::cast<const AddressSpace&>(self);
@@ -236,6 +241,11 @@ NB_MODULE(_native, m) {
   m.def(
       "close_host_file", [](std::size_t granularity, int file) { close_host_file(log2_of(granularity), file); },
       "granularity"_a, "file"_a, "Closes that file as soon as no memory of it is left.");
+  m.def(
+      "open_foreign_file",
+      [](std::size_t granularity, int descriptor) { return open_foreign_file(log2_of(granularity), descriptor); },
+      "granularity"_a, "descriptor"_a,
+      "A file of another process, of which pages are mapped read-only; its number. The descriptor stays the caller's.");
   m.def(
       "table_names",
       [] {
@@ -335,6 +345,44 @@ NB_MODULE(_native, m) {
             });
           },
           "transaction"_a, "pages"_a, "Takes those references back.")
+      .def(
+          "add_foreign",
+          [](PagePool& self, int file, const std::vector<off_t>& offsets, std::size_t lanes) {
+            auto pages = std::make_shared<Pages>();
+            try {
+              for (std::size_t i = 0; i < offsets.size(); ++i) {
+                if (i % lanes == 0) pages->columns.emplace_back();
+                const Handle handle = foreign_memory(log2_of(self.page_size()), file, offsets[i]);
+                pages->columns.back().push_back(self.add_foreign(handle));
+              }
+            } catch (...) {
+              remove_foreign(self, *pages);
+              throw;
+            }
+            return pages;
+          },
+          "file"_a, "offsets"_a, "lanes"_a,
+          "Pages of a foreign file, by column, then lane, which are to be mapped read-only. Nobody holds them yet.")
+      .def("remove_foreign", &remove_foreign, "pages"_a, "Removes foreign pages that nothing holds or maps any more.")
+      .def(
+          "offsets",
+          [](PagePool& self, const Pages& pages) {
+            std::vector<off_t> offsets;
+            for (const auto& column : pages.columns)
+              for (const PageId page : column) offsets.push_back(offset_in_file(self.handle(page)));
+            return offsets;
+          },
+          "pages"_a, "Where pages that the worker has created are in their file, by column, then lane.")
+      .def(
+          "leave",
+          [](PagePool& self, const Pages& pages) {
+            for (const auto& column : pages.columns)
+              for (const PageId page : column) {
+                leave_in_file(self.handle(page));
+                host_vmm().release(self.handle(page));
+              }
+          },
+          "pages"_a, "Gives pages up so that their file keeps what is in them; after the worker has ended.")
       .def("check", &PagePool::check);
 
   m.def("common_blocks", &common, "table"_a, "counts"_a, "shown"_a, "shown_counts"_a, "rows"_a, "windows"_a,

@@ -1,14 +1,13 @@
 #include "page_pool.h"
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 
 namespace vattn {
 
 PagePool::PagePool(std::size_t page_size, std::size_t budget, bool zero_on_free)
     : page_size_(page_size), budget_(budget), zero_on_free_(zero_on_free), limit_(budget) {
-  if (budget > std::numeric_limits<PageId>::max()) throw std::invalid_argument("more pages than a page index can name");
+  if (budget > kForeign) throw std::invalid_argument("more pages than a page index can name");
 }
 
 PoolCounts PagePool::counts() const { return {budget_, released_.size() + (budget_ - fresh_), free_.size(), taken_}; }
@@ -28,8 +27,7 @@ PageId PagePool::take_one(const PageId* after, std::vector<PageId>* created) {
       released_.erase(it);
     } else {
       page = fresh_;
-      std::vector<Handle>& block = handles_[block_of(page)];
-      if (block.empty()) block.resize(block_begin(block_of(page) + 1) - block_begin(block_of(page)));
+      handles_.reach(page);
       references_.push_back(0);
       fresh_ += 1;
     }
@@ -50,12 +48,20 @@ std::vector<PageId> PagePool::take(std::size_t count, const PageId* after, std::
 }
 
 void PagePool::retain(PageId page) {
+  if (foreign(page)) {
+    foreign_.at(page - kForeign) += 1;
+    return;
+  }
   if (references(page) == 0) throw std::logic_error("retained a page that nobody holds");
   references_[page] += 1;
 }
 
 bool PagePool::drop(PageId page) {
   if (references(page) == 0) throw std::logic_error("dropped a page that nobody holds");
+  if (foreign(page)) {
+    foreign_[page - kForeign] -= 1;
+    return false;
+  }
   if (--references_[page] > 0) return false;
   free_.insert(page);
   taken_ -= 1;
@@ -82,6 +88,7 @@ void PagePool::undo_take(const std::vector<PageId>& pages, const std::vector<Pag
 }
 
 void PagePool::undo_drop(PageId page) {
+  if (foreign(page)) return retain(page);
   if (page >= fresh_) throw std::logic_error("undid the drop of a page that nobody ever held");
   if (references_[page]++ == 0) {
     free_.erase(page);
@@ -94,6 +101,26 @@ void PagePool::undo_remove_free(const std::vector<PageId>& pages) {
     released_.erase(page);
     free_.insert(page);
   }
+}
+
+PageId PagePool::add_foreign(Handle handle) {
+  PageId index = static_cast<PageId>(foreign_.size());
+  if (!foreign_removed_.empty()) {
+    index = foreign_removed_.back();
+    foreign_removed_.pop_back();
+  } else {
+    if (foreign_.size() >= kForeign) throw std::logic_error("more foreign pages than a page index can name");
+    foreign_handles_.reach(index);
+    foreign_.push_back(0);
+  }
+  foreign_handles_.at(index) = handle;
+  return kForeign + index;
+}
+
+Handle PagePool::remove_foreign(PageId page) {
+  if (!foreign(page) || foreign_.at(page - kForeign)) throw std::logic_error("removed a page that somebody holds");
+  foreign_removed_.push_back(page - kForeign);
+  return foreign_handles_.at(page - kForeign);
 }
 
 void PagePool::check() const {

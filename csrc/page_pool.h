@@ -6,6 +6,9 @@
 //   taken   with memory, and held by `references` slots.
 // These are the books, kept on the caller's thread as decisions are taken. The handles lag behind them: only the
 // mapper's worker reads and writes those, in the order of its log.
+//
+// Beside these there are foreign pages, of another process: they have an index, a handle and references, and no part in
+// the budget.
 #pragma once
 
 #include <array>
@@ -64,36 +67,62 @@ class PagePool {
   void undo_drop(PageId page);
   void undo_remove_free(const std::vector<PageId>& pages);
 
-  std::uint32_t references(PageId page) const { return page < fresh_ ? references_[page] : 0; }
+  // Foreign pages have the indices from kForeign on. Unlike others, one without references can be retained, and stays
+  // until it is removed; then no transaction may name it any more. Its handle is the caller's to release.
+  static constexpr PageId kForeign = PageId{1} << 31;
+  static bool foreign(PageId page) { return page >= kForeign; }
+  PageId add_foreign(Handle handle);
+  Handle remove_foreign(PageId page);
+
+  std::uint32_t references(PageId page) const {
+    if (foreign(page)) return page - kForeign < foreign_.size() ? foreign_[page - kForeign] : 0;
+    return page < fresh_ ? references_[page] : 0;
+  }
   // Pages that were ever taken: all beyond are absent.
   std::size_t used() const { return fresh_; }
   void check() const;  // throws std::logic_error where the law does not hold
 
   // The worker's, of a page that was taken.
-  Handle& handle(PageId page) { return handles_[block_of(page)][page - block_begin(block_of(page))]; }
+  Handle& handle(PageId page) { return foreign(page) ? foreign_handles_.at(page - kForeign) : handles_.at(page); }
 
  private:
   PageId take_one(const PageId* after, std::vector<PageId>* created);
 
   // Books grow with the pages that are used, so a pool costs nothing for its budget. Handles lie in blocks, each as
   // long as all before it: where one is never changes, as the worker uses it while the caller takes further pages.
-  static constexpr int kFirstBlockLog2 = 10;
-  static constexpr std::size_t kBlocks = 33 - kFirstBlockLog2;
-  static std::size_t block_of(PageId page) { return static_cast<std::size_t>(std::bit_width(page >> kFirstBlockLog2)); }
-  static std::size_t block_begin(std::size_t block) {
-    return block ? std::size_t{1} << (kFirstBlockLog2 + block - 1) : 0;
-  }
+  class Handles {
+   public:
+    Handle& at(PageId page) { return blocks_[block_of(page)][page - block_begin(block_of(page))]; }
+    void reach(PageId page) {
+      std::vector<Handle>& block = blocks_[block_of(page)];
+      if (block.empty()) block.resize(block_begin(block_of(page) + 1) - block_begin(block_of(page)));
+    }
+
+   private:
+    static constexpr int kFirstBlockLog2 = 10;
+    static std::size_t block_of(PageId page) {
+      return static_cast<std::size_t>(std::bit_width(page >> kFirstBlockLog2));
+    }
+    static std::size_t block_begin(std::size_t block) {
+      return block ? std::size_t{1} << (kFirstBlockLog2 + block - 1) : 0;
+    }
+
+    std::array<std::vector<Handle>, 33 - kFirstBlockLog2> blocks_;
+  };
 
   const std::size_t page_size_;
   const std::size_t budget_;
   const bool zero_on_free_;
   Limit limit_;
   std::vector<std::uint32_t> references_;  // of pages below fresh_
-  std::array<std::vector<Handle>, kBlocks> handles_;
+  Handles handles_;
   std::set<PageId> free_;
   std::set<PageId> released_;  // absent pages below fresh_; all from fresh_ on are absent too
   PageId fresh_ = 0;
   std::size_t taken_ = 0;
+  std::vector<std::uint32_t> foreign_;  // references, by index from kForeign on
+  Handles foreign_handles_;
+  std::vector<PageId> foreign_removed_;  // indices that may be given again
 };
 
 }  // namespace vattn

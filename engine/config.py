@@ -130,6 +130,11 @@ class EngineConfig:
         "and all",
         metavar="SHARE",
     )
+    kv_share_prefixes: bool = option(
+        False,
+        "share cached prefixes with other engines of the `kv_pool` that have the same weights and settings: what one "
+        "has computed, the others map read-only, also after it has ended. On a CPU; for models without sliding windows",
+    )
     kv_store: str | os.PathLike[str] | None = option(
         None,
         "a folder in which prefixes survive the engine: what requests compute is written there, in the background, and "
@@ -344,6 +349,8 @@ class EngineConfig:
             if self.kv_pool is None:
                 raise ConfigError("kv_share is a share of a kv_pool; name the pool too")
             parse_share(self.kv_share)
+        if self.kv_share_prefixes and (self.kv_pool is None or not self.enable_prefix_caching):
+            raise ConfigError("kv_share_prefixes needs a kv_pool, and enable_prefix_caching=True")
         self._check_store()
         parse_bytes(self.swap_space, "swap_space")
         sizes = ("memory_budget", "kv_cache_memory_bytes", "gpu_memory_utilization")

@@ -359,8 +359,10 @@ class EngineCore:
             if reset_running_requests:
                 self._preempt_all()
             self.kv.evict_prefixes()
-            if self.stored is not None and not self.loaded.is_ours:
-                self.stored.stop()  # its weights may be others now
+            if not self.loaded.is_ours:  # its weights may be others now
+                self.kv.stop_sharing()
+                if self.stored is not None:
+                    self.stored.stop()
         return not self.scheduler.running
 
     def _preempt_all(self) -> None:
@@ -706,16 +708,31 @@ def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
         guard_rows=loaded.attention.guard_rows,
         chunk_tokens=config.max_num_batched_tokens,
         kv_options=config.kv_options,
-        pool=_pool_share(config),
+        pool=_pool_share(config, loaded),
     )
     return make_backend(config.kv, spec, kv_cache_dtype=config.kv_cache_dtype)
 
 
-def _pool_share(config: EngineConfig) -> PoolShare | None:
+def _pool_share(config: EngineConfig, loaded: LoadedModel) -> PoolShare | None:
     if config.kv_pool is None:
         return None
     least, most = (0, None) if config.kv_share is None else parse_share(config.kv_share)
-    return PoolShare(config.kv_pool, least, most, _label(config))
+    identity = _identity(config, loaded) if config.kv_share_prefixes else None
+    return PoolShare(config.kv_pool, least, most, _label(config), identity)
+
+
+def _identity(config: EngineConfig, loaded: LoadedModel) -> bytes:
+    """Of all that keys and values depend on but tokens and salt."""
+    start = time.monotonic()
+    identity = fingerprint(
+        loaded.model,
+        shape=loaded.shape,
+        attention=loaded.attention.name,
+        eager=config.enforce_eager,
+        stored=config.kv_cache_dtype,
+    )
+    logger.info("the weights were hashed in %.1f s", time.monotonic() - start)
+    return identity
 
 
 def _label(config: EngineConfig) -> str:
@@ -730,30 +747,16 @@ def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> St
         return None
     size = parse_bytes(config.kv_store_size, "kv_store_size")
     store = PrefixStore(config.kv_store, size)
-    start = time.monotonic()
-    identity = fingerprint(
-        loaded.model,
-        shape=loaded.shape,
-        attention=loaded.attention.name,
-        eager=config.enforce_eager,
-        stored=config.kv_cache_dtype,
-    )
     stored = StoredPrefixes(
         kv,
         store,
-        fingerprint=identity,
+        fingerprint=_identity(config, loaded),
         windows=_windows(loaded, kv),
         chunk_tokens=config.max_num_batched_tokens,
         label=_label(config),
         device=loaded.model.device,
     )
-    logger.info(
-        "prefixes are stored in %s: %s of %s; the weights were hashed in %.1f s",
-        store.path,
-        format_bytes(store.bytes),
-        format_bytes(size),
-        time.monotonic() - start,
-    )
+    logger.info("prefixes are stored in %s: %s of %s", store.path, format_bytes(store.bytes), format_bytes(size))
     return stored
 
 

@@ -238,6 +238,7 @@ def borrowed(kv: KVBackend) -> list[Metric]:
         "used": loan.usage.owned,
         "parked": loan.usage.parked,
         "cached": loan.usage.cached,
+        "shared": loan.usage.shared,
         "asked_back": loan.asked_back,
     }
     return [

@@ -31,6 +31,7 @@ from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission, as_ids, root_key
 from vattn.slots.backer import Backer
+from vattn.slots.exchange import Exchange
 from vattn.slots.kept import Kept
 from vattn.slots.parts import Parts
 from vattn.slots.prefixes import Prefixes
@@ -92,6 +93,7 @@ class KVCache(PoolMember):
             self._reclaimer = Reclaimer(parts)
             self._backer = Backer(parts, self._reclaimer)
             self._prefixes = Prefixes(parts, self._backer)
+            self._prefixes.exchange = Exchange.of(parts, layout, self._reclaimer)
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
@@ -170,7 +172,8 @@ class KVCache(PoolMember):
     @reading
     def find_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """How many tokens `admit` would find cached in whole token blocks: for an engine that has to choose a request,
-        or a router that has to choose an engine. It changes nothing, not even the order of eviction.
+        or a router that has to choose an engine. It changes nothing, not even the order of eviction. What only other
+        processes have (`PagePool.connect(fingerprint=)`) is not counted.
 
         Args:
             token_ids, salt: as for `admit`.
@@ -290,10 +293,20 @@ class KVCache(PoolMember):
         def plan(change: Change) -> None:
             for slot in list(self._slots.kept.rows):
                 self._slots.kept.forget(change, slot)
-            self._reclaimer.evict(change, self._ledger.budget + 1, wait=True, running=True, handle=handle)
+            most = self._ledger.budget + 1
+            self._reclaimer.evict(change, most, wait=True, running=True, handle=handle, everything=True)
 
         self._core.execute(plan)
         return self._core.free_pages - before
+
+    @atomic
+    def stop_sharing(self) -> None:
+        """Ends what `PagePool.connect(fingerprint=)` began, because what is computed may no longer be what the
+        fingerprint says: other processes find no block of this one any more, and this one none of theirs. What they
+        have mapped stays as it is until they give it up.
+        """
+        if self._prefixes.exchange is not None:
+            self._core.execute(self._prefixes.exchange.stop)
 
     @atomic
     def step(
@@ -655,6 +668,9 @@ class KVCache(PoolMember):
 
     def _forget(self) -> None:
         self._views = {}
+        if self._prefixes.exchange is not None:
+            self._prefixes.exchange.close()
+            self._prefixes.exchange = None
         self._slots.clear()
         self._bands.clear()
 

@@ -188,6 +188,12 @@ class PrefixIndex(Generic[B]):
             block.last_use = now
             self._queue(block)
 
+    def touch(self, block: B) -> None:
+        """Has a block without users evicted after those that were used before now."""
+        block.last_use = _tick()
+        self.unused -= 1
+        self._queue(block)
+
     def victims(self) -> Generator[B]:
         """Published blocks without users, in order of eviction. The caller may remove the current one."""
         seen = []

@@ -3,17 +3,24 @@
     restart   an engine writes what it computes into a store, and ends. The next one gets a prompt with the same start
               and a tail of its own. Its files are in the system's page cache, as after a restart, or on the disk only,
               as after a reboot. Beside it an engine without a store, which computes all.
+    replica   two engines, each a process, share the prefixes of one pool. The second gets a prompt with the same start.
+    killed    the first engine is killed, and a new one gets such a prompt.
 
 Times are to the first token, by the request's own metrics, in engines that have computed another prompt before.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import re
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,14 +33,24 @@ from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from vattn.broker.control import Control
+from vattn.broker.places import FOLDER_VARIABLE
+from vattn.broker.server import serve
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.kv.virtual import VirtualKV
+from vattn.pool.lent import LentCore
+from vattn.pool.shares import Shares
+from vattn.units import parse_bytes
 
-ABOUT = "time to first token of a prompt that another engine has computed: after a restart, from a store on disk"
+ABOUT = "time to first token of a prompt that another engine has computed: in its memory, or on disk after a restart"
 QUESTION = "What does a prompt cost that another engine has computed?"
 
 _TAIL = 32
 _GOAL = 0.1
 _FILES = ("page cache", "disk")
+_POOL = "bench"
+_POOL_BUDGET = "4GiB"
+_SHARED_GOALS = {2048: 0.1, 8192: 0.05}  # by tokens
 
 
 def run(quick: bool) -> Report:
@@ -44,6 +61,8 @@ def run(quick: bool) -> Report:
     figures: list[Row] = []
     for length in lengths:
         figures += _restart(model, length, rounds, series)
+    for length in lengths:
+        figures += _replicas(model, sizes, length, rounds, series)
     return Report(
         parameters={
             "model": sizes,
@@ -59,6 +78,26 @@ def run(quick: bool) -> Report:
             )
             for row in figures
             if row["files"] == _FILES[0]
+        ]
+        + [
+            Goal(
+                f"TTFT of {_WHERE[str(row['question'])]} over a cold one, {row['shared tokens']} tokens",
+                float(row["ratio"]),
+                "<=",
+                _SHARED_GOALS.get(int(row["shared tokens"]), _GOAL),
+            )
+            for row in figures
+            if row["question"] in _WHERE
+        ]
+        + [
+            Goal(
+                f"memory of both processes over the shared prompt's, {row['shared tokens']} tokens",
+                float(row["MiB of both"]) / float(row["MiB of the prompt"]),
+                "<=",
+                1.1,
+            )
+            for row in figures
+            if row["question"] == "replica"
         ],
         series=series,
     )
@@ -97,9 +136,142 @@ def _restart(model: PreTrainedModel, length: int, rounds: int, series: dict[str,
             "ratio": median(a / b for a, b in zip(seconds[files], seconds["cold"], strict=True)),
             "tokens found": found,
             "MiB on disk": stored_bytes / 2**20,
+            "MiB of the prompt": stored_bytes / 2**20,
+            "MiB of both": 0.0,
         }
         for files in _FILES
     ]
+
+
+_WHERE = {"replica": "a second replica", "killed": "an engine after the first was killed"}
+
+
+def _replicas(
+    model: PreTrainedModel, sizes: dict[str, Any], length: int, rounds: int, series: dict[str, list[float]]
+) -> list[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in ("cold", *_WHERE)}
+    rows: dict[str, Row] = {}
+    options = {"kv_pool": _POOL, "kv_share_prefixes": True}
+    for number in range(rounds):
+        rng = random.Random(number)
+        shared = _tokens(model, rng, length)
+        with _engine(model, length) as llm:
+            seconds["cold"].append(_first_token(llm, [*shared, *_tokens(model, rng, _TAIL)])[0])
+        with _pool(), _publisher(sizes, length, shared) as pid:
+            for name in _WHERE:
+                if name == "killed":
+                    os.kill(pid, signal.SIGKILL)
+                    while not _top()["kept"]:
+                        time.sleep(0.001)
+                with _engine(model, length, **options) as llm:
+                    while not _shares(llm).peers:
+                        time.sleep(0.001)
+                    taken, found = _first_token(llm, [*shared, *_tokens(model, rng, _TAIL)])
+                    seconds[name].append(taken)
+                    prompt = _shares(llm).foreign_pages * _shares(llm).directory.shape.page_size
+                    both = sum(map(_shared_bytes, (os.getpid(), pid))) if name == "replica" else 0
+                rows[name] = {
+                    "tokens found": found,
+                    "MiB on disk": 0.0,
+                    "MiB of the prompt": prompt / 2**20,
+                    "MiB of both": both / 2**20,
+                }
+    for name, each in seconds.items():
+        series[f"{name}, {length} tokens, s"] = each
+    return [
+        {
+            "question": name,
+            "shared tokens": length,
+            "files": "none",
+            "cold TTFT ms": 1e3 * median(seconds["cold"]),
+            "cold TTFT ms, written": 1e3 * median(seconds["cold"]),
+            "TTFT ms": 1e3 * median(seconds[name]),
+            "ratio": median(a / b for a, b in zip(seconds[name], seconds["cold"], strict=True)),
+            **rows[name],
+        }
+        for name in _WHERE
+    ]
+
+
+@contextmanager
+def _pool() -> Iterator[None]:
+    """A broker in a process of its own, in a folder of its own."""
+    before = os.environ.get(FOLDER_VARIABLE)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            with _process(_serve):
+                yield
+        finally:
+            if before is None:
+                del os.environ[FOLDER_VARIABLE]
+            else:
+                os.environ[FOLDER_VARIABLE] = before
+
+
+def _serve(ready: Connection) -> None:
+    serve(_POOL, parse_bytes(_POOL_BUDGET, "budget"), ready=lambda _: ready.send(None))
+
+
+def _top() -> dict[str, Any]:
+    with closing(Control(_POOL)) as control:
+        return control.ask("top")
+
+
+@contextmanager
+def _publisher(sizes: dict[str, Any], length: int, shared: list[int]) -> Iterator[int]:
+    """The number of a process whose engine has published a prompt, and does nothing more."""
+    with _process(_publish, sizes, length, shared) as process:
+        yield process
+
+
+def _publish(ready: Connection, sizes: dict[str, Any], length: int, shared: list[int]) -> None:
+    with _engine(qwen2(**sizes), length, kv_pool=_POOL, kv_share_prefixes=True) as llm:
+        _first_token(llm, shared)
+        directory = _shares(llm).directory
+        while sum(1 for _ in directory.entries()) < length // directory.shape.block_tokens:
+            time.sleep(0.01)
+        ready.send(None)
+        signal.pause()
+
+
+@contextmanager
+def _process(body: Any, *arguments: Any) -> Iterator[int]:
+    """The number of a process that runs this, and is ready; it is killed at the end."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=body, args=(there, *arguments), daemon=True)
+    with ExitStack() as stack:
+        stack.callback(here.close)
+        process.start()
+        there.close()
+        stack.callback(process.join)
+        stack.callback(process.kill)
+        here.recv()
+        assert process.pid is not None
+        yield process.pid
+
+
+def _shares(llm: LLM) -> Shares:
+    assert isinstance(llm.core.kv, VirtualKV)
+    core = llm.core.kv.cache._core
+    assert isinstance(core, LentCore)
+    assert core.shares is not None
+    return core.shares
+
+
+def _shared_bytes(pid: int) -> int:
+    """A process's proportional share of those pages of caches that several processes have mapped."""
+    total, sizes = 0, dict[str, int]()
+    cache = False
+    for line in [*Path(f"/proc/{pid}/smaps").read_text().splitlines(), "0-0 end"]:
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            if cache and sizes["Pss"] < sizes["Rss"]:
+                total += 1024 * sizes["Pss"]
+            cache = "/memfd:vattn" in line
+        elif line.startswith(("Pss:", "Rss:")):
+            sizes[line[:3]] = int(line.split()[1])
+    return total
 
 
 @contextmanager
@@ -150,6 +322,22 @@ def compare(record: Record) -> list[Comparison]:
             of="rounds",
         )
         for row in record["figures"]
+        if row["question"] == "restart"
+    ] + [
+        Comparison(
+            f"The first token of a prompt of which {row['shared tokens']:,} tokens are in another engine's memory "
+            f"takes {{}} times as long as one that is computed, in {_WHERE[row['question']]}",
+            record,
+            by_round(
+                record,
+                f"{row['question']}, {row['shared tokens']} tokens, s",
+                f"cold, {row['shared tokens']} tokens, s",
+            ),
+            higher_is_better=False,
+            of="rounds",
+        )
+        for row in record["figures"]
+        if row["question"] in _WHERE
     ]
 
 
@@ -159,9 +347,15 @@ def draw(axes: Any, record: Record) -> None:
     for files in _FILES:
         times = [row["TTFT ms"] for row in figures if row["files"] == files]
         axes.plot(lengths, times, marker="o", linestyle="-" if files == _FILES[0] else "--", label=f"from the {files}")
+    for name in _WHERE:
+        found = [row for row in figures if row["question"] == name]
+        if found:
+            axes.plot(
+                [row["shared tokens"] for row in found], [row["TTFT ms"] for row in found], marker="s", label=name
+            )
     cold = [next(row["cold TTFT ms"] for row in figures if row["shared tokens"] == length) for length in lengths]
     axes.plot(lengths, cold, **theme.style("paged"), label="computed")
-    best = min(row["ratio"] for row in figures)
+    best = min(row["ratio"] for row in figures if row["question"] == "restart")
     axes.set_title(f"After a restart, a stored prompt's first token takes {best:.2f} times as long as a computed one's")
     axes.set(xlabel="tokens of the shared start", ylabel="ms to the first token", ylim=(0, None))
     axes.set_xticks(lengths)

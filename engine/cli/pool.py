@@ -86,14 +86,27 @@ def table(top: dict[str, Any]) -> list[str]:
     """What `vattn pool top` prints, of the broker's answer."""
     from vattn.units import format_bytes
 
-    sizes = ("at_least", "at_most", "lease", "owned", "parked", "cached", "asked", "asked_back")
-    header = ["borrower", "guaranteed", "at most", "lent", "used", "parked", "cached", "asked back", "given back"]
+    sizes = ("at_least", "at_most", "lease", "owned", "parked", "cached", "shared", "asked", "asked_back")
+    header = (
+        "borrower",
+        "guaranteed",
+        "at most",
+        "lent",
+        "used",
+        "parked",
+        "cached",
+        "shared",
+        "asked back",
+        "given back",
+    )
     rows = [
         [each["name"] + (" (lost)" if each["lost"] else ""), *(format_bytes(each[size]) for size in sizes)]
         for each in top["borrowers"]
     ]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [f"{top['pool']} on {top['device']}: {format_bytes(top['budget'])}, {format_bytes(top['free'])} free", ""]
+    kept = f", {format_bytes(top['kept'])} cached of engines that have ended" if top["kept"] else ""
+    free = f"{format_bytes(top['budget'])}, {format_bytes(top['free'])} free"
+    lines = [f"{top['pool']} on {top['device']}: {free}{kept}", ""]
     for row in [header, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())

@@ -208,6 +208,10 @@ class KVBackend(KVSource, Protocol):
         """Evict every cached block that no running request uses; returns the units of memory that this frees."""
         ...
 
+    def stop_sharing(self) -> None:
+        """Share nothing with other processes any more: what is computed may be something else from here on."""
+        ...
+
     def trim(self) -> int:
         """Give the memory that neither requests nor cached blocks use back to the machine; returns its bytes.
 
@@ -317,6 +321,9 @@ class PlainStore:
     @property
     def loan(self) -> Loan | None:
         return None
+
+    def stop_sharing(self) -> None:
+        pass
 
     def trim(self) -> int:
         raise ConfigError(

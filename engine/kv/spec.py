@@ -26,12 +26,14 @@ class PoolShare:
         name: the pool.
         at_least, at_most: bytes; None for the whole budget.
         label: what `vattn pool top` calls the borrower.
+        fingerprint: of what is shared with other processes; None for nothing.
     """
 
     name: str
     at_least: int
     at_most: int | None
     label: str
+    fingerprint: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,9 @@ class VirtualKV(ContiguousKV):
     def evict_prefixes(self) -> int:
         return self.cache.evict_prefixes()
 
+    def stop_sharing(self) -> None:
+        self.cache.stop_sharing()
+
     def trim(self) -> int:
         return self.cache.trim()
 
@@ -172,4 +175,5 @@ def _connect(config: KVConfig, share: PoolShare) -> PagePool:
         page_size=layout.page_size,
         guard=config.guard,
         zero_on_free=config.zero_on_free,
+        fingerprint=share.fingerprint,
     )

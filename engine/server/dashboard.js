@@ -561,6 +561,8 @@ function drawKvPool() {
     }
     parts.push(svg("path", { d: `M${at} 0V16`, class: "grid" }));
   }
+  box(pool.kept, ["p0", "stripes"]);
+  sums.cached += pool.kept;
   box(sums.free, ["free"]);
   $("kv-pool").replaceChildren(...parts);
   const known = pool.reachable && pool.free !== null;
@@ -581,7 +583,7 @@ function drawKvPool() {
     $("kv-pool-rows"),
     pool.borrowers.map((engine) => [
       [engine.name + (engine.lost ? " (lost)" : ""), "", engine.name],
-      ...["at_least", "at_most", "lease", "owned", "parked", "cached", "asked", "asked_back"].map((key) => [bytes(engine[key])]),
+      ...["at_least", "at_most", "lease", "owned", "parked", "cached", "shared", "asked", "asked_back"].map((key) => [bytes(engine[key])]),
     ]),
   );
 }

@@ -14,7 +14,9 @@ from vattn.errors import VattnError
 _AGE = 1.0  # seconds for which an answer is shown
 _GLANCE = 0.1  # seconds for an answer to come; then the last one is shown again
 _PATIENCE = 1.0  # seconds after which a broker does not answer
-_BORROWER = ("name", "at_least", "at_most", "lease", "owned", "parked", "cached", "asked", "asked_back", "lost")
+_BORROWER = (
+    *("name", "at_least", "at_most", "lease", "owned", "parked", "cached", "shared", "asked", "asked_back", "lost"),
+)
 
 
 class PoolReader:
@@ -43,6 +45,7 @@ class PoolReader:
             "reachable": loan.reachable and top is not None,
             "budget": loan.budget if top is None else top["budget"],
             "free": None if top is None else top["free"],
+            "kept": 0 if top is None else top["kept"],
             "borrowers": [] if top is None else [{key: each[key] for key in _BORROWER} for each in top["borrowers"]],
         }
 

@@ -46,6 +46,7 @@ _HELP = {
     "vattn:pool_used_bytes": "What running requests have of the pool.",
     "vattn:pool_parked_bytes": "What no request and no cached prefix has.",
     "vattn:pool_cached_bytes": "What cached prefixes have that no request uses.",
+    "vattn:pool_shared_bytes": "Of prefixes that other engines hold, which this one has mapped.",
     "vattn:pool_asked_back_bytes": "What the broker wants back now.",
     "vattn:pool_given_back_bytes": "What the broker asked for and got back.",
     "vattn:pool_free_bytes": "What nobody has of the pool.",

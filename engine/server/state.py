@@ -49,10 +49,11 @@ class StateReader:
         slot_tokens     tokens that a slot can hold
         driver          map_calls, unmap_calls, waits, wait_seconds
         kv_pool         with a pool that a broker lends, else null: name; borrower, what the broker calls this engine;
-                        reachable, whether the broker answers; budget, free: bytes of the pool; and of each of the
-                        borrowers name, lost (its connection), and in bytes at_least, at_most, lease, owned, parked,
-                        cached, asked (wanted back now), asked_back (given back so far). Without an answer, free is null
-                        and borrowers is empty
+                        reachable, whether the broker answers; budget, free: bytes of the pool; kept: of cached prefixes
+                        whose engine has ended; and of each of the borrowers name, lost (its connection), and in bytes
+                        at_least, at_most, lease, owned, parked, cached, shared (of others' prefixes), asked (wanted
+                        back now), asked_back (given back so far). Without an answer, free is null and borrowers is
+                        empty
     """
 
     def __init__(self, engine: AsyncEngine, metrics: Exporter, model: str) -> None:

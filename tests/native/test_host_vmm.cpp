@@ -948,3 +948,47 @@ TEST(every_call_from_any_thread) {
   CHECK_EQ(wrong, 0);
   nothing_left.check();
 }
+
+// What another process has given out is mapped read-only, counts nowhere, and is not given back.
+TEST(foreign_memory_is_only_mapped) {
+  const NothingLeft nothing;
+  const int number = open_host_file(12);
+  AllocationProp prop = host_prop(12 | number << kFileShift);
+  Handle mine = 0;
+  CHECK_EQ(vmm.create(&mine, kPage, &prop, 0), kSuccess);
+  const std::size_t bytes = host_usage().physical_bytes;
+  const int descriptor = host_file_descriptor(12, number);
+  const int readable = open(("/proc/self/fd/" + std::to_string(descriptor)).c_str(), O_RDONLY | O_CLOEXEC);
+  CHECK_EQ(pwrite(descriptor, "x", 1, offset_in_file(mine)), 1);
+  const int foreign = open_foreign_file(12, readable);
+  close(readable);
+  const Handle theirs = foreign_memory(12, foreign, offset_in_file(mine));
+  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, 1 << 20));
+  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, 1));
+  CHECK_THROWS(std::system_error, open_foreign_file(12, -1));
+  CHECK_EQ(host_usage().physical_bytes, bytes);
+  AllocationProp of_foreign = host_prop(12 | foreign << kFileShift);
+  Handle none = 0;
+  CHECK_EQ(vmm.create(&none, kPage, &of_foreign, 0), kInvalidValue);
+
+  Address at = 0;
+  CHECK_EQ(vmm.address_reserve(&at, kPage, 0, 0, 0), kSuccess);
+  CHECK_EQ(vmm.map(at, kPage, 0, theirs, 0), kSuccess);
+  const AccessDesc writable{{kLocationHost, 12}, static_cast<unsigned>(Access::kReadWrite)};
+  const AccessDesc read_only{{kLocationHost, 12}, static_cast<unsigned>(Access::kRead)};
+  CHECK(vmm.set_access(at, kPage, &writable, 1) != kSuccess);
+  CHECK_EQ(vmm.set_access(at, kPage, &read_only, 1), kSuccess);
+  CHECK_EQ(*reinterpret_cast<const char*>(at), 'x');
+  CHECK_EQ(vmm.unmap(at, kPage), kSuccess);
+  CHECK_EQ(vmm.release(theirs), kSuccess);
+  CHECK_EQ(vmm.address_free(at, kPage), kSuccess);
+  close_host_file(12, foreign);
+
+  leave_in_file(mine);
+  CHECK_EQ(vmm.release(mine), kSuccess);
+  close_host_file(12, number);
+  char kept = 0;
+  CHECK_EQ(pread(descriptor, &kept, 1, 0), 1);
+  CHECK_EQ(kept, 'x');
+  close(descriptor);
+}

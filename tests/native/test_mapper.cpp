@@ -534,10 +534,10 @@ TEST(read_only_mappings_are_writable_where_the_provider_refuses_them) {
   mapper.wait(mapper.submit(transaction));
   CHECK(transaction->status() == Status::kDone);
   space->check();
-  std::vector<std::uint32_t> holders(pool->used()), writers(pool->used());
-  space->count(holders, writers);
-  CHECK_EQ(holders[0], 2u);
-  CHECK_EQ(writers[0], 1u);  // by the books, which no fault enforces here
+  std::unordered_map<PageId, AddressSpace::Users> users;
+  space->count(users);
+  CHECK_EQ(users[0].holders, 2u);
+  CHECK_EQ(users[0].writers, 1u);  // by the books, which no fault enforces here
   mapper.submit(std::make_shared<Transaction>());
 }
 

@@ -251,7 +251,7 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
 
 // Made and dropped a hundred thousand times, where a pass over the budget would take minutes.
 TEST(a_pool_costs_nothing_for_its_budget) {
-  constexpr std::size_t kBudget = std::numeric_limits<PageId>::max();
+  constexpr std::size_t kBudget = PagePool::kForeign;
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < 100'000; ++i) {
     PagePool pool(4096, kBudget);
@@ -285,4 +285,23 @@ TEST(handles_stay_where_they_are) {
     CHECK_EQ(&pool.handle(page), places[page]);
     CHECK_EQ(*places[page], page + 1);
   }
+}
+
+TEST(foreign_pages_have_no_part_in_the_budget) {
+  PagePool pool(4096, 2);
+  const PageId page = pool.add_foreign(77);
+  CHECK(PagePool::foreign(page));
+  CHECK_EQ(pool.references(page), 0u);
+  CHECK_THROWS(std::logic_error, pool.drop(page));
+  pool.retain(page);
+  CHECK_EQ(pool.handle(page), 77u);
+  CHECK_THROWS(std::logic_error, pool.remove_foreign(page));
+  CHECK(!pool.drop(page));  // not free: it is another's
+  pool.undo_drop(page);
+  CHECK_EQ(pool.references(page), 1u);
+  pool.drop(page);
+  CHECK_EQ(pool.counts().absent, 2u);
+  pool.check();
+  CHECK_EQ(pool.remove_foreign(page), 77u);
+  CHECK_EQ(pool.add_foreign(78), page);
 }

@@ -9,6 +9,8 @@ borrower may have now. The memory itself is the borrower's: on a CPU one memfd, 
 when the borrower joins; on CUDA what the driver gave to the process. So one page is never in two processes because of a
 mistake in the books, a page that changes hands is given back to the system and comes from it anew, which zeroes it, and
 nobody gets another's descriptor. The broker's own descriptors serve to count: what the file holds, says the kernel.
+Borrowers that share prefixes are the exception: they get read-only descriptors of each other (`directory.py`), and what
+one has published is the broker's once its process has ended (`kept.py`).
 
 **A lease is a level**, in bytes, not a number of grants and returns, and every message states it whole. A message of
 the broker has a number, higher than all before; the borrower takes the highest and drops others. Only the broker raises

@@ -44,6 +44,7 @@ class Account:
         short: whether it was told that there is no more to be had.
         lost: it has no connection, but its process lives.
         asked_back: bytes that it was asked for and gave, so far.
+        shared: bytes of others, or of the broker, that it has mapped.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Account:
     short: bool = False
     lost: bool = False
     asked_back: int = 0
+    shared: int = 0
     waiting_since: float = 0.0
 
     @property
@@ -106,16 +108,19 @@ class Books:
 
     Attributes:
         accounts: in the order in which they joined.
+        kept: bytes of published blocks whose process has ended; `evictable`: those that can be given up.
+        evict: bytes of these that are to be given up, for somebody who lacks them.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.accounts: list[Account] = []
+        self.kept = self.evictable = self.evict = 0
 
     @property
     def available(self) -> int:
         """Bytes that nobody has; negative while there is more than the budget."""
-        return self.budget - sum(account.charge for account in self.accounts)
+        return self.budget - self.kept - sum(account.charge for account in self.accounts)
 
     def join(self, name: str, *, page: int, at_least: int = 0, at_most: int | None = None, lease: int = 0) -> Account:
         """Opens an account.
@@ -166,7 +171,7 @@ class Books:
             raise ConfigError("a borrower answers what it was never told")
         if (account.owned, account.parked, account.cached) != tuple(message[n] for n in ("owned", "parked", "cached")):
             account.rest = 0.0
-        for name in ("owned", "parked", "cached", "oldest", "urgent"):
+        for name in ("owned", "parked", "cached", "oldest", "urgent", "shared"):
             setattr(account, name, message[name])
         wish, account.wish = account.wish, message["wish"]
         account.reported, account.silent = now, False
@@ -238,7 +243,7 @@ class Books:
     def due(self, now: float) -> float | None:
         """Seconds until `settle` may have something to do although nothing was reported; None: never."""
         times = [account.asked + PATIENCE for account in self.accounts if account.give is not None]
-        if any(True for _ in self._wanting()) or any(a.lease > a.at_most for a in self.accounts):
+        if self.wanting or any(a.lease > a.at_most for a in self.accounts):
             times += [account.rest for account in self.accounts if account.rest > now]
             times += [a.probed + PATIENCE for a in self.accounts if a.probed > a.reported and not a.silent]
         return max(0.001, min(times) - now) if times else None
@@ -256,16 +261,23 @@ class Books:
             "stage": account.stage,
         }
 
+    @property
+    def wanting(self) -> bool:
+        """Whether anybody wants more than they have."""
+        return any(True for _ in self._wanting())
+
     def top(self) -> dict[str, Any]:
         """What `vattn pool top` shows."""
         return {
             "budget": self.budget,
             "free": self.available,
+            "kept": self.kept,
             "borrowers": [
                 {
                     "name": account.name,
                     **{name: getattr(account, name) for name in ("at_least", "at_most", "lease", "want", "owned")},
                     **{name: getattr(account, name) for name in ("parked", "cached", "found", "asked_back", "lost")},
+                    "shared": account.shared,
                     "asked": 0 if account.give is None else account.lease - account.give,
                     "page": account.page,
                 }
@@ -332,6 +344,13 @@ class Books:
         for account in others:
             if missing > 0 and account not in asked and account.parked:
                 ask(account, account.unused * (asker.urgent == NEEDED) + account.parked, "parked")
+        waits = coming > 0
+        if missing > 0 and self.evictable > 0:
+            amount = min(missing, self.evictable)
+            self.evict += amount
+            self.evictable -= amount
+            missing -= amount
+            waits = True
         old = [account for account in others if account not in asked and account.cached and account.oldest is not None]
         for account in sorted(old, key=lambda account: account.oldest or 0):
             mine = asker.oldest if asker.cached else None
@@ -343,7 +362,6 @@ class Books:
             for account in sorted(all_others, key=lambda account: account.at_least - account.lease):
                 if missing > 0 and account not in asked and account.lease > account.at_least:
                     ask(account, account.lease - account.at_least, "all")
-        waits = coming > 0
         if missing > 0 and not asked:  # what is known may be out of date
             for account in self.accounts:
                 if account is asker or account.lost or account.silent or account.give is not None:

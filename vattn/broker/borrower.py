@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import selectors
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from vattn.broker.directory import Directory
 from vattn.broker.lease import Lease
 from vattn.broker.places import check_name, socket_path
 from vattn.broker.wire import AHEAD, ASKED, NEEDED, VERSION, Message, Reader, WireError, encode
@@ -35,12 +37,14 @@ class Usage:
 
     Attributes:
         oldest: when the cached block to be evicted next was last used, in nanoseconds of the monotonic clock.
+        shared: of other processes, which count there.
     """
 
     owned: int = 0
     parked: int = 0
     cached: int = 0
     oldest: int | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class Lent(Protocol):
 
         For the stage "all" it takes no more than the level from now on, whether it is reached or not.
         """
+
+    def tend(self) -> bool:
+        """Looks after what it shares with other processes; whether there is more to do now."""
+
+    def meet(self, memory: int, directory: int) -> None:
+        """Takes descriptors of another process's memory and directory."""
+
+    def known(self) -> list[tuple[int, int]] | None:
+        """Such descriptors of those that it has met, to be closed by the caller; None if a call is in progress."""
 
 
 class Borrower:
@@ -139,6 +152,9 @@ class Borrower:
         self._short_since = 0.0
         self._given_back = 0
         self._lent: weakref.ref[Lent] | None = None
+        self._directory: Directory | None = None
+        self._shares_told = False  # the broker has the directory
+        self._received: list[int] = []  # descriptors that no message has claimed yet
         self.budget, self.chunk = 0, 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -156,9 +172,14 @@ class Borrower:
 
     def start(self, lent: Lent) -> None:
         """Starts the thread, for a pool that is not kept alive by it."""
-        self._lent = weakref.ref(lent, lambda _: self._call())
+        self._lent = weakref.ref(lent, lambda _: self.wake())
         self._thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
         self._thread.start()
+
+    def share(self, directory: Directory) -> None:
+        """Has the broker tell other processes of the pool's published blocks, and the pool of theirs."""
+        self._directory, self._shares_told = directory, False
+        self.wake()
 
     @property
     def level(self) -> int:
@@ -214,7 +235,7 @@ class Borrower:
             self._want, self._urgent = level, AHEAD
             self._lease.short = False
             self._dirty = True
-        self._call()
+        self.wake()
 
     def wait(self, level: int, seconds: float, *, needed: bool) -> bool:
         """Asks for a level, and waits until it is there, the broker says that it has no more, or time is up; whether
@@ -237,7 +258,7 @@ class Borrower:
             self._wish += 1
             self._lease.short = False
             self._waiting, self._stands_until = True, time.monotonic() + seconds + _STANDING
-            self._call()
+            self.wake()
 
             def settled() -> bool:
                 short = self._lease.short and self._lease.answered == self._wish
@@ -252,7 +273,7 @@ class Borrower:
                     self._want, self._urgent = before, AHEAD
                 else:  # what was asked of others for it is on its way, and would go to whoever wants it ahead of need
                     self._urgent = ASKED
-                self._call()
+                self.wake()
             return self._lease.level >= level
 
     def close(self) -> None:
@@ -263,7 +284,7 @@ class Borrower:
                 with contextlib.suppress(OSError):  # it is not connected yet
                     self._joining.shutdown(socket.SHUT_RDWR)
             self._changed.notify_all()
-        self._call()
+        self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         elif self._thread is None:
@@ -278,6 +299,7 @@ class Borrower:
         for connection in (self._socket, self._joining):
             if connection is not None:
                 connection.close()
+        self._drop_received()
         self._wake, self._socket, self._joining, self._thread = -1, None, None, None
         self._trouble = "this process is a fork of the borrower's"
 
@@ -312,6 +334,7 @@ class Borrower:
 
     def turn(self) -> float:
         """Says what is to be said; for how many seconds nothing else is."""
+        more = self._tend()
         if self._socket is None:
             try:
                 self._connect()
@@ -321,6 +344,10 @@ class Borrower:
         lent = self._lent() if self._lent is not None else None
         if lent is None:
             return 0.0
+        if self._directory is not None and not self._shares_told:
+            self._introduce(lent, self._directory)
+            if self._socket is None:
+                return _AGAIN
         give, before = self._lease.give, self._lease.level
         waiting = _HEARTBEAT
         lent.raise_to(self._lease.allowed)
@@ -347,13 +374,14 @@ class Borrower:
                 self._want, self._urgent, self._dirty = self._lease.level, AHEAD, True
         if self._dirty or time.monotonic() >= self._due:
             self._report(lent)
-        return waiting
+        return _REDUCING if more else waiting
 
     def receive(self) -> None:
         """Takes what the broker sent."""
         assert self._socket is not None
         try:
-            data = self._socket.recv(2**16)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 4, socket.MSG_CMSG_CLOEXEC)
+            self._received += descriptors
             if not data:
                 raise ConnectionResetError("it has ended")
             for message in self._reader.feed(data):
@@ -366,6 +394,9 @@ class Borrower:
     def _take(self, message: Message) -> None:
         if message["kind"] == "refused":
             raise ConfigError(message["why"])
+        if message["kind"] == "peer":
+            self._meet()
+            return
         if message["kind"] != "lease":
             raise WireError(f"a message of kind {message['kind']} does not belong here")
         with self._changed:
@@ -377,6 +408,41 @@ class Borrower:
                 if lent is not None:
                     lent.raise_to(self._lease.allowed)
                 self._changed.notify_all()
+
+    # Prefixes that processes share
+
+    def _tend(self) -> bool:
+        lent = self._lent() if self._lent is not None and self._directory is not None else None
+        try:
+            return lent is not None and not self._waiting and lent.tend()
+        except Exception:  # what is lent is to go on
+            _log.exception("pool %r: prefixes are shared no more", self.pool)
+            self._directory = None
+            return False
+
+    def _meet(self) -> None:
+        lent = self._lent() if self._lent is not None else None
+        if lent is not None and len(self._received) == 2:
+            lent.meet(*self._received)
+            self._received.clear()
+        self._drop_received()  # where the process has no room for all descriptors, too
+
+    def _introduce(self, lent: Lent, directory: Directory) -> None:
+        """Gives the broker the directory, and, of those who have ended since an earlier broker, what they have left."""
+        known = lent.known()
+        if known is None:
+            return
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [encode("share")], [directory.fileno()])
+            for files in known:
+                socket.send_fds(self._socket, [encode("orphan")], files)
+            self._shares_told = True
+        except OSError as error:
+            self._part(str(error))
+        finally:
+            for descriptor in itertools.chain(*known):
+                os.close(descriptor)
 
     def _report(self, lent: Lent) -> None:
         usage = lent.usage(wait=not self._waiting)
@@ -392,6 +458,7 @@ class Borrower:
                 "parked": usage.parked,
                 "cached": usage.cached,
                 "oldest": usage.oldest,
+                "shared": usage.shared,
             }
         self._due = time.monotonic() + _HEARTBEAT
         assert self._socket is not None
@@ -435,6 +502,7 @@ class Borrower:
         with self._changed:
             self._joining = None
             self._socket, self._reader, self._trouble, self._dirty = connection, reader, "", True
+            self._shares_told = False
             self.name, self.budget, self.chunk = (answers[0][key] for key in ("name", "budget", "chunk"))
             self._due = 0.0
             self._lease.joined(answers[0])
@@ -451,9 +519,14 @@ class Borrower:
             if self._socket is not None:
                 self._socket.close()
             self._socket = None
+            self._drop_received()
             self._changed.notify_all()
 
-    def _call(self) -> None:
+    def _drop_received(self) -> None:
+        while self._received:
+            os.close(self._received.pop())
+
+    def wake(self) -> None:
         """Wakes the thread, if it still runs: its descriptor may be anybody's since."""
         with self._changed:
             if self._wake >= 0:
@@ -467,6 +540,7 @@ class Borrower:
                 self._socket.sendall(encode("leave"))
             self._socket.close()
             self._socket = None
+        self._drop_received()
         self._trouble = self._trouble or "it was left"
         with self._changed:
             wake, self._wake = self._wake, -1

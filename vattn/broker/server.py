@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vattn.broker.books import Account, Books
+from vattn.broker.directory import NoDirectory, OwnDirectory, read_only, started
+from vattn.broker.kept import Kept, problems
 from vattn.broker.notes import Notes
 from vattn.broker.places import check_name, socket_path
 from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
@@ -28,6 +30,8 @@ from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
 _MOST_CONNECTIONS = 128  # whose answer to `top` fits into a message
+_MOST_KEPT = 64  # processes that have ended of which more is kept than what others have mapped
+_MOST_DESCRIPTORS = 2  # that no message has claimed
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
 _GREETING = 5.0  # seconds in which a connection has to say what it is for
 _AUDIT = 1.0  # seconds between looks at the borrowers' files
@@ -68,6 +72,8 @@ class _Borrower:
         peer: its connection; None if that was lost.
         started: when the process did.
         leaving: its pool is closed, so that its memory only becomes less.
+        directory: of what it has published; None if it shares nothing.
+        told: the directories that it was told of.
     """
 
     account: Account
@@ -78,6 +84,8 @@ class _Borrower:
     peer: _Peer | None
     started: int
     leaving: bool = False
+    directory: OwnDirectory | None = None
+    told: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Broker:
@@ -103,6 +111,7 @@ class Broker:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._peers: set[_Peer] = set()
         self._borrowers: list[_Borrower] = []
+        self._kept: list[Kept] = []
         self._stopping = False
         self._audited = 0.0
         self._untold: dict[Account, None] = {}
@@ -135,6 +144,9 @@ class Broker:
         now = time.monotonic()
         due = self.books.due(now)
         waits = [_AUDIT] if due is None else [_AUDIT, due]
+        for kept in self._kept:
+            if kept.tidy():
+                waits.append(0.0)
         ready = self._selector.select(min(waits if timeout is None else [*waits, timeout]))
         for key, events in ready:
             key.data(events)
@@ -148,6 +160,7 @@ class Broker:
             self._notes.try_again()
             self.audit()
         self._settle()
+        self._introduce()
 
     def close(self) -> None:
         """Closes everything. The socket's file goes, unless it is another broker's."""
@@ -155,6 +168,9 @@ class Broker:
             self._forget(peer)
         for borrower in [*self._borrowers]:
             self._bury(borrower)
+        for kept in self._kept:
+            kept.close()
+        self._kept.clear()
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._notes.close()
@@ -165,7 +181,13 @@ class Broker:
         os.close(self._lock)
 
     def audit(self) -> None:
-        """Looks at what the borrowers' files hold."""
+        """Looks at what the borrowers' files hold, and those of processes that have ended."""
+        for kept in [*self._kept]:
+            if kept.gone:
+                self._kept.remove(kept)
+                kept.directory.end()
+                kept.close()
+        self._look_at_kept()
         for borrower in [*self._borrowers]:
             account = borrower.account
             self._look_at(borrower)
@@ -187,15 +209,15 @@ class Broker:
 
     def check(self) -> list[str]:
         """What does not agree between the books and the kernel; nothing, if all is well."""
-        problems: list[str] = []
+        wrong: list[str] = []
         try:
             self.books.check()
         except AssertionError as error:
-            problems.append(str(error))
+            wrong.append(str(error))
         if sum(account.lease for account in self.books.accounts) > self.books.budget:
-            problems.append("leases are more than the budget")
+            wrong.append("leases are more than the budget")
         if [borrower.account for borrower in self._borrowers] != self.books.accounts:
-            problems.append("the books have borrowers that are not there, or lack some")
+            wrong.append("the books have borrowers that are not there, or lack some")
         expected = {self._listener.fileno(), self._wake, self._lock}
         expected |= {peer.socket.fileno() for peer in self._peers} | {fd for p in self._peers for fd in p.received}
         for borrower in self._borrowers:
@@ -204,18 +226,27 @@ class Broker:
                 expected.add(borrower.memory)
             account = borrower.account
             if not Path("/proc", str(borrower.pid)).exists():
-                problems.append(f"the process of {account.name} has ended")
+                wrong.append(f"the process of {account.name} has ended")
+            if borrower.memory is not None and borrower.directory is not None:
+                expected.add(borrower.directory.fileno())
+                found = problems(borrower.directory, borrower.memory)
+                wrong += [f"{account.name}: {each}" for each in found]
             if borrower.memory is not None and (held := os.fstat(borrower.memory).st_blocks * 512) > account.lease:
-                problems.append(f"{account.name} has {held} bytes and a lease of {account.lease}")
+                wrong.append(f"{account.name} has {held} bytes and a lease of {account.lease}")
+        for kept in self._kept:
+            expected |= {kept.memory, kept.directory.fileno()} | ({kept.process} if kept.process >= 0 else set())
+            wrong += [f"of a process that has ended: {each}" for each in problems(kept.directory, kept.memory)]
+        if self.books.kept != sum(kept.bytes for kept in self._kept):
+            wrong.append("blocks of processes that have ended are miscounted")
         for descriptor in expected:
             if not Path("/proc/self/fd", str(descriptor)).is_symlink():
-                problems.append(f"descriptor {descriptor} is not open")
+                wrong.append(f"descriptor {descriptor} is not open")
         memories = _memories() - self._before
         if strays := memories - expected:
-            problems.append(f"{len(strays)} descriptors of memory that no borrower has")
+            wrong.append(f"{len(strays)} descriptors of memory that no borrower has")
         if self._notes.trouble:
-            problems.append(f"leases cannot be noted for the next broker: {self._notes.trouble}")
-        return problems
+            wrong.append(f"leases cannot be noted for the next broker: {self._notes.trouble}")
+        return wrong
 
     # Connections
 
@@ -259,8 +290,8 @@ class Broker:
         if not data:
             self._lose(peer)
             return
-        if not whole or len(peer.received) > 1:
-            self._drop(peer, "it sent more descriptors than one")
+        if not whole or len(peer.received) > _MOST_DESCRIPTORS:
+            self._drop(peer, "it sent more descriptors than belong to a message")
             return
         try:
             for message in peer.reader.feed(data):
@@ -323,9 +354,17 @@ class Broker:
             self.books.report(peer.borrower.account, message, time.monotonic())
             self._look_at(peer.borrower)
         elif kind == "leave" and peer.borrower is not None:
-            peer.borrower.leaving = True
+            borrower = peer.borrower
+            borrower.leaving = True
             self._lose(peer)
+            if borrower.directory is not None and any(borrower.directory.entries()):
+                self._ended(borrower, lives=True)
             self.audit()
+        elif kind == "share" and peer.borrower is not None and peer.received:
+            self._share(peer.borrower, peer.received.pop())
+        elif kind == "orphan" and peer.borrower is not None and len(peer.received) == 2:
+            self._adopt(*peer.received)
+            peer.received.clear()
         elif kind == "join" and peer.borrower is None and not peer.controls:
             self._join(peer, message)
         elif kind in ("top", "limit", "reclaim", "check") and peer.borrower is None:
@@ -418,13 +457,19 @@ class Broker:
                 if (other.st_dev, other.st_ino) == (found.st_dev, found.st_ino):
                     raise ConfigError("the memory is another borrower's")
 
-    def _ended(self, borrower: _Borrower) -> None:
-        """A process has ended, or a pool of it, and the system has taken the memory back."""
+    def _ended(self, borrower: _Borrower, *, lives: bool = False) -> None:
+        """A process has ended, or, if it lives, a pool of it. The system has taken the memory back, but for what was
+        published, which stays.
+        """
         if borrower not in self._borrowers:  # something else that came at the same time has ended it
             return
         _log.info("%s has left (process %d)", borrower.account.name, borrower.pid)
         if borrower.peer is not None:
             self._forget(borrower.peer)
+        if borrower.directory is not None and borrower.memory is not None:
+            process = os.dup(borrower.process) if lives else -1
+            self._keep(Kept(borrower.memory, borrower.directory, process))
+            borrower.memory = borrower.directory = None
         self.books.remove(borrower.account)
         self._bury(borrower)
 
@@ -435,6 +480,120 @@ class Broker:
         os.close(borrower.process)
         if borrower.memory is not None:
             os.close(borrower.memory)
+        if borrower.directory is not None:
+            borrower.directory.close()
+
+    # Prefixes that borrowers share
+
+    def _share(self, borrower: _Borrower, descriptor: int) -> None:
+        try:
+            directory = OwnDirectory(descriptor)
+        except NoDirectory as error:
+            os.close(descriptor)
+            raise ConfigError(str(error)) from None
+        if borrower.directory is not None or borrower.memory is None:
+            directory.close()
+            raise ConfigError("it shares its memory already, or has none that can be shared")
+        borrower.directory = directory
+
+    def _adopt(self, *received: int) -> None:
+        """Takes what a process has published that ended while there was another broker."""
+        opened: list[int] = []
+        try:
+            for descriptor in received:
+                opened.append(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+            self._check_memory(opened[0], None)
+            memory, directory = opened[0], OwnDirectory(opened[1])
+        except (OSError, NoDirectory, ConfigError):
+            for descriptor in opened:
+                os.close(descriptor)
+            return
+        finally:
+            for descriptor in received:
+                os.close(descriptor)
+        process = -1
+        with contextlib.suppress(ConfigError):
+            process, since = _open_process(directory.pid)
+            if since != directory.started:
+                os.close(process)
+                process = -1
+        lives = process >= 0 and not directory.left
+        if lives or directory.identity in {each.identity for each in self._directories()}:
+            for descriptor in (memory, process) if process >= 0 else (memory,):
+                os.close(descriptor)
+            directory.close()
+        else:
+            self._keep(Kept(memory, directory, process))
+
+    def _keep(self, kept: Kept) -> None:
+        """Counts what a process has published once, as the broker's."""
+        self._kept.append(kept)
+        for older in self._kept[:-_MOST_KEPT]:
+            older.evict(older.bytes)
+        if kept.process >= 0:
+
+            def ended(_: int) -> None:
+                self._selector.unregister(kept.process)
+                kept.ended()
+
+            self._selector.register(kept.process, selectors.EVENT_READ, ended)
+        self._count_kept()
+
+    def _look_at_kept(self) -> None:
+        for kept in self._kept:
+            kept.look()
+        self._count_kept()
+
+    def _count_kept(self) -> None:
+        self.books.kept = sum(kept.bytes for kept in self._kept)
+        self.books.evictable = sum(kept.evictable for kept in self._kept)
+
+    def _evict(self, num_bytes: int) -> None:
+        """Gives up so many bytes of processes that have ended, as far as nobody has them mapped."""
+        freed = 0
+        for kept in self._kept:
+            freed += kept.evict(num_bytes - freed) if freed < num_bytes else 0
+        self._count_kept()
+
+    def _directories(self) -> Iterator[OwnDirectory]:
+        yield from (borrower.directory for borrower in self._borrowers if borrower.directory is not None)
+        yield from (kept.directory for kept in self._kept)
+
+    def _introduce(self) -> None:
+        """Tells borrowers of each other, and of what others have left, as far as they can use it."""
+        sharing = [borrower for borrower in self._borrowers if borrower.directory is not None]
+        for borrower in sharing:
+            for memory, directory in [
+                *((other.memory, other.directory) for other in sharing if other is not borrower),
+                *((kept.memory, kept.directory) for kept in self._kept),
+            ]:
+                assert borrower.directory is not None
+                assert directory is not None
+                assert memory is not None
+                if (
+                    directory.shape.fingerprint == borrower.directory.shape.fingerprint
+                    and directory.identity not in borrower.told
+                    and borrower.peer is not None
+                    and self._send_files(borrower.peer, "peer", memory, directory.fileno())
+                ):
+                    borrower.told.add(directory.identity)
+
+    def _send_files(self, peer: _Peer, kind: str, *files: int) -> bool:
+        """Sends a message with descriptors that can only be read; False if that has to wait."""
+        if peer.unsent:
+            return False
+        message, opened = encode(kind), [read_only(file) for file in files]
+        try:
+            if socket.send_fds(peer.socket, [message], opened) < len(message):
+                self._drop(peer, "it does not read")
+        except BlockingIOError:
+            return False
+        except OSError:  # it has gone, but may have said something before
+            pass
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        return True
 
     def _control(self, message: Message) -> dict[str, Any]:
         """The answer to `vattn pool`."""
@@ -445,6 +604,8 @@ class Broker:
             if kind == "limit":
                 self.books.limit(self._named(message["name"])[0], message["at_least"], message["at_most"])
             if kind == "reclaim":
+                if message["name"] is None and message["stage"] == "cached":
+                    self._evict(self.books.kept)
                 for account in self._named(message["name"]):
                     if not account.lost:
                         self.books.reclaim(account, message["stage"] or STAGES[0], now)
@@ -497,7 +658,13 @@ class Broker:
 
     def _settle(self) -> None:
         """Tells what has changed. A lease is noted before it is told, so that nobody ever has more than is noted."""
+        if self._kept and self.books.wanting:
+            self._look_at_kept()
         self._untold |= dict.fromkeys(self.books.settle(time.monotonic()))
+        if self.books.evict:
+            self._evict(self.books.evict)
+            self.books.evict = 0
+            self._untold |= dict.fromkeys(self.books.settle(time.monotonic()))
         self._save()
         for borrower in [*self._borrowers]:
             if borrower.account in self._untold and self._is_noted(borrower):
@@ -514,11 +681,6 @@ def _memories() -> set[int]:
             if os.readlink(entry).startswith("/memfd:vattn"):
                 found.add(int(entry.name))
     return found
-
-
-def _started(pid: int) -> int:
-    """When a process started, in ticks since the machine did, by which it differs from a later one of its number."""
-    return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
 
 
 def serve(name: str, budget: int, *, device: str = "cpu", ready: Callable[[Broker], object] = lambda _: None) -> None:
@@ -576,7 +738,7 @@ def _open_process(pid: int) -> tuple[int, int]:
     descriptor = -1
     try:
         descriptor = os.pidfd_open(pid)
-        return descriptor, _started(pid)
+        return descriptor, started(pid)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)

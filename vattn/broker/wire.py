@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-VERSION: Final = 1  # of the protocol
+VERSION: Final = 2  # of the protocol
 MOST_BYTES: Final = 2**16  # of a message
 MOST_MEMORY: Final = 2**50  # as in `vattn.units`; no machine has more
 MOST_NUMBER: Final = 2**62
@@ -96,7 +96,12 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "parked": _size,
         "cached": _size,
         "oldest": _optional_number,  # when the cached block to be evicted next was last used: nanoseconds, monotonic
+        "shared": _size,  # of others, which count there
     },
+    # The descriptor of its directory comes with it: others may map what is published there.
+    "share": {},
+    # Descriptors of the memory and the directory of another process, as it got them with `peer` of an earlier broker.
+    "orphan": {},
     # Its pool is closed: what memory is left will only become less.
     "leave": {},
     # From a broker to a borrower.
@@ -119,6 +124,8 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "give": _optional_size,  # the level that the borrower is asked to come down to
         "stage": _stage,  # by giving up no more than this
     },
+    # Descriptors of the memory and the directory of another process come with it, which can only be read.
+    "peer": {},
     "refused": {"why": _text},
     # From `vattn pool`, and the answers.
     "top": {},

@@ -8,9 +8,13 @@ others. The limit is raised by the borrower's thread at any time, and lowered by
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from vattn import _native, drivers
 from vattn.broker.borrower import Borrower, Loan, Usage
@@ -18,11 +22,13 @@ from vattn.drivers.host import HostDevice
 from vattn.errors import VattnError
 from vattn.pool.core import Core
 from vattn.pool.journal import Change
+from vattn.pool.shares import Shares
 from vattn.pool.worker import Worker
 
 _WAIT = 5.0  # seconds for memory without which a call fails: the broker itself waits for others (`books.PATIENCE`)
 _GLANCE = 0.02  # seconds for memory without which something is preempted, or not admitted
 _LOCK = 0.1  # seconds for a call to end that the borrower's thread waits for
+_TENDED = 1.0  # seconds after which what is shared is looked after again
 
 
 def lend(
@@ -35,6 +41,7 @@ def lend(
     at_most: int | None,
     guard: drivers.Guard,
     zero_on_free: bool,
+    fingerprint: bytes | None = None,
 ) -> LentCore:
     """A pool of pages of a device that the broker called `name` counts; the arguments are those of `PagePool.connect`.
 
@@ -62,7 +69,8 @@ def lend(
             memory=memory,
         )
         pages = borrower.budget // page_size
-        return LentCore(Worker(driver, page_size, pages, zero_on_free=zero_on_free), borrower, forget)
+        worker = Worker(driver, page_size, pages, zero_on_free=zero_on_free)
+        return LentCore(worker, borrower, forget, fingerprint=fingerprint)
     except BaseException:
         forget()
         raise
@@ -72,16 +80,41 @@ def _nothing() -> None:
     pass
 
 
+class Sharing(Protocol):
+    """A cache whose blocks other processes may map; used under the pool's lock."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to publish."""
+
+    def publish(self) -> None:
+        """Publishes some of what was offered."""
+
+    def tend(self) -> None:
+        """Gives others' blocks back that nobody uses, and takes back what others do not use."""
+
+
 class LentCore(Core):
     """A pool with a lease.
 
     Args:
         forget: called once the memory is given back.
+
+    Attributes:
+        fingerprint: of what its first cache computes; None if that is not shared with other processes.
+        shares: what is shared; None for nothing.
     """
 
-    def __init__(self, worker: Worker, borrower: Borrower, forget: Callable[[], object]) -> None:
+    def __init__(
+        self, worker: Worker, borrower: Borrower, forget: Callable[[], object], *, fingerprint: bytes | None = None
+    ) -> None:
         super().__init__(worker)
         self.borrower = borrower
+        self.fingerprint = fingerprint
+        self.shares: Shares | None = None
+        self._sharing: weakref.ref[Sharing] | None = None
+        self._met: deque[tuple[int, int]] = deque()
+        self._tended = 0.0
         self._forget = weakref.finalize(self, forget)
         self._forget.atexit = False
         self._usage = Usage()  # as it was last known
@@ -139,8 +172,64 @@ class LentCore(Core):
 
     def shut(self) -> None:
         super().shut()
+        shares, self.shares = self.shares, None
+        if shares is not None:
+            shares.close()
         self._forget()
         self.borrower.close()
+        if shares is not None:
+            shares.directory.close()
+        while self._met:
+            for descriptor in self._met.popleft():
+                os.close(descriptor)
+
+    # Prefixes that processes share
+
+    def refuse_in_child(self) -> None:
+        super().refuse_in_child()
+        while self._met:
+            for descriptor in self._met.popleft():
+                os.close(descriptor)
+
+    def share(self, shares: Shares, sharing: Sharing) -> None:
+        """Has others find what a cache publishes, and the cache what they do."""
+        self.shares, self._sharing = shares, weakref.ref(sharing)
+        self.borrower.share(shares.directory)
+
+    def meet(self, memory: int, directory: int) -> None:
+        self._met.append((memory, directory))
+
+    def known(self) -> list[tuple[int, int]] | None:
+        if self.shares is None:
+            return []
+        if not self.lock.acquire(timeout=_LOCK):
+            return None
+        try:
+            return self.shares.files()
+        finally:
+            self.lock.release()
+
+    def tend(self) -> bool:
+        sharing = None if self._sharing is None else self._sharing()
+        if sharing is None or self.shares is None or not self.usable or self.inherited:
+            return False
+        due = time.monotonic() - self._tended >= _TENDED
+        if not (due or self._met or sharing.waits):
+            return False
+        if not self.lock.acquire(timeout=_LOCK):
+            return True
+        try:
+            if not self.usable or not self.settled:
+                return False
+            while self._met:
+                self.shares.meet(*self._met.popleft())
+            if due:
+                self._tended = time.monotonic()
+                sharing.tend()
+            sharing.publish()
+            return sharing.waits
+        finally:
+            self.lock.release()
 
     # For the borrower's thread
 
@@ -153,7 +242,8 @@ class LentCore(Core):
             cached = sum(tenant.cached_pages for tenant in tenants) * size
             uses = [use for tenant in tenants if (use := tenant.oldest_use) is not None]
             owned = max(0, self.native.counts().taken * size - parked - cached)
-            self._usage = Usage(owned, parked, cached, min(uses, default=None))
+            shared = 0 if self.shares is None else self.shares.foreign_pages * size
+            self._usage = Usage(owned, parked, cached, min(uses, default=None), shared)
             return self._usage
         finally:
             self.lock.release()

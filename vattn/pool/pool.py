@@ -12,13 +12,14 @@ from vattn import drivers
 from vattn.broker.borrower import Loan
 from vattn.errors import ConfigError
 from vattn.groups import check_choice, check_int
+from vattn.integers import shown
 from vattn.pool import leftovers
 from vattn.pool.core import Core
 from vattn.pool.lent import LentCore, lend
 from vattn.pool.worker import Worker
 from vattn.units import format_bytes, parse_bytes
 
-_MOST_PAGES = 2**32  # the native module's page indices have 32 bits
+_MOST_PAGES = 2**31  # the native module's page indices have 32 bits, and half of them are for foreign pages
 
 
 class PagePool:
@@ -92,6 +93,7 @@ class PagePool:
         page_size: int | Literal["auto"] = "auto",
         guard: drivers.Guard = "zero",
         zero_on_free: bool = False,
+        fingerprint: bytes | None = None,
     ) -> PagePool:
         """A pool whose pages count in a budget that processes share, kept by a broker: `vattn pool serve NAME`.
 
@@ -105,6 +107,10 @@ class PagePool:
             at_most: bytes or text of the most that it may have; by default the whole budget.
             label: what `vattn pool top` calls it; by default the process.
             device, page_size, guard, zero_on_free: as for `PagePool`.
+            fingerprint: 32 bytes that stand for all that K and V depend on but tokens and salt: weights, element type,
+                kernels, versions. The first cache on the pool then shares its committed blocks with those of other
+                processes that have the same, which map them read-only. On a CPU, and without sliding windows. By
+                default nothing is shared.
 
         Raises:
             ConfigError: no broker serves the pool, it refuses, or an argument is not possible.
@@ -116,6 +122,11 @@ class PagePool:
         if isinstance(page_size, str) and page_size == "auto":
             page_size = source.default_page_size
         size = check_int("page_size", page_size, at_least=1, at_most=2**40)
+        if fingerprint is not None:
+            if not isinstance(fingerprint, bytes) or len(fingerprint) != 32:
+                raise ConfigError(f"fingerprint is {shown(fingerprint)}; give 32 bytes, such as a hash")
+            if source.torch_device.type != "cpu":
+                raise ConfigError("prefixes are shared between processes on a CPU only; leave fingerprint out")
         lent = lend(
             name,
             source,
@@ -125,6 +136,7 @@ class PagePool:
             at_most=None if at_most is None else parse_bytes(at_most, "at_most"),
             guard=guard,
             zero_on_free=zero_on_free,
+            fingerprint=fingerprint,
         )
         pool = cls.__new__(cls)
         pool.device, pool.guard, pool._core = source.torch_device, guard, lent

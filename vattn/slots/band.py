@@ -291,7 +291,7 @@ class BandPages:
         while count > keep and freed < pages:
             count -= 1
             block = blocks[count]
-            if not block.users and not block.published and len(block.slots) == 1:
+            if not block.users and not block.published and len(block.slots) == 1 and not block.foreign:
                 freed += shared.block_pages
         if count < len(blocks):
             guard()

@@ -234,11 +234,19 @@ class Bands:
         pages = 0
         for band in self._bands:
             past = (slot for slot in slots if band.shared[slot].stop > self.used(slot))
-            unused = {block for slot in past for block in band.shared[slot].blocks if not block.users}
+            unused = {
+                block for slot in past for block in band.shared[slot].blocks if not block.users and not block.foreign
+            }
             pages += band.shared.block_pages * len(unused)
         return pages
 
     # Prefixes
+
+    @property
+    def only(self) -> BandPages:
+        """The band, of a cache that has one."""
+        (band,) = self._bands
+        return band
 
     def find(self, keys: Iterable[Key]) -> list[Key]:
         """The longest prefix of keys for which all blocks that queries after it see are cached."""
@@ -477,7 +485,7 @@ class Bands:
         self._changed(slot)
 
     def evict(self, change: Change, band: BandPages, block: PageBlock, guard: Callable[[int], object]) -> None:
-        """Plans to evict a cached block of `victims`, and to unmap it and what follows it wherever it is mapped.
+        """Plans to unmap a block, and what follows it, wherever it is mapped, and to evict it if it is cached.
 
         Args:
             guard: called with each of these slots before anything is planned there.
@@ -486,7 +494,8 @@ class Bands:
             guard(slot)
             band.cut(change, slot, block.depth)
             self._changed(slot)
-        band.shared.evict(change, block)
+        if block.published:
+            band.shared.evict(change, block)
 
     # Maintenance
 
@@ -500,6 +509,7 @@ class Bands:
         for space in self.spaces:
             space.check()
         held = [pages for band in self._bands for pages in band.shared.held()]
+        held += [pages for band in self._bands if band.shared.shares for pages in band.shared.shares.held]
         _native.check_references(pool, self.spaces, held)
         for band in self._bands:
             band.shared.check()

@@ -30,6 +30,7 @@ from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.layout import Band
 from vattn.pool.journal import Change
+from vattn.pool.shares import Shares
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 
@@ -49,10 +50,14 @@ class PageBlock(Block):
         slots: the slots that have it mapped.
         state: the state by which its pages are counted.
         retracted: whether its contents are wrong, so that it must not be published again.
+        foreign: whether its pages are another process's, and count there.
+        entry: its number in the directory that other processes read; None if it is not there.
     """
 
     pages: tuple[_native.Pages, ...]
     retracted: bool = False
+    foreign: bool = False
+    entry: int | None = None
     slots: set[int] = field(default_factory=set)
     state: State = State.GONE
 
@@ -92,6 +97,7 @@ class SharedBlocks:
         columns: columns per block, by kind.
         block_pages: pages per block.
         index: the published blocks.
+        shares: what other processes have of them, and this one of theirs; None without any.
     """
 
     def __init__(
@@ -105,15 +111,16 @@ class SharedBlocks:
         self.columns = tuple(kind.columns(band.block_tokens) for kind in band.kinds)
         self.block_pages = band.pages(band.block_tokens)
         self.index: PrefixIndex[PageBlock] = PrefixIndex()
+        self.shares: Shares | None = None
         self._slots = [SlotBlocks() for _ in range(slots)]
         self._pool = pool
         self._spaces = spaces
         self._block_tokens = band.block_tokens
         self._used_tokens = used_tokens
-        self._blocks = dict.fromkeys(State, 0)
+        self._blocks = dict.fromkeys(State, 0)  # without foreign ones, as below
         self._listed = 0  # blocks that are not gone
         self._uses = 0  # sum of the blocks' users
-        self._several = 0  # blocks with several users
+        self._several = 0  # blocks with several users, foreign ones apart
 
     def __getitem__(self, slot: int) -> SlotBlocks:
         return self._slots[slot]
@@ -242,6 +249,31 @@ class SharedBlocks:
                 self._pool.hold(change.transaction, pages)
         return published
 
+    def insert(self, change: Change, block: PageBlock, key: Key) -> None:
+        """Publishes a block that no slot has, whose key is not in the index."""
+        change.on_revert(self.index.take_out, block)
+        self.index.publish(block, key)
+        for pages in block.pages:
+            self._pool.hold(change.transaction, pages)
+        self._recount(block)
+
+    def yields(self, block: PageBlock) -> bool:
+        """Whether memory is had by evicting a cached block: it is this process's, and no other one has it mapped, nor
+        will have.
+        """
+        if block.foreign:
+            return False
+        if block.entry is not None and self.shares is not None and self.shares.take_back(block.entry):
+            block.entry = None
+        return block.entry is None
+
+    def unpublish(self, change: Change, block: PageBlock) -> None:
+        """Has no other process find a block, which stays what it is here."""
+        if not self.yields(block):
+            for pages in block.pages:
+                self._pool.hold(change.transaction, pages)
+            self._withdraw(change, block)
+
     def retract(self, change: Change, block: PageBlock) -> None:
         """Removes a block with wrong contents, which may be in use, from the index for good."""
         change.on_revert(self.index.put_back, block)
@@ -260,11 +292,16 @@ class SharedBlocks:
         self._let_go(change, block)
 
     def forget(self, change: Change) -> None:
-        """Plans to give up every page that only the index holds; counts are invalid afterwards."""
+        """Plans to give up every page that only the index holds, but for those that other processes may map; counts
+        are invalid afterwards.
+        """
         for block in list(self.index):
             change.on_revert(self._restore, block)
             self.index.take_out(block)
-            self._let_go(change, block)
+            if block.entry is not None and self.shares is not None:
+                change.splice(self.shares.left, len(self.shares.left), block.pages)
+            else:
+                self._let_go(change, block)
 
     def refresh(self) -> None:
         """Recomputes users, slots, states and counts."""
@@ -277,13 +314,13 @@ class SharedBlocks:
             for block in self.used(number):
                 block.users += 1
         self._blocks = dict.fromkeys(State, 0)
-        self._listed = len(blocks)
+        self._listed = sum(not block.foreign for block in blocks)
         self._uses = self._several = 0
         for block in blocks:
             self._uses += block.users
             block.state = self._state(block)
-            self._blocks[block.state] += 1
-            self._several += block.users > 1
+            self._blocks[block.state] += not block.foreign
+            self._several += block.users > 1 and not block.foreign
         self.index.refresh()
 
     def held(self) -> Iterator[_native.Pages]:
@@ -317,8 +354,10 @@ class SharedBlocks:
             assert block.users == users.get(block, 0), "a block's users are miscounted"
             assert all(block in self._slots[slot].blocks for slot in block.slots), "a slot lacks a block"
             assert block.state == self._state(block), "a block is in another state"
-            counted[block.state] += 1
-        assert self._several == sum(count > 1 for count in users.values()), "shared blocks are miscounted"
+            counted[block.state] += not block.foreign
+        assert self._several == sum(n > 1 and not each.foreign for each, n in users.items()), (
+            "shared blocks are miscounted"
+        )
         assert self._uses == sum(users.values()), "uses of blocks are miscounted"
         del counted[State.GONE]
         assert self._listed == sum(counted.values()), "blocks are miscounted"
@@ -336,8 +375,19 @@ class SharedBlocks:
         return PageBlock(depth=depth, pages=pages)
 
     def _let_go(self, change: Change, block: PageBlock) -> None:
+        if not block.foreign and not self.yields(block):
+            self._withdraw(change, block)
+            return
         for pages in block.pages:
             self._pool.let_go(change.transaction, pages)
+
+    def _withdraw(self, change: Change, block: PageBlock) -> None:
+        """Has no other process find a block that some have mapped, and leaves a reference of its pages to them."""
+        assert self.shares is not None
+        assert block.entry is not None
+        number = block.entry
+        change.set(block, "entry", None)
+        self.shares.withdraw(change, number, block.pages)
 
     def _restore(self, block: PageBlock) -> None:
         """Undoes `evict`: puts a block back into the index, under an unfindable key if its own is taken by then."""
@@ -375,7 +425,7 @@ class SharedBlocks:
         for block in (found := list(blocks)):
             self.index.acquire((block,))
             self._uses += 1
-            self._several += block.users == 2
+            self._several += block.users == 2 and not block.foreign
         for block in found:
             self._recount(block)
 
@@ -384,15 +434,16 @@ class SharedBlocks:
             self.index.release(blocks)
         self._uses -= len(blocks)
         for block in blocks:
-            self._several -= block.users == 1
+            self._several -= block.users == 1 and not block.foreign
             self._recount(block)
 
     def _recount(self, block: PageBlock) -> None:
         state = self._state(block)
         if state is not block.state:
-            self._blocks[block.state] -= 1
-            self._blocks[state] += 1
-            self._listed += (block.state is State.GONE) - (state is State.GONE)
+            if not block.foreign:
+                self._blocks[block.state] -= 1
+                self._blocks[state] += 1
+                self._listed += (block.state is State.GONE) - (state is State.GONE)
             block.state = state
 
     @staticmethod

@@ -20,11 +20,13 @@ class Ledger:
     Attributes:
         budget: the most pages that the cache may hold.
         peak: the most pages that it has held so far.
+        pinned: cached pages that other processes have mapped, as of a moment ago.
     """
 
     def __init__(self, budget: int, layout: Layout, slots: SlotTable, bands: Bands, core: Core) -> None:
         self.budget = budget
         self.peak = 0
+        self.pinned = 0
         self._layout = layout
         self._slots = slots
         self._bands = bands

@@ -12,6 +12,7 @@ from vattn.pool.journal import Change
 from vattn.prefix import Key, block_keys, check_extension, root_key
 from vattn.slots.backer import Backer
 from vattn.slots.bands import Prefix
+from vattn.slots.exchange import Exchange
 from vattn.slots.kept import Kept
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.table import Known
@@ -28,6 +29,7 @@ class Prefixes(Decisions):
     Attributes:
         query_tokens: total tokens of all admitted prompts.
         hit_tokens: how many of those were found in the cache.
+        exchange: what other processes find of this cache, and this one of theirs; None for nothing.
     """
 
     def __init__(self, parts: Parts, backer: Backer) -> None:
@@ -35,6 +37,7 @@ class Prefixes(Decisions):
         self._backer = backer
         self.query_tokens = 0
         self.hit_tokens = 0
+        self.exchange: Exchange | None = None
         # For `look_ahead`: the prefix that requests were last admitted with while others used it, how many since the
         # last step, and the ticket under which it was last mapped. Guesses, so no failure takes them back.
         self._demanded: list[Key] = []
@@ -53,7 +56,11 @@ class Prefixes(Decisions):
     def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
         """Takes a slot with the longest cached prefix of a prompt that leaves at least one token to compute."""
         bands = self._bands
+        if self.exchange is not None:
+            self.exchange.heed(change)
         keys = self.find(token_ids, salt)
+        if self.exchange is not None:
+            keys = self.exchange.extend(change, keys, token_ids, salt)
         prefix = bands.prefix(keys)
         slot = self._choose(prefix, len(token_ids), self._rest(keys, token_ids, salt))
         if self._fences.is_open(slot):
@@ -155,7 +162,10 @@ class Prefixes(Decisions):
         bands.adopt(change, slot, count)
         # In bands with windows, tokens before the origin may never have been copied in.
         origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
-        published = known.published + bands.publish(change, slot, keys, origin)
+        new = bands.publish(change, slot, keys, origin)
+        published = known.published + new
+        if self.exchange is not None:
+            self.exchange.offer([block for _, block in new], token_ids)
         tokens = token_ids[: count * bands.block_tokens]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 

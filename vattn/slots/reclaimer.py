@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from vattn.errors import OutOfPages
 from vattn.pool.core import Tenant
 from vattn.pool.journal import Change
+from vattn.slots.band import BandPages
+from vattn.slots.blocks import PageBlock
 from vattn.slots.parts import Decisions
 from vattn.units import format_bytes
 
@@ -31,7 +33,7 @@ class Reclaimer(Decisions, Tenant):
     @property
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
-        return self._ledger.parked + self._ledger.cached - self.stuck_pages()
+        return self._ledger.parked + self._ledger.cached - self._ledger.pinned - self.stuck_pages()
 
     @property
     def parked_pages(self) -> int:
@@ -127,7 +129,16 @@ class Reclaimer(Decisions, Tenant):
                 freed += self._unmap(change, slot, pages - freed, 0 if kept else self._slots.kept_tokens(slot))
         return freed
 
-    def evict(self, change: Change, pages: int, *, wait: bool, running: bool = False, handle: int | None = None) -> int:
+    def evict(
+        self,
+        change: Change,
+        pages: int,
+        *,
+        wait: bool,
+        running: bool = False,
+        handle: int | None = None,
+        everything: bool = False,
+    ) -> int:
         """Plans to evict cached blocks until `pages` pages are freed; returns how many become free.
 
         Args:
@@ -135,6 +146,7 @@ class Reclaimer(Decisions, Tenant):
             running: include blocks left over in slots of running requests, which kernels on stream `handle` may still
                 read: the worker waits for all of these kernels.
             handle: the stream of the running requests' kernels.
+            everything: include blocks that free no page, as they are other processes', or mapped there.
         """
         before = self._core.free_pages
 
@@ -152,10 +164,14 @@ class Reclaimer(Decisions, Tenant):
             for band, block in victims:
                 if self._core.free_pages - before >= pages:
                     break
-                if any(map(stuck, block.slots)):
+                if any(map(stuck, block.slots)) or not (everything or band.shared.yields(block)):
                     continue
                 self._bands.evict(change, band, block, clear)
         return self._core.free_pages - before
+
+    def let_go(self, change: Change, band: BandPages, block: PageBlock) -> None:
+        """Plans to give up a block of another process that no slot of a request has mapped."""
+        self._bands.evict(change, band, block, lambda slot: self._guard(change, slot)())
 
     def _reclaim_surplus(self, change: Change, pages: int, handle: int | None) -> int:
         """Plans to unmap surplus of active slots and pages that have left their windows; returns how many become free.

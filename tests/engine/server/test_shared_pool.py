@@ -79,5 +79,32 @@ def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Pr
         assert pool.problems() == []
 
 
+@pytest.mark.slow
+def test_a_second_server_of_a_model_computes_no_prompt_of_the_first(pool: brokers.Process) -> None:
+    """Nor does one that is started again after the first was killed."""
+    prompt = "One prompt for all replicas of a model. " * 30
+    lent = {"kv_pool": brokers.NAME, "kv_share_prefixes": True, "memory_budget": None, "max_num_seqs": 4}
+    with servers.running({"model": servers.MODEL}) as alone, client(alone) as alone_client:
+        expected = _complete(alone_client, prompt)
+    with ExitStack() as stack:
+        for number in range(3):
+            server = stack.enter_context(servers.running({**lent, "model": servers.MODEL}))
+            to = stack.enter_context(client(server))
+            answer = to.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0)
+            assert answer.choices[0].text == expected
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+            assert cached > 0.8 * answer.usage.prompt_tokens if number else cached == 0
+            if number == 0:
+                wait_until(lambda: pool.ask("top")["borrowers"][0]["cached"])
+                first = server
+            elif number == 1:
+                assert pool.ask("top")["kept"] == 0
+                first.process.kill()
+                wait_until(lambda: pool.ask("top")["kept"])
+        assert pool.problems() == []
+
+
 def _complete(to: openai.OpenAI, prompt: str) -> str:
     return to.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0).choices[0].text

@@ -24,7 +24,7 @@ BUDGET = 64 * PAGE
 def report(account: Account, **given: Any) -> dict[str, Any]:
     """A report of a borrower that has seen everything."""
     said = {"ack": account.number, "lease": account.lease, "want": account.want, "urgent": 0, "wish": account.wish}
-    return said | {"owned": 0, "parked": 0, "cached": 0, "oldest": None} | given
+    return said | {"owned": 0, "parked": 0, "cached": 0, "oldest": None, "shared": 0} | given
 
 
 def joined(budget: int = BUDGET, **shares: dict[str, Any]) -> tuple[Books, list[Account]]:
@@ -100,6 +100,22 @@ def test_the_prefix_that_was_used_longest_ago_goes_first_wherever_it_is() -> Non
     assert c.lease == 12 * PAGE
     ask(books, c, 8, 2.0, cached=PAGE, oldest=15)  # its own is older than all others'
     assert (a.give, b.give) == (None, None)
+
+
+def test_what_ended_processes_left_counts_and_goes_before_cached_prefixes() -> None:
+    books, (a, b) = joined(a={}, b={})
+    books.kept, books.evictable = 16 * PAGE, 12 * PAGE
+    lend(books, a, 40, cached=40)
+    a.oldest = 1
+    assert books.available == 8 * PAGE
+    assert ask(books, b, 16, 1.0) == [b]  # what there is
+    assert (b.lease, books.evict, a.give, b.short) == (8 * PAGE, 8 * PAGE, None, False)
+    books.kept, books.evict = 8 * PAGE, 0
+    assert books.settle(1.0) == [b]
+    assert b.lease == 16 * PAGE
+    books.evictable = 0  # the rest is in use
+    assert ask(books, b, 8, 2.0) == [a]
+    assert (a.give, a.stage) == (32 * PAGE, "cached")
 
 
 def test_running_requests_give_way_only_to_a_guarantee() -> None:
@@ -279,7 +295,7 @@ class Pool(RuleBasedStateMachine):
             "wish": n,
         }
         half = client.held // PAGE // 2 * PAGE
-        said |= {"owned": client.held - half, "parked": half, "cached": 0, "oldest": None}
+        said |= {"owned": client.held - half, "parked": half, "cached": 0, "oldest": None, "shared": 0}
         client.up.append(said)
 
     @rule(i=who, n=pages)

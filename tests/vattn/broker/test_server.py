@@ -131,7 +131,7 @@ def test_a_pool_has_one_broker(broker: Broker) -> None:
 def test_a_lease_grows_is_asked_back_and_ends_with_the_memory(broker: Broker) -> None:
     a, file = joined(broker)
     report = {"ack": 1, "lease": 0, "want": 8 * PAGE, "urgent": 0, "wish": 1}
-    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None}
+    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None, "shared": 0}
     (lease,) = a.say(encode("report", **report, **usage))
     assert (lease["lease"], lease["number"]) == (8 * PAGE, 2)
     os.pwrite(file, bytes(10 * PAGE), 0)  # more than it was lent
@@ -222,7 +222,7 @@ def test_a_process_that_ends_while_it_joins_harms_nobody(broker: Broker, monkeyp
         raise FileNotFoundError("/proc/1/stat")
 
     descriptors = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("vattn.broker.server._started", gone)
+    monkeypatch.setattr("vattn.broker.server.started", gone)
     peer, file = Peer(broker), memory()
     (answer,) = peer.say(join(), file)
     assert answer["kind"] == "refused"
@@ -238,7 +238,7 @@ def test_a_borrower_that_ends_meanwhile_hides_no_other_from_the_next_broker(
     tmp_path.chmod(0o700)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     noted = {"pid": os.getpid(), "at_least": 0, "at_most": BUDGET, "page": PAGE, "lease": 4 * PAGE}
-    started = server._started(os.getpid())
+    started = server.started(os.getpid())
     ended = subprocess.Popen(["true"])
     notes = [
         {**noted, "identity": "x", "name": "x", "pid": ended.pid, "started": 1},
@@ -254,7 +254,7 @@ def test_a_borrower_that_ends_meanwhile_hides_no_other_from_the_next_broker(
             raise FileNotFoundError
         return started
 
-    monkeypatch.setattr("vattn.broker.server._started", look)
+    monkeypatch.setattr("vattn.broker.server.started", look)
     broker = Broker("p", BUDGET)
     assert [(account.name, account.lease) for account in broker.books.accounts] == [("z", 4 * PAGE)]
     broker.close()
@@ -262,7 +262,7 @@ def test_a_borrower_that_ends_meanwhile_hides_no_other_from_the_next_broker(
 
 
 def wish(pages: int) -> bytes:
-    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None}
+    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None, "shared": 0}
     return encode("report", ack=1, lease=0, want=pages * PAGE, urgent=2, wish=1, **usage)
 
 
@@ -438,7 +438,7 @@ def test_malformed_messages_harm_nobody(broker: Broker) -> None:
     """Whatever comes, the broker goes on, sends no descriptor, keeps none, and a borrower beside it keeps its own."""
     rng = random.Random(29)
     good, file = joined(broker, name="good", identity="good", at_least=4 * PAGE)
-    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None}
+    usage = {"owned": 0, "parked": 0, "cached": 0, "oldest": None, "shared": 0}
     (lease,) = good.say(encode("report", ack=1, lease=0, want=4 * PAGE, urgent=2, wish=1, **usage))
     os.pwrite(file, b"mine", 0)
     descriptors = len(os.listdir("/proc/self/fd"))

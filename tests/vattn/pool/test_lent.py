@@ -416,7 +416,7 @@ def test_a_borrower_whose_thread_ends_says_so(
         monkeypatch.setattr(pool._core, "usage", broken)
         pool._core.stock()
         borrower_of(pool)._dirty = True
-        borrower_of(pool)._call()
+        borrower_of(pool).wake()
         wait_until(lambda: not borrower_of(pool).reachable)
         with pytest.raises(vattn.OutOfPages, match="RuntimeError: broken"):
             kv.step({0: pages(49)})

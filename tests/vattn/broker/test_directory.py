@@ -1,0 +1,388 @@
+"""Published blocks: what is found is what was published, and nobody's pages are used again while others map them,
+whoever is killed at whatever point.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.support.effort import effort
+from vattn.broker import directory as module
+from vattn.broker.directory import Directory, NoDirectory, OwnDirectory, Shape, read_only
+from vattn.broker.kept import Kept, problems
+
+PAGE = 4096
+SHAPE = Shape(b"f" * 32, PAGE, 4, 2, 64)
+TOKENS = [1, 2, 3, 4]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+@pytest.fixture
+def mine() -> Iterator[OwnDirectory]:
+    with closing(OwnDirectory.make(SHAPE)) as made:
+        yield made
+
+
+def reader(of: OwnDirectory) -> closing[Directory]:
+    return closing(Directory(read_only(of.fileno())))
+
+
+def test_what_was_published_is_found(mine: OwnDirectory) -> None:
+    with reader(mine) as other:
+        numbers = [mine.add(key(i), [i, 2, 3, 4], [2 * i * PAGE, (2 * i + 1) * PAGE]) for i in range(1, 40)]
+        for i, number in enumerate(numbers, 1):
+            assert other.find(key(i)) == number
+            assert number is not None
+            entry = other.read(number)
+            assert entry is not None
+            assert (entry.key, list(entry.tokens)) == (key(i), [i, 2, 3, 4])
+            assert list(entry.offsets) == [2 * i * PAGE, (2 * i + 1) * PAGE]
+        assert [number for number, _ in other.entries()] == numbers
+        assert other.find(key(1000)) is None
+        assert (other.pid, other.shape, other.identity) == (os.getpid(), SHAPE, mine.identity)
+
+
+def test_a_block_that_somebody_has_pinned_is_not_given_up(mine: OwnDirectory) -> None:
+    number = mine.add(key(1), TOKENS, [0, PAGE])
+    assert number is not None
+    with reader(mine) as one, reader(mine) as other:
+        assert one.pin(number)
+        assert other.pin(number)
+        assert not mine.remove(number)
+        one.unpin(number)
+        assert mine.pinned() == {number}
+        assert not mine.remove(number)
+        assert one.read(number) is not None
+        other.close()  # as when its process is killed
+        assert mine.remove(number)
+        assert one.find(key(1)) is None
+        assert one.read(number) is None
+        assert mine.add(key(2), TOKENS, [0, PAGE]) == number
+
+
+def test_a_withdrawn_block_is_found_no_more_and_stays_pinned(mine: OwnDirectory) -> None:
+    number = mine.add(key(1), TOKENS, [0, PAGE])
+    assert number is not None
+    with reader(mine) as other:
+        other.pin(number)
+        mine.withdraw(number)
+        assert other.withdrawals == 1
+        assert other.find(key(1)) is None
+        entry = other.read(number)
+        assert entry is not None  # its pages are still where they were
+        assert entry.key != key(1)
+        assert not mine.remove(number)
+        other.unpin(number)
+        assert mine.remove(number)
+
+
+def test_there_is_room_for_so_many_entries_and_no_more() -> None:
+    with closing(OwnDirectory.make(Shape(b"f" * 32, PAGE, 4, 2, 8))) as mine:
+        numbers = [mine.add(key(i), TOKENS, [0, PAGE]) for i in range(1, 20)]
+        assert sum(number is not None for number in numbers) <= 8
+        assert None in numbers
+        assert mine.remove(0)
+        assert mine.add(key(99), TOKENS, [0, PAGE]) == 0
+
+
+@pytest.mark.parametrize("number", range(SHAPE.entry_bytes))
+def test_an_entry_with_a_changed_byte_is_none(mine: OwnDirectory, number: int) -> None:
+    mine.add(key(1), TOKENS, [0, PAGE])
+    at = SHAPE.entries_at + number
+    os.pwrite(mine.fileno(), bytes([os.pread(mine.fileno(), 1, at)[0] ^ 1]), at)
+    assert mine.read(0) is None
+
+
+def test_only_a_sealed_directory_is_one() -> None:
+    files = [
+        os.memfd_create("other"),
+        os.memfd_create("sealable", os.MFD_ALLOW_SEALING),
+        os.open("/dev/null", os.O_RDWR),
+    ]
+    with closing(OwnDirectory.make(SHAPE)) as mine:
+        os.pwrite(files[1], os.pread(mine.fileno(), SHAPE.num_bytes, 0), 0)
+        for changed in (0, 8, 60, 70):  # of its head
+            before = os.pread(mine.fileno(), 4, changed)
+            os.pwrite(mine.fileno(), b"\xff\xff\xff\xff", changed)
+            if changed != 60:
+                files.append(os.dup(mine.fileno()))
+                with pytest.raises(NoDirectory):
+                    Directory(files[-1])
+            os.pwrite(mine.fileno(), before, changed)
+    for file in files[:3]:
+        with pytest.raises(NoDirectory):
+            Directory(file)
+    for file in files:
+        os.close(file)
+
+
+def test_what_an_ended_process_leaves_is_its_published_pages(mine: OwnDirectory) -> None:
+    memory = os.memfd_create("memory")
+    for page in range(8):
+        os.pwrite(memory, bytes([page + 1]) * PAGE, page * PAGE)
+    mine.add(key(1), TOKENS, [2 * PAGE, 3 * PAGE])
+    mine.add(key(2), TOKENS, [6 * PAGE, 5 * PAGE])
+    assert list(problems(mine, memory)) == []
+    kept = Kept(os.dup(memory), OwnDirectory(os.dup(mine.fileno())))
+    while kept.tidy():
+        pass
+    assert kept.bytes == 4 * PAGE
+    pages = [os.pread(memory, 1, page * PAGE)[0] for page in range(8)]
+    assert pages == [0, 0, 3, 4, 0, 6, 7, 0]
+    with reader(mine) as other:
+        other.pin(0)
+        kept.look()
+        assert kept.evictable == 2 * PAGE
+        assert kept.evict(8 * PAGE) == 2 * PAGE
+        assert not kept.gone
+        other.unpin(0)
+        assert kept.evict(1) == 2 * PAGE
+        assert kept.gone
+        assert kept.bytes == 0
+    kept.close()
+    os.close(memory)
+
+
+def test_pages_that_are_published_twice_or_are_not_there_are_told(mine: OwnDirectory) -> None:
+    memory = os.memfd_create("memory")
+    os.ftruncate(memory, 4 * PAGE)
+    mine.add(key(1), TOKENS, [0, PAGE])
+    mine.add(key(2), TOKENS, [PAGE, 2 * PAGE])
+    mine.add(key(3), TOKENS, [3 * PAGE, 4 * PAGE])
+    assert list(problems(mine, memory)) == [
+        "a page of entry 1 is published twice",
+        "a page of entry 2 is not in its file",
+    ]
+    os.close(memory)
+
+
+class Killed(BaseException):
+    """Ends a process in the midst of writing."""
+
+
+@dataclass
+class Owner:
+    """A process that publishes, with the pages of its memory: what each holds, and which nobody needs."""
+
+    directory: OwnDirectory
+    pages: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    blocks: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by entry: what it holds, and where
+    withdrawn: dict[int, list[int]] = field(default_factory=dict)
+    alive: bool = True
+
+    def take(self, content: int) -> int:
+        if not self.free:
+            self.pages.append(0)
+            self.free.append(len(self.pages) - 1)
+        page = self.free.pop()
+        self.pages[page] = content
+        return page
+
+    def give_up(self, pages: list[int]) -> None:
+        for page in pages:
+            self.pages[page] = -1  # at once, as the next request would
+        self.free += pages
+
+
+@dataclass
+class Reader:
+    """A process that maps what others have published."""
+
+    views: dict[int, Directory] = field(default_factory=dict)  # by owner
+    seen: tuple[int, int, int] | None = None  # an owner's entry that was found, not pinned yet, for some content
+    pinned: list[tuple[int, int]] = field(default_factory=list)
+    mapped: dict[tuple[int, int], tuple[int, list[int]]] = field(default_factory=dict)
+
+
+def content_key(content: int) -> bytes:
+    return key(content + 1)
+
+
+class Sharing(RuleBasedStateMachine):
+    """Two processes that publish, two that map, and a broker that takes over; each may be killed at any point, the
+    publishers also between any two writes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: list[Owner] = []
+        self.readers = [Reader(), Reader()]
+        self.start_owner()
+        self.start_owner()
+
+    def start_owner(self) -> None:
+        self.owners.append(Owner(OwnDirectory.make(SHAPE)))
+
+    def teardown(self) -> None:
+        for each in self.readers:
+            for view in each.views.values():
+                view.close()
+        for owner in self.owners:
+            owner.directory.close()
+
+    def killing(self, owner: Owner, after: int | None, act: Callable[[], None]) -> None:
+        """Does something, and has the owner end after so many of its writes; the broker has its files from then on."""
+        write, left = os.pwrite, [after]
+
+        def counted(file: int, data: bytes, at: int) -> int:
+            if left[0] is not None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return write(file, data, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.os, "pwrite", counted)
+            try:
+                act()
+                if after is None:
+                    return
+            except Killed:
+                pass
+        self.end(owner)
+
+    def end(self, owner: Owner) -> None:
+        """The broker takes over: it knows nothing but what the directory says."""
+        owner.alive = False
+        inherited = OwnDirectory(os.dup(owner.directory.fileno()))
+        owner.directory.close()
+        owner.directory, owner.withdrawn = inherited, {}
+        owner.blocks = {number: (entry.tokens[0], list(entry.offsets)) for number, entry in inherited.entries()}
+        used = {page for _, pages in owner.blocks.values() for page in pages}
+        owner.give_up([page for page in range(len(owner.pages)) if page not in used and page not in owner.free])
+
+    moments = st.one_of(st.none(), st.integers(0, 5))
+    contents = st.integers(0, 5)
+    which = st.integers(0, 1)
+
+    @rule(at=st.randoms(use_true_random=False), content=contents, after=moments)
+    def publish(self, at: random.Random, content: int, after: int | None) -> None:
+        owner = at.choice([owner for owner in self.owners if owner.alive])
+
+        def act() -> None:
+            if owner.directory.find(content_key(content)) is not None:
+                return
+            pages = [owner.take(content), owner.take(content)]
+            number = owner.directory.add(content_key(content), [content, *TOKENS[1:]], pages)
+            assert number is not None
+            assert number not in owner.blocks.keys() | owner.withdrawn.keys()
+            owner.blocks[number] = content, pages
+
+        self.killing(owner, after, act)
+        if not owner.alive:
+            self.start_owner()
+
+    @rule(at=st.randoms(use_true_random=False), after=moments)
+    def evict(self, at: random.Random, after: int | None) -> None:
+        owner = at.choice(self.owners)  # the broker evicts as well
+
+        def act() -> None:
+            for number in [*owner.blocks]:
+                if owner.directory.remove(number):
+                    owner.give_up(owner.blocks.pop(number)[1])
+                    return
+
+        self.killing(owner, after if owner.alive else None, act)
+        if all(not each.alive for each in self.owners):
+            self.start_owner()
+
+    @rule(at=st.randoms(use_true_random=False), after=moments)
+    def withdraw(self, at: random.Random, after: int | None) -> None:
+        owner = at.choice([owner for owner in self.owners if owner.alive])
+
+        def act() -> None:
+            for number in [*owner.withdrawn]:
+                if owner.directory.remove(number):
+                    owner.give_up(owner.withdrawn.pop(number))
+            for number in [*owner.blocks][:1]:
+                owner.withdrawn[number] = owner.blocks.pop(number)[1]
+                owner.directory.withdraw(number)
+
+        self.killing(owner, after, act)
+        if not owner.alive:
+            self.start_owner()
+
+    @rule(who=which, content=contents, at=st.randoms(use_true_random=False))
+    def find(self, who: int, content: int, at: random.Random) -> None:
+        each, place = self.readers[who], at.randrange(len(self.owners))
+        there = [(i, held) for i, owner in enumerate(self.owners) for held, _ in owner.blocks.values()]
+        if there and at.random() < 0.8:
+            place, content = at.choice(there)
+        if place not in each.views:
+            each.views[place] = Directory(read_only(self.owners[place].directory.fileno()))
+        number = each.views[place].find(content_key(content))
+        each.seen = None if number is None else (place, number, content)
+
+    @precondition(lambda self: any(each.seen for each in self.readers))
+    @rule()
+    def pin(self) -> None:
+        for each in self.readers:
+            if each.seen is None:
+                continue
+            (place, number, content), each.seen = each.seen, None
+            if (place, number) in each.mapped:
+                continue
+            view = each.views[place]
+            if not view.pin(number):
+                continue
+            entry = view.read(number)
+            if entry is None or entry.key != content_key(content) or entry.tokens[0] != content:
+                view.unpin(number)
+                continue
+            each.mapped[place, number] = content, list(entry.offsets)
+
+    @rule(who=which)
+    def release(self, who: int) -> None:
+        each = self.readers[who]
+        for place, number in [*each.mapped][:1]:
+            del each.mapped[place, number]
+            each.views[place].unpin(number)
+
+    @rule(who=which)
+    def kill_reader(self, who: int) -> None:
+        for view in self.readers[who].views.values():
+            view.close()
+        self.readers[who] = Reader()
+
+    @invariant()
+    def what_is_mapped_stays_as_it_was(self) -> None:
+        for each in self.readers:
+            for (place, _), (content, pages) in each.mapped.items():
+                assert [self.owners[place].pages[page] for page in pages] == [content, content]
+
+    @invariant()
+    def no_page_is_published_twice(self) -> None:
+        for owner in self.owners:
+            pages = [page for _, entry in owner.directory.entries() for page in entry.offsets]
+            assert len(pages) == len(set(pages))
+            assert not set(pages) & set(owner.free)
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(max_examples=effort(60, 2000), stateful_step_count=40, deadline=None)
+
+
+def test_a_child_has_none_of_it_open(mine: OwnDirectory) -> None:
+    number = mine.add(secrets.token_bytes(32), TOKENS, [0, PAGE])
+    assert number is not None
+    with reader(mine) as other:
+        other.pin(number)
+        child = os.fork()
+        if not child:
+            os._exit(not (mine.fileno() == other.fileno() == -1))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not mine.remove(number)

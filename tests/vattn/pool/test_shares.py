@@ -1,0 +1,484 @@
+"""Blocks of one process that others map, each of which may end at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import brokers, scripts
+from tests.support.effort import effort
+from tests.support.waiting import wait_until
+from vattn.pool.lent import LentCore
+from vattn.pool.shares import Shares
+
+PAGE = 4096
+PAGES = 256
+BLOCK = 16  # tokens; two pages
+PRINT = b"f" * 32
+PROMPT = list(range(20 * BLOCK))
+
+
+@pytest.fixture
+def broker() -> Iterator[brokers.Process]:
+    with brokers.running(PAGES * PAGE) as process:
+        yield process
+
+
+class Engine:
+    """A cache on a pool that shares its prefixes."""
+
+    def __init__(self, label: str, fingerprint: bytes | None = PRINT, **options: Any) -> None:
+        self.pool = vattn.PagePool.connect(brokers.NAME, label=label, page_size=PAGE, fingerprint=fingerprint)
+        shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float32, "layout": "layer"}
+        sizes = {"max_batch_size": 8, "max_context_len": PAGES * BLOCK}
+        try:
+            self.kv = vattn.KVCache(vattn.KVConfig(**{**shape, **sizes, **options}), pool=self.pool)
+        except BaseException:
+            self.pool.close()
+            raise
+
+    @property
+    def shares(self) -> Shares:
+        assert isinstance(self.pool._core, LentCore)
+        assert self.pool._core.shares is not None
+        return self.pool._core.shares
+
+    def compute(self, prompt: list[int], salt: bytes = b"", value: float = 1.0) -> tuple[int, int]:
+        """Admits a prompt, computes what is missing, commits it; its slot, and how many tokens were cached."""
+        slot, cached = self.kv.admit(prompt, salt)
+        try:
+            self.kv.step({slot: len(prompt)})
+        except vattn.OutOfPages:
+            self.kv.free_reqid(slot)
+            raise
+        keys, values = self.kv.layer(0)
+        for at in range(cached, len(prompt)):
+            keys[slot, at] = prompt[at] * value
+            values[slot, at] = -prompt[at] * value
+        self.kv.commit(slot, prompt)
+        return slot, cached
+
+    def publish(self, prompt: list[int], **options: Any) -> int:
+        slot, _ = self.compute(prompt, **options)
+        wait_until(lambda: sum(1 for _ in self.shares.directory.entries()) >= len(prompt) // BLOCK)
+        return slot
+
+    def says(self, slot: int, prompt: list[int], value: float = 1.0) -> bool:
+        keys, values = self.kv.layer(0)
+        wanted = torch.tensor(prompt, dtype=torch.float32)[:, None, None] * value
+        return bool((keys[slot, : len(prompt)] == wanted).all() and (values[slot, : len(prompt)] == -wanted).all())
+
+    def meets(self, count: int = 1) -> None:
+        wait_until(lambda: len(self.shares.peers) >= count)
+
+    def close(self) -> None:
+        self.kv.close()
+        self.pool.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def engines(*labels: str, **options: Any) -> Iterator[list[Engine]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Engine(label, **options)) for label in labels]
+
+
+_PUBLISHER = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.vattn.pool.test_shares import Engine, PROMPT
+engine = Engine("publisher")
+engine.publish(PROMPT)
+print("ready", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def publisher() -> Iterator[scripts.Process]:
+    process = scripts.start(_PUBLISHER)
+    assert process.stderr is not None
+    try:
+        assert process.stderr.readline() == "ready\n", process.stderr.read()
+        yield process
+    finally:
+        kill(process)
+        process.stderr.close()
+
+
+def kill(process: scripts.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_what_one_has_computed_others_map(broker: brokers.Process) -> None:
+    """Also those that come later, and what a third has added; each page is counted once."""
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        longer = [*PROMPT, *range(5, 5 + 3 * BLOCK)]
+        slot, cached = b.compute([*longer, 1])
+        assert cached == len(PROMPT)
+        assert b.says(slot, longer)
+        assert b.kv.stats().owned_pages == 2 * 4  # what it has computed itself
+        wait_until(lambda: (broker.borrower("b") or {})["shared"] == 40 * PAGE)
+        wait_until(lambda: sum(1 for _ in b.shares.directory.entries()) == 3)
+        for each in (a, b):
+            each.kv.check()
+        assert broker.problems() == []
+        found = [(broker.borrower(name) or {})["found"] for name in "ab"]
+        assert found[0] <= 48 * PAGE
+        assert found[1] <= 24 * PAGE
+        with Engine("c") as c:
+            c.meets(2)
+            slot, cached = c.compute([*longer, 2])
+            assert cached == len(longer)
+            assert c.says(slot, longer)
+            c.kv.check()
+
+
+def test_the_shared_pages_are_the_same_memory(broker: brokers.Process) -> None:
+    """Each process has a proportional share of them."""
+    with publisher(), Engine("b") as b:
+        b.meets()
+        before = _pss(os.getpid())
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == len(PROMPT)
+        assert b.says(slot, PROMPT)
+        own = (b.kv.stats().created_bytes) // 1024
+        assert _pss(os.getpid()) - before <= own + 40 * PAGE // 2 // 1024 + 4
+
+
+def _pss(pid: int) -> int:
+    """KiB of the mappings of caches."""
+    total, cache = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            cache = "/memfd:vattn" in line
+        elif cache and line.startswith("Pss:"):
+            total += int(line.split()[1])
+    return total
+
+
+def test_shared_pages_cannot_be_written(broker: brokers.Process) -> None:
+    with publisher(), Engine("b") as b:
+        b.meets()
+        slot, _ = b.compute([*PROMPT, 1])
+        child = os.fork()
+        if not child:
+            os._exit(0)  # a child has none of it, and takes none with it
+        os.waitpid(child, 0)
+        for peer in b.shares.peers:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(peer.directory.fileno(), b"x", 0)
+        assert b.says(slot, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("change", "cached"),
+    [
+        ({"salt": b"tenant"}, 0),
+        ({"prompt": [1, *PROMPT[1:]]}, 0),
+        ({"prompt": [*PROMPT[: 5 * BLOCK], *PROMPT]}, 5 * BLOCK),
+        ({"prompt": PROMPT}, len(PROMPT) - BLOCK),  # a token is left to compute
+    ],
+)
+def test_only_the_same_tokens_under_the_same_salt_are_found(
+    broker: brokers.Process, change: dict[str, Any], cached: int
+) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        prompt = change.get("prompt", PROMPT)
+        slot, found = b.compute(prompt, salt=change.get("salt", b""))
+        assert found == cached
+        assert b.says(slot, prompt)
+
+
+@pytest.mark.parametrize(
+    "other", [{"fingerprint": b"g" * 32}, {"fingerprint": None}, {"layout": "fused"}, {"dtype": torch.float64}]
+)
+def test_another_fingerprint_or_layout_is_a_miss(broker: brokers.Process, other: dict[str, Any]) -> None:
+    with Engine("a") as a, Engine("b", **other) as b:
+        a.publish(PROMPT)
+        time.sleep(0.2)
+        assert b.compute(PROMPT)[1] == 0
+
+
+def test_a_collision_of_keys_is_a_miss(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        true = vattn.slots.exchange.block_keys
+        wanted = list(true(vattn.prefix.root_key(b""), PROMPT, BLOCK))
+        monkeypatch.setattr("vattn.slots.exchange.block_keys", lambda *_: iter(wanted))
+        assert b.compute([7, *PROMPT])[1] == 0
+
+
+def test_its_owner_keeps_what_others_have_mapped_and_gets_back_what_nobody_has(broker: brokers.Process) -> None:
+    with engines("a", "b") as (a, b):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets()
+        slot, _ = b.compute([*PROMPT[: 10 * BLOCK], 1])
+        big = a.kv.alloc_reqid()
+        with pytest.raises(vattn.OutOfPages):
+            a.kv.step({big: (PAGES - 20) // 2 * BLOCK})
+        assert b.says(slot, PROMPT[: 10 * BLOCK])
+        a.kv.check()
+        b.kv.check()
+        assert sum(1 for _ in a.shares.directory.entries()) == 10  # nobody had the others
+        b.kv.free_reqid(slot)
+        wait_until(lambda: not b.shares.foreign_pages)
+        b.kv.trim()
+        a.kv.step({big: (PAGES - 20) // 2 * BLOCK})
+        a.kv.check()
+        assert broker.problems() == []
+
+
+def test_what_is_retracted_is_found_no_more_and_not_used_again_while_mapped(broker: brokers.Process) -> None:
+    with engines("a", "b") as (a, b):
+        wrong = a.publish(PROMPT, value=9.0)
+        b.meets()
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == len(PROMPT)
+        a.kv.retract(wrong)
+        a.kv.free_reqid(wrong)
+        a.kv.trim()
+        a.kv.check()
+        assert b.says(slot, PROMPT, 9.0)  # what it had is nothing else now
+        assert b.kv.find_prefix([*PROMPT, 2]) in (0, len(PROMPT))
+        again, cached = b.compute([*PROMPT, 2])
+        assert cached == 0
+        assert b.says(again, PROMPT)
+        assert len(a.shares.held) == 20
+        b.kv.check()
+        b.kv.free_reqid(slot)
+        wait_until(lambda: not a.shares.held)
+        a.kv.check()
+
+
+def test_a_cache_that_stops_sharing_is_found_no_more(broker: brokers.Process) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        slot, _ = b.compute([*PROMPT, 1])
+        a.kv.stop_sharing()
+        a.kv.check()
+        assert b.compute([*PROMPT, 2])[1] == 0
+        assert b.says(slot, PROMPT)
+        assert a.compute([*PROMPT, 3])[1] == len(PROMPT)
+        assert a.kv.evict_prefixes() == 0
+        b.kv.check()
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_what_was_published_outlives_its_process(broker: brokers.Process, how: str) -> None:
+    """It counts once, and goes when memory is needed and nobody has it mapped."""
+    with ExitStack() as stack:
+        b = stack.enter_context(Engine("b"))
+        if how == "killed":
+            process = stack.enter_context(publisher())
+            b.meets()
+            slot, _ = b.compute([*PROMPT, 1])
+            kill(process)
+        else:
+            with Engine("a") as a:
+                a.kv.free_reqid(a.publish(PROMPT))
+                b.meets()
+                slot, _ = b.compute([*PROMPT, 1])
+        wait_until(lambda: [each["name"] for each in broker.ask("top")["borrowers"]] == ["b"])
+        wait_until(lambda: broker.ask("top")["kept"] == 40 * PAGE)
+        assert b.says(slot, PROMPT)
+        restarted = stack.enter_context(Engine("restarted"))
+        restarted.meets(2)
+        found, cached = restarted.compute([*PROMPT, 2])
+        assert cached == len(PROMPT)
+        assert restarted.says(found, PROMPT)
+        assert broker.problems() == []
+        broker.ask("reclaim", name=None, stage="cached")
+        assert broker.ask("top")["kept"] == 40 * PAGE
+        for engine, each in ((b, slot), (restarted, found)):
+            engine.kv.check()
+            engine.kv.free_reqid(each)
+            wait_until(lambda engine=engine: not engine.shares.foreign_pages)
+        big = restarted.kv.alloc_reqid()
+        restarted.kv.step({big: (PAGES - 20) // 2 * BLOCK})
+        assert broker.ask("top")["kept"] < 40 * PAGE
+        assert broker.problems() == []
+
+
+def test_readers_keep_what_they_have_when_broker_and_owner_are_killed(broker: brokers.Process) -> None:
+    """The next broker counts what they still have, and others find it."""
+    with Engine("b") as b, publisher() as process:
+        b.meets()
+        slot, _ = b.compute([*PROMPT, 1])
+        broker.kill()
+        kill(process)
+        assert b.says(slot, PROMPT)
+        broker.start()
+        wait_until(lambda: broker.borrower("b") and broker.ask("top")["kept"] == 40 * PAGE)
+        with Engine("c") as c:
+            c.meets(2)
+            found, cached = c.compute([*PROMPT, 2])
+            assert cached == len(PROMPT)
+            assert c.says(found, PROMPT)
+        assert broker.problems() == []
+        b.kv.check()
+
+
+def test_a_broker_that_is_killed_takes_nothing_from_those_who_know_each_other(broker: brokers.Process) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        broker.kill()
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == len(PROMPT)
+        broker.start()
+        wait_until(lambda: broker.borrower("b") and broker.borrower("a"))
+        with Engine("c") as c:
+            c.meets(2)
+            assert c.compute([*PROMPT, 2])[1] == len(PROMPT)
+        assert b.says(slot, PROMPT)
+        assert broker.ask("top")["kept"] == 0
+        assert broker.problems() == []
+        b.meets(2)  # a, as before, and c
+
+
+def test_a_reader_that_is_killed_gives_back_what_it_had(broker: brokers.Process) -> None:
+    with Engine("a") as a:
+        a.kv.free_reqid(a.publish(PROMPT))
+        reader = scripts.start(_PUBLISHER.replace("publish(PROMPT)", "meets(); engine.compute([*PROMPT, 1])"))
+        assert reader.stderr is not None
+        assert reader.stderr.readline() == "ready\n", reader.stderr.read()
+        assert len(a.shares.directory.pinned()) == 20
+        assert a.kv.evict_prefixes() == 0
+        a.kv.check()
+        kill(reader)
+        reader.stderr.close()
+        wait_until(lambda: not a.shares.held)
+        a.kv.check()
+
+
+def test_models_with_windows_do_not_share(broker: brokers.Process) -> None:
+    with pytest.raises(vattn.ConfigError, match="sliding windows are not shared"):
+        Engine("a", sliding_window=64)
+
+
+@pytest.mark.parametrize("given", [b"short", "f" * 32, 5])
+def test_a_fingerprint_is_32_bytes(broker: brokers.Process, given: Any) -> None:
+    with pytest.raises(vattn.ConfigError, match="give 32 bytes"):
+        vattn.PagePool.connect(brokers.NAME, page_size=PAGE, fingerprint=given)
+
+
+_USER = f"""
+import random, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+import vattn
+from tests.vattn.pool.test_shares import BLOCK, Engine
+rng = random.Random(int(sys.argv[2]))
+engine = Engine(sys.argv[1])
+slots = {{}}
+print("ready", file=sys.stderr, flush=True)
+for turn in range(10**9):
+    try:
+        if len(slots) < 4 and rng.random() < 0.5:
+            start, length = rng.randrange(1, 4), rng.randrange(1, 12 * BLOCK)
+            prompt = [start + 7 * i for i in range(length)]
+            slot, _ = engine.compute(prompt)
+            slots[slot] = prompt
+        elif slots and rng.random() < 0.5:
+            slot = rng.choice([*slots])
+            engine.kv.free_reqid(slot)
+            del slots[slot]
+        elif rng.random() < 0.1:
+            engine.kv.evict_prefixes()
+        elif slots and rng.random() < 0.05:
+            engine.kv.retract(rng.choice([*slots]))
+        elif rng.random() < 0.1:
+            engine.kv.check()
+        time.sleep(rng.random() / 100)
+    except vattn.OutOfPages:
+        while slots:
+            engine.kv.free_reqid(slots.popitem()[0])
+    for slot, prompt in slots.items():
+        assert engine.says(slot, prompt), (turn, slot, len(prompt))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_at_random_serve_nothing_wrong(broker: brokers.Process) -> None:
+    """They compute, retract and evict prompts that begin alike; they and the broker are killed at any instant."""
+    rng = random.Random(2027)
+    running: dict[str, scripts.Process] = {}
+
+    def start(name: str) -> None:
+        running[name] = scripts.start(_USER, name, str(rng.randrange(10**6)))
+        error = running[name].stderr
+        assert error is not None
+        assert error.readline() == "ready\n", error.read()
+
+    def stop(name: str) -> None:
+        kill(running[name])
+        error = running[name].stderr
+        assert error is not None
+        error.close()
+
+    try:
+        for name in "abc":
+            start(name)
+        for _ in range(effort(12, 1000)):
+            time.sleep(rng.random() * 0.5)
+            for other, process in running.items():
+                if not os.path.exists(f"/proc/{process.pid}/exe"):
+                    assert process.stderr is not None
+                    pytest.fail(f"{other}: {process.stderr.read()}")
+            event, name = rng.random(), rng.choice("abc")
+            if event < 0.6:
+                stop(name)
+                start(name)
+            elif event < 0.8:
+                broker.kill()
+                time.sleep(rng.random() * 0.2)
+                broker.start()
+            else:
+                broker.ask("reclaim", name=None, stage="cached")
+            wait_until(lambda: broker.problems() == [], broker.problems)
+    finally:
+        for name in running:
+            stop(name)
+
+
+def test_nothing_stays_open(broker: brokers.Process) -> None:
+    before = _memories()
+    for turn in range(3):
+        with engines("a", "b") as (a, b):
+            a.publish([turn, *PROMPT[1:]])
+            b.meets()
+            assert b.compute([turn, *PROMPT[1:], 1])[1] == len(PROMPT)
+    assert _memories() == before
+
+
+def _memories() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor
+            count += "/memfd:vattn" in os.readlink(f"/proc/self/fd/{name}")
+    return count

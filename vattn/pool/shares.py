@@ -1,0 +1,215 @@
+"""Shares: blocks of a pool that other processes may map, and theirs that this one maps.
+
+What a directory promises, and how it is decided who may use a page, is in `vattn.broker.directory`. Here are the files:
+the directory of this process, and, of each other one, its directory and its memory, which can only be read. Pages of
+others count in no budget here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vattn import _native
+from vattn.broker.directory import Directory, NoDirectory, OwnDirectory, Shape
+from vattn.pool.journal import Change
+
+# Of a block: per kind of tensor, columns and lanes.
+Columns = Sequence[tuple[int, int]]
+
+
+@dataclass(eq=False)
+class Peer:
+    """Another process that has published blocks, or had.
+
+    Attributes:
+        file: the number of its memory (`_native.open_foreign_file`).
+        pins: how many foreign blocks have each entry pinned.
+        withdrawals: those that were dealt with.
+    """
+
+    directory: Directory
+    file: int
+    pins: Counter[int] = field(default_factory=Counter)
+    withdrawals: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """Pages of another process, which stay as they are until they are released."""
+
+    peer: Peer
+    number: int
+    pages: tuple[_native.Pages, ...]
+
+
+class Shares:
+    """The files; used under the pool's lock.
+
+    Args:
+        shape: what all blocks have in common, of this process and of others.
+        columns: of a block.
+
+    Attributes:
+        directory: of this process.
+        peers: the other processes.
+        left: pages of published blocks whose cache is gone: they stay in the file when the pool ends.
+    """
+
+    def __init__(self, native: _native.PagePool, shape: Shape, columns: Columns) -> None:
+        self._native = native
+        self._columns = columns
+        self.directory = OwnDirectory.make(shape)
+        self.peers: list[Peer] = []
+        self.left: list[_native.Pages] = []
+        self._lingering: dict[int, tuple[_native.Pages, ...]] = {}
+        self._returned: list[_native.Pages] = []
+        self._fetched: set[Foreign] = set()
+
+    # Blocks of this process
+
+    def publish(self, key: bytes, tokens: Sequence[int], pages: Iterable[_native.Pages]) -> int | None:
+        """Lets others map a block, whose pages have been filled; the number of its entry, or None if none is free."""
+        if self.directory.find(key) is not None:
+            return None
+        offsets = [offset for each in pages for offset in self._native.offsets(each)]
+        with contextlib.suppress(OSError):  # there is no memory for it
+            return self.directory.add(key, tokens, offsets)
+        return None
+
+    def take_back(self, number: int) -> bool:
+        """Lets nobody map a block any more; False if somebody does now, and so keeps it."""
+        return self.directory.remove(number)
+
+    def withdraw(self, change: Change, number: int, pages: tuple[_native.Pages, ...]) -> None:
+        """Has nobody find a block any more whose pages others have mapped. These are held until nobody has."""
+        change.put(self._lingering, number, pages)
+        self.directory.withdraw(number)
+
+    def take_back_withdrawn(self, change: Change) -> None:
+        """Plans to give up what was withdrawn and is not mapped any more."""
+        for number, pages in list(self._lingering.items()):
+            if self.directory.remove(number):
+                self._returned += pages  # which are given up by a later call if this one fails
+                del self._lingering[number]
+        for each in self._returned:
+            self._native.let_go(change.transaction, each)
+        change.splice(self._returned, 0)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether anything was withdrawn that others may have mapped."""
+        return bool(self._lingering or self._returned)
+
+    @property
+    def held(self) -> list[_native.Pages]:
+        """The pages that are held here, and by no cache."""
+        lingering = (each for pages in self._lingering.values() for each in pages)
+        return [*self.left, *self._returned, *lingering]
+
+    # Blocks of others
+
+    def meet(self, memory: int, directory: int) -> None:
+        """Takes the files of another process, by descriptors that become this object's."""
+        try:
+            try:
+                found = Directory(directory)
+            except NoDirectory:
+                os.close(directory)
+                return
+            known = {peer.directory.identity for peer in self.peers} | {self.directory.identity}
+            mine, theirs = self.directory.shape, found.shape
+            alike = all(
+                getattr(mine, name) == getattr(theirs, name)
+                for name in ("fingerprint", "page_size", "block_tokens", "block_pages")
+            )
+            if found.identity in known or not alike:
+                found.close()
+                return
+            with contextlib.suppress(RuntimeError):
+                self.peers.append(Peer(found, _native.open_foreign_file(mine.page_size, memory)))
+        finally:
+            os.close(memory)
+
+    def files(self) -> list[tuple[int, int]]:
+        """Descriptors of the memory and the directory of each other process, to be closed by the caller."""
+        size = self.directory.shape.page_size
+        return [(_native.host_file_descriptor(size, peer.file), os.dup(peer.directory.fileno())) for peer in self.peers]
+
+    def fetch(self, key: bytes, tokens: Sequence[int]) -> Foreign | None:
+        """The block of another process with this key and these tokens, pinned; None if there is none."""
+        for peer in self.peers:
+            number = peer.directory.find(key)
+            if number is None or not peer.directory.pin(number):
+                continue
+            peer.pins[number] += 1
+            entry = peer.directory.read(number)
+            if entry is not None and entry.key == key and entry.tokens == array("q", tokens):
+                with contextlib.suppress(IndexError):  # pages that its file does not have
+                    foreign = Foreign(peer, number, self._pages(peer, entry.offsets))
+                    self._fetched.add(foreign)
+                    return foreign
+            self._unpin(peer, number)
+        return None
+
+    def release(self, foreign: Foreign) -> None:
+        """Gives up pages that nothing holds or maps any more."""
+        for pages in foreign.pages:
+            self._native.remove_foreign(pages)
+        self._fetched.discard(foreign)
+        self._unpin(foreign.peer, foreign.number)
+
+    @property
+    def foreign_pages(self) -> int:
+        """Pages of others that requests have, or find."""
+        return self.directory.shape.block_pages * len(self._fetched)
+
+    def forget_ended(self) -> None:
+        """Closes the files of those who have nothing any more."""
+        for peer in [*self.peers]:
+            if not peer.pins and peer.directory.ended:
+                self.peers.remove(peer)
+                self._close(peer)
+
+    def close(self) -> None:
+        """Closes all files but the directory, which who keeps what was published has as well. That stays in the file of
+        the pool's memory. After the worker has ended.
+        """
+        for foreign in [*self._fetched]:
+            with contextlib.suppress(RuntimeError):  # a cache of a pool that cannot be used any more has them still
+                self.release(foreign)
+        for peer in self.peers:
+            self._close(peer)
+        self.peers.clear()
+        for pages in self.held:
+            self._native.leave(pages)
+        for held in (self.left, self._returned, self._lingering):
+            held.clear()
+        self.directory.leave()
+
+    def _pages(self, peer: Peer, offsets: array[int]) -> tuple[_native.Pages, ...]:
+        pages, start = [], 0
+        try:
+            for columns, lanes in self._columns:
+                end = start + columns * lanes
+                pages.append(self._native.add_foreign(peer.file, offsets[start:end].tolist(), lanes))
+                start = end
+        except BaseException:
+            for each in pages:
+                self._native.remove_foreign(each)
+            raise
+        return tuple(pages)
+
+    def _unpin(self, peer: Peer, number: int) -> None:
+        peer.pins[number] -= 1
+        if not peer.pins[number]:
+            del peer.pins[number]
+            peer.directory.unpin(number)
+
+    def _close(self, peer: Peer) -> None:
+        _native.close_host_file(self.directory.shape.page_size, peer.file)
+        peer.directory.close()

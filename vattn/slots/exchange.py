@@ -1,0 +1,211 @@
+"""Exchange: which blocks of a cache others may map, and which of theirs requests here begin with.
+
+A block of another process is in the index like any other, as a cached one that costs nothing. It stays there while a
+request uses it, and a moment longer, so that its owner gets back what nobody uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from vattn.broker.directory import Shape
+from vattn.errors import ConfigError, VattnError
+from vattn.layout import Layout
+from vattn.pool.journal import Change
+from vattn.pool.lent import LentCore
+from vattn.pool.shares import Foreign, Shares
+from vattn.prefix import Key, block_keys, root_key
+from vattn.slots.blocks import PageBlock
+from vattn.slots.parts import Decisions, Parts
+from vattn.slots.reclaimer import Reclaimer
+
+_UNUSED_NS = 10**9  # for which a block of another process stays that no request uses
+_TOGETHER = 32  # blocks that are published while calls wait
+
+
+class Exchange(Decisions):
+    """The blocks of one cache; used under the pool's lock.
+
+    Args:
+        wake: has `publish` called soon, by another thread.
+    """
+
+    def __init__(self, parts: Parts, reclaimer: Reclaimer, shares: Shares, wake: Callable[[], object]) -> None:
+        super().__init__(parts)
+        self._reclaimer = reclaimer
+        self._shares = shares
+        self._band = parts.bands.only
+        self._band.shared.shares = shares
+        self._wake = wake
+        self._offers: deque[tuple[PageBlock, Sequence[int]]] = deque()
+        self._published: weakref.WeakValueDictionary[int, PageBlock] = weakref.WeakValueDictionary()
+        self._foreign: dict[PageBlock, Foreign] = {}
+        self._stopped = self._closed = False
+
+    @classmethod
+    def of(cls, parts: Parts, layout: Layout, reclaimer: Reclaimer) -> Exchange | None:
+        """For the first cache of a pool that shares prefixes; None for any other.
+
+        Raises:
+            ConfigError: a layer has a sliding window.
+        """
+        core = parts.core
+        if not isinstance(core, LentCore) or core.fingerprint is None or core.shares is not None:
+            return None
+        shape, columns = _shape(layout, core.page_size, core.fingerprint, core.total_pages)
+        shares = Shares(core.native, shape, columns)
+        exchange = cls(parts, reclaimer, shares, core.borrower.wake)
+        core.share(shares, exchange)
+        return exchange
+
+    # For calls
+
+    def extend(self, change: Change, keys: list[Key], token_ids: Sequence[int], salt: bytes) -> list[Key]:
+        """The keys of a prompt's longest prefix that leaves a token to compute, with blocks of others after those in
+        the index, which `keys` are of.
+        """
+        if self._stopped or not self._shares.peers:
+            return keys
+        size, found = self._bands.block_tokens, list(keys)
+        parent = keys[-1] if keys else root_key(salt)
+        for key in block_keys(parent, token_ids[len(keys) * size : -1], size):
+            if self._band.shared.index.get(key) is None:
+                start = len(found) * size
+                foreign = self._shares.fetch(key, token_ids[start : start + size])
+                if foreign is None:
+                    break
+                block = PageBlock(depth=len(found), pages=foreign.pages, last_use=time.monotonic_ns(), foreign=True)
+                self._foreign[block] = foreign
+                self._band.shared.insert(change, block, key)
+            found.append(key)
+        return found
+
+    def offer(self, blocks: Sequence[PageBlock], token_ids: Sequence[int]) -> None:
+        """Has others find blocks soon, of a request with these tokens."""
+        size = self._bands.block_tokens
+        if self._stopped:
+            return
+        for block in blocks:
+            self._offers.append((block, token_ids[block.depth * size : (block.depth + 1) * size]))
+        if blocks:
+            self._wake()
+
+    def stop(self, change: Change) -> None:
+        """Shares nothing from here on: what is computed may no longer be what the fingerprint says."""
+        self._stopped = True
+        self._offers.clear()
+        for number, block in [*self._published.items()]:
+            if block.entry == number:
+                self._band.shared.unpublish(change, block)
+        for block in self._foreign:
+            if block.published:
+                self._band.shared.retract(change, block)
+
+    def close(self) -> None:
+        """Its cache has gone."""
+        self._stopped = self._closed = True
+        self._offers.clear()
+        self._foreign.clear()
+
+    def heed(self, change: Change) -> None:
+        """Lets no request find what its owner has found to be wrong."""
+        for peer in self._shares.peers:
+            count = peer.directory.withdrawals
+            if count == peer.withdrawals:
+                continue
+            change.set(peer, "withdrawals", count)
+            for block, foreign in self._foreign.items():
+                if foreign.peer is peer and block.published:
+                    entry = peer.directory.read(foreign.number)
+                    if entry is None or entry.key != block.key:
+                        self._band.shared.retract(change, block)
+
+    # For the borrower's thread, between calls
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to publish."""
+        return bool(self._offers)
+
+    def publish(self) -> None:
+        """Publishes some of what was offered."""
+        for _ in range(min(_TOGETHER, len(self._offers))):
+            block, tokens = self._offers.popleft()
+            if block.published and block.entry is None and block.key is not None:
+                block.entry = self._shares.publish(block.key, tokens, block.pages)
+                if block.entry is not None:
+                    self._published[block.entry] = block
+
+    def tend(self) -> None:
+        """Gives others' blocks back that nobody uses, and takes back what others do not use."""
+        if self._closed:
+            return
+        with contextlib.suppress(VattnError):  # a driver that fails, say: another time
+            self._let_go()
+        mapper = self._core.mapper
+        if mapper.passed(mapper.last) and not mapper.failed:
+            for block, foreign in [*self._foreign.items()]:
+                if not block.published and not block.slots:
+                    del self._foreign[block]
+                    self._shares.release(foreign)
+        self._shares.forget_ended()
+        self._count_pinned()
+
+    def _let_go(self) -> None:
+        now = time.monotonic_ns()
+        unused = [
+            block
+            for block in self._foreign
+            if not block.users
+            and (block.published or block.slots)
+            and now - block.last_use > _UNUSED_NS
+            and self._slots.length.keys().isdisjoint(block.slots)
+        ]
+        unused.sort(key=lambda block: -block.depth)
+
+        def plan(change: Change) -> None:
+            self.heed(change)
+            for block in unused:
+                self._reclaimer.let_go(change, self._band, block)
+            self._shares.take_back_withdrawn(change)
+
+        if unused or self._shares.lingers or any(p.directory.withdrawals != p.withdrawals for p in self._shares.peers):
+            self._core.execute(plan)
+
+    def _count_pinned(self) -> None:
+        """Counts the blocks that cannot be evicted, and has them evicted after others: they are in use."""
+        blocks = [self._published.get(number) for number in self._shares.directory.pinned()]
+        cached = [
+            block
+            for block in blocks
+            if block is not None and block.entry is not None and block.published and not block.users
+        ]
+        for block in cached:
+            self._band.shared.index.touch(block)
+        self._ledger.pinned = self._band.shared.block_pages * len(cached)
+
+
+def _shape(layout: Layout, page_size: int, fingerprint: bytes, pages: int) -> tuple[Shape, list[tuple[int, int]]]:
+    """What all blocks of a cache have in common, and their columns and lanes per kind of tensor.
+
+    Args:
+        fingerprint: of all that their contents depend on but tokens, salt and layout.
+        pages: most of the cache.
+
+    Raises:
+        ConfigError: a layer has a sliding window.
+    """
+    band = layout.bands[0]
+    if len(layout.bands) > 1 or band.window is not None:
+        raise ConfigError("prefixes of models with sliding windows are not shared between processes; leave that out")
+    kinds = [(kind.tensors, kind.runs, kind.row_bytes) for kind in band.kinds]
+    text = repr((fingerprint, layout.name, layout.kv_order, page_size, band.block_tokens, kinds)).encode()
+    columns = [(kind.columns(band.block_tokens), kind.lanes) for kind in band.kinds]
+    block_pages = sum(columns * lanes for columns, lanes in columns)
+    print_ = blake2b(text, digest_size=32, person=b"vattn share").digest()
+    return Shape(print_, page_size, band.block_tokens, block_pages, max(1, pages // block_pages)), columns
