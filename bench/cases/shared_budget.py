@@ -43,7 +43,7 @@ def run(quick: bool) -> Report:
     figures: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         qwen2(**config).save_pretrained(place)
-        llm = {"model": place, "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True}
+        llm = {"model": place, "dtype": "bfloat16", "max_model_len": 2 * _BLOCK, "skip_tokenizer_init": True}
         sides: dict[str, dict[str, Any]] = {
             _SPLIT: {"num_gpu_blocks_override": blocks // 2 + _NULL},
             _SHARED: {
