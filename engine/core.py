@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from vattn.broker.places import borrower_name
 from vattn.broker.share import parse_share
 from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
@@ -736,10 +736,8 @@ def _identity(config: EngineConfig, loaded: LoadedModel) -> bytes:
 
 
 def _label(config: EngineConfig) -> str:
-    """The model's name, for people, in characters that need no quotes."""
-    model = config.model if isinstance(config.model, str) else type(config.model).__name__
-    label = re.sub(r"[^\w.-]", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:32].lstrip("-.")
-    return label or "engine"
+    """The model's name, for people."""
+    return borrower_name(config.model if isinstance(config.model, str) else type(config.model).__name__)
 
 
 def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> StoredPrefixes | None:

@@ -528,6 +528,16 @@ class KVCache(PoolMember):
         held = self._core.free_pages + takeable + self._ledger.owned
         return min(self._ledger.budget, held) - self._ledger.needed
 
+    @reading
+    def borrow_pages(self, pages: int) -> int:
+        """Has up to so many pages more become available, of a pool that a broker lends: what other processes can do
+        without, for which it waits a moment. None of a pool of its own.
+
+        Returns:
+            How many did.
+        """
+        return self._core.borrow(pages, needed=False)
+
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The
         result may be a few pages too high.

@@ -1,13 +1,12 @@
 """Two engines of vLLM on one machine whose bursts alternate: half of the memory for each, or one budget for both.
 
 `VATTN_VLLM_PYTHON` as for `plugin`. Both engines are up all the time. With a static split each has half of the blocks;
-with one budget each has blocks for all of it, and the plugin backs what is in use.
+with one budget each has blocks for all of it, and a broker lends the memory of those that are in use.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from bench.cases.plugin import ENGINES, environment, interpreter
 from bench.harness import theme
 from bench.harness.models import QWEN2, qwen2
+from bench.harness.pools import NAME, serving_pool
 from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -33,7 +33,8 @@ def run(quick: bool) -> Report:
     python = interpreter()
     prompt, output, requests, bursts = (16, 4, 2, 1) if quick else (128, 127, 12, 2)
     at_a_time = 4  # requests for which the whole budget has blocks
-    blocks = at_a_time * -(-(prompt + output) // _BLOCK)
+    # One more, as an idle engine keeps a little of the pool ahead of need.
+    blocks = at_a_time * -(-(prompt + output) // _BLOCK) + 1
     burst = {"prompt": prompt, "output": output, "requests": requests}
     config = {**QWEN2, "num_hidden_layers": 1} if quick else QWEN2
     token_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"]
@@ -42,19 +43,18 @@ def run(quick: bool) -> Report:
     figures: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         qwen2(**config).save_pretrained(place)
-        llm = {"model": place, "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True}
-        name = f"bench-{os.getpid()}"
-        options = {"keep_cached": 0, "keep_free": 0, "shared_budget": f"{name}:{budget}B"}
+        llm = {"model": place, "dtype": "bfloat16", "max_model_len": 2 * _BLOCK, "skip_tokenizer_init": True}
         sides: dict[str, dict[str, Any]] = {
             _SPLIT: {"num_gpu_blocks_override": blocks // 2 + _NULL},
             _SHARED: {
                 "num_gpu_blocks_override": blocks + _NULL,
                 "worker_cls": "vattn_vllm.CPUWorker",
-                "additional_config": {"vattn": options},
+                "additional_config": {"vattn": {"kv_pool": NAME}},
             },
         }
         for side, more in sides.items():
-            seconds = _alternate(python, {**burst, "llm": {**llm, **more}}, bursts)
+            with serving_pool(budget):
+                seconds = _alternate(python, {**burst, "llm": {**llm, **more}}, bursts)
             rate = len(seconds) * requests / sum(seconds)
             figures.append({"memory": side, "requests/s": rate, "seconds of a burst": sum(seconds) / len(seconds)})
     static, shared = (float(row["requests/s"]) for row in figures)

@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "batching",
         "prefix",
         "shared",
+        "pool",
         "speculate",
         "threads",
         "profile",

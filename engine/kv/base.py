@@ -258,6 +258,12 @@ class KVBackend(KVSource, Protocol):
         """Units that `prepare` can still take."""
         ...
 
+    def borrow(self, units: int) -> int:
+        """Has so many units more become available, or fewer, if memory is lent, without taking any from requests and as
+        far as that is quick; how many did.
+        """
+        ...
+
     def total(self) -> int:
         """Units in all."""
         ...
@@ -324,6 +330,9 @@ class PlainStore:
 
     def stop_sharing(self) -> None:
         pass
+
+    def borrow(self, units: int) -> int:
+        return 0
 
     def trim(self) -> int:
         raise ConfigError(

@@ -115,6 +115,9 @@ class VirtualKV(ContiguousKV):
     def available(self) -> int:
         return self.cache.available_pages()
 
+    def borrow(self, units: int) -> int:
+        return self.cache.borrow_pages(units)
+
     def total(self) -> int:
         return self.cache.total_pages
 

@@ -255,8 +255,12 @@ class Scheduler:
                 read.append(request)
                 held += 1
                 continue
-            if (room < 0 and self.running) or underway.computes_prefix(request):
+            if underway.computes_prefix(request):
                 break
+            if room < 0 and self.running:
+                room += self.kv.borrow(-room)
+                if room < 0:
+                    break
             self._start(request)
             self.running.append(self.waiting.pop(held))
             underway.add(request)

@@ -1,5 +1,6 @@
 """Goals are judged; other load on the machine is noticed, and voids times."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -8,8 +9,11 @@ import pytest
 
 from bench.harness import instructions, timing
 from bench.harness.instructions import CannotCount, Counter
+from bench.harness.pools import serving_pool
 from bench.harness.report import Goal, Report
 from bench.harness.timing import LoadMeter
+from vattn import PagePool
+from vattn.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,16 @@ def test_a_processor_whose_call_is_not_known_has_no_counter(monkeypatch: pytest.
     monkeypatch.setattr(instructions.platform, "machine", lambda: "another")
     with pytest.raises(CannotCount, match="another"):
         Counter()
+
+
+def test_a_broker_serves_within_its_context_and_ends_with_it() -> None:
+    before = dict(os.environ)
+    own = timing._own_seconds()
+    with serving_pool(2**20) as name:
+        pool = PagePool.connect(name, page_size=4096)
+        assert pool.budget == 2**20
+        pool.close()
+    assert dict(os.environ) == before
+    assert timing._own_seconds() > own, "the broker's time is the benchmark's own"
+    with pytest.raises(ConfigError, match="no broker serves"):
+        PagePool.connect(name, page_size=4096)

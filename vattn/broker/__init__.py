@@ -6,9 +6,10 @@ stays small.
 
 **Who owns what.** The broker owns the books: of every borrower it knows the *lease*, which is the most memory that the
 borrower may have now. The memory itself is the borrower's: on a CPU one memfd, of which the broker gets a descriptor
-when the borrower joins; on CUDA what the driver gave to the process. So one page is never in two processes because of a
-mistake in the books, a page that changes hands is given back to the system and comes from it anew, which zeroes it, and
-nobody gets another's descriptor. The broker's own descriptors serve to count: what the file holds, says the kernel.
+when the borrower joins; on CUDA what the driver gave to the process; with vLLM what the workers have, for which the
+process of their scheduler borrows. So one page is never in two processes because of a mistake in the books, a page that
+changes hands is given back to the system and comes from it anew, which zeroes it, and nobody gets another's descriptor.
+The broker's own descriptors serve to count: what the file holds, says the kernel. Without one, a borrower is believed.
 Borrowers that share prefixes are the exception: they get read-only descriptors of each other (`directory.py`), and what
 one has published is the broker's once its process has ended (`kept.py`).
 

@@ -108,7 +108,7 @@ class Borrower:
         pool: name of the broker's pool.
         name: what `vattn pool` calls this borrower.
         device: of the memory.
-        memory: makes a descriptor of the memory; None where there is none.
+        memory: makes a descriptor of the memory; None where it is not one file.
 
     Attributes:
         name: as the broker knows it.

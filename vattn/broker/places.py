@@ -28,6 +28,12 @@ def check_name(name: object, what: str = "the pool's name") -> str:
     return name
 
 
+def borrower_name(model: str) -> str:
+    """What `vattn pool` calls an engine: the last part of its model's name, in characters that need no quotes."""
+    name = re.sub(r"[^\w.-]", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII)[:32].lstrip("-.")
+    return name or "engine"
+
+
 def folder() -> Path:
     """The folder of sockets, made if it is not there.
 

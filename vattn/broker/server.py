@@ -68,7 +68,7 @@ class _Borrower:
 
     Attributes:
         process: a pidfd, which is signalled when the process has ended and its memory is gone.
-        memory: a descriptor of its memory; None on CUDA.
+        memory: a descriptor of its memory; None on CUDA, and where its memory is not in one file.
         peer: its connection; None if that was lost.
         started: when the process did.
         leaving: its pool is closed, so that its memory only becomes less.
@@ -440,10 +440,10 @@ class Broker:
 
     def _check_memory(self, memory: int | None, before: _Borrower | None) -> None:
         """Whether a descriptor is that of a file that nobody can make shorter, and nobody else's memory."""
-        if (memory is None) != (self.device != "cpu"):
-            raise ConfigError("a borrower on a CPU sends the descriptor of its memory, and no other does")
         if memory is None:
             return
+        if self.device != "cpu":
+            raise ConfigError("only a borrower on a CPU sends the descriptor of its memory")
         found = os.fstat(memory)
         try:
             sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS == _SEALS

@@ -74,7 +74,7 @@ def _table(value: object) -> bool:
 
 # Field to what it has to be, by kind.
 KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
-    # From borrowers. The descriptor of the borrower's memory, if it is the host's, comes with `join`.
+    # From borrowers. The descriptor of the borrower's memory, if that is one file, comes with `join`.
     "join": {
         "version": _number,
         "identity": _text,  # chosen by the borrower once, so that it is known when it joins again

@@ -61,12 +61,14 @@ class Core(Calls):
 
     Attributes:
         driver, native, mapper: those of its worker.
+        total_pages: the budget, in pages.
         kept_pages: free pages that stay in memory when a tenant leaves; None: all.
     """
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self.driver, self.native, self.mapper = worker.driver, worker.native, worker.mapper
+        self.total_pages: int = worker.native.counts().budget
         self.kept_pages: int | None = None
         self._tenants: weakref.WeakSet[Tenant] = weakref.WeakSet()
         self._left: list[Plan] = []  # what dropped caches left behind
@@ -78,11 +80,6 @@ class Core(Calls):
     def page_size(self) -> int:
         """Bytes per page."""
         return self.native.page_size
-
-    @property
-    def total_pages(self) -> int:
-        """The budget, in pages."""
-        return self.native.counts().budget
 
     @property
     def free_pages(self) -> int:

@@ -9,7 +9,7 @@ a process of its own. After each step of the plugin's engine, the blocks with me
 believes, and every mapping is where the books say; when nothing is left to do, no more is backed than the options keep.
 
 A different token is a tie where vLLM itself has the two within rounding of each other; a few among many are expected,
-and are counted. Engines that gave up cached blocks, or share a budget, schedule otherwise than vLLM, so only what
+and are counted. Engines that gave up cached blocks, or borrow memory, schedule otherwise than vLLM, so only what
 requests got in the end is the same.
 """
 
@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -30,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment
+
+from vattn.broker.places import FOLDER_VARIABLE
+from vattn.broker.server import Broker
 
 if __name__ == "__main__":
     os.environ |= environment()
@@ -50,7 +54,7 @@ class World:
     Attributes:
         llm: options of both engines.
         plugin: options of the plugin.
-        budget: blocks of a shared budget, or None.
+        budget: blocks of the pool that a broker lends, or None.
         script: for each step, what is done before it.
     """
 
@@ -187,7 +191,7 @@ def play(world: World, model: Path, block_bytes: int | None) -> Played:
     if plugin:
         options = dict(world.plugin)
         if world.budget is not None:
-            options["shared_budget"] = f"fuzz-{os.getpid()}:{world.budget * block_bytes}B"
+            options["kv_pool"] = _lend(world.budget * block_bytes, model.parent)
         more = {"worker_cls": "vattn_vllm.CPUWorker", "additional_config": {"vattn": options}}
     engine = LLM(str(model), **world.llm, **more).llm_engine
     core: Any = engine.engine_core.engine_core  # type: ignore[attr-defined]
@@ -280,6 +284,13 @@ def play(world: World, model: Path, block_bytes: int | None) -> Played:
         counts["blocks shown"], counts["blocks hidden"] = stats["attached_blocks"], stats["detached_blocks"]
     played.counts = dict(counts)
     return played
+
+
+def _lend(budget: int, folder: Path) -> str:
+    """The name of a pool, of which a thread of this process is the broker, as long as it lives."""
+    os.environ[FOLDER_VARIABLE] = tempfile.mkdtemp(dir=folder)
+    threading.Thread(target=Broker("fuzz", budget).run, daemon=True).start()
+    return "fuzz"
 
 
 class Different(Exception):
@@ -390,7 +401,7 @@ def main() -> int:
                 made[world.kind] = models.make(world.kind, Path(folder, str(len(made))))
             total["worlds"] += 1
             total[f"worlds: {world.kind}"] += 1
-            total["worlds with a budget"] += world.budget is not None
+            total["worlds that borrow"] += world.budget is not None
             try:
                 stock = in_child(world, made[world.kind])
                 ours = in_child(world, made[world.kind], stock.block_bytes)

@@ -10,8 +10,8 @@ from typing import Any
 import models
 import pytest
 import torch
+from pools import NAME, serving_pool, wait_until
 from safetensors.torch import save_file
-from vattn_vllm.budget import SharedBudget
 
 Run = Callable[..., dict[str, Any]]
 
@@ -119,13 +119,14 @@ def test_adapters(run: Run, model: Path, tmp_path: Path) -> None:
     assert stock["results"] != run()["results"], "the adapter does something"
 
 
-def test_an_engine_that_is_killed_leaves_nothing_behind(run: Run) -> None:
+def test_two_processes_borrow_as_one_engine_and_leave_nothing_behind_when_they_are_killed(
+    run: Run, model: Path
+) -> None:
     before = set(Path("/dev/shm").glob("vattn-*"))
-    ours = run(
-        plugin={"shared_budget": "killed:1GiB"}, llm={"tensor_parallel_size": 2}, multiprocessing=True, killed=True
-    )
-    assert len(ours["stats"]) == 2
-    left = set(Path("/dev/shm").glob("vattn-*")) - before
-    assert all("budget" in path.name for path in left)
-    SharedBudget("other:1GiB")
-    assert not left & set(Path("/dev/shm").glob("vattn-*"))
+    parallel: dict[str, Any] = {"llm": {"tensor_parallel_size": 2}, "multiprocessing": True}
+    with serving_pool(2**22) as pool:  # which is less than all prompts need
+        ours = run(plugin={"kv_pool": NAME}, **parallel, killed=True)
+        wait_until(lambda: not pool.of(model.name))
+    assert ours["results"][0]["tokens"] == run(**parallel)["results"][0]["tokens"]
+    assert sum(stats["peak_mapped_bytes"] for stats in ours["stats"]) <= 2**22
+    assert not set(Path("/dev/shm").glob("vattn-*")) - before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import queue
+import re
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -47,7 +53,10 @@ def test_signatures() -> None:
     assert parameters(Worker.initialize_from_config) == ["self", "kv_cache_config"]
     assert parameters(Worker.execute_model) == ["self", "scheduler_output"]
     assert parameters(Scheduler.schedule) == ["self", "throttle_prefills"]
+    assert parameters(Scheduler.update_from_output) == ["self", "scheduler_output", "model_runner_output"]
+    assert parameters(Scheduler.has_requests) == parameters(Scheduler.shutdown) == ["self"]
     assert parameters(SchedulerConfig.get_scheduler_cls) == ["self"]
+    assert parameters(get_max_concurrency_for_kv_cache_config) == ["vllm_config", "kv_cache_config"]
     assert parameters(BlockPool.evict_blocks) == ["self", "block_ids"]
     assert parameters(BlockPool.get_num_free_blocks) == ["self"]
     assert parameters(get_layers_from_vllm_config) == ["vllm_config", "layer_type", "layer_names"]
@@ -68,6 +77,31 @@ def test_what_the_scheduler_says() -> None:
     assert [block.ref_cnt for block in pool.blocks] == [0] * 4 or pool.null_block.block_id == 0
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == [1, 2, 3]
     assert all(block.block_hash is None for block in pool.blocks)
+
+
+def test_what_requests_may_take() -> None:
+    assert isinstance(Request.num_tokens_with_spec, property)
+    source = inspect.getsource(Scheduler.__init__) + inspect.getsource(Request.__init__)
+    for attribute in ("max_num_running_reqs", "running", "waiting", "num_computed_tokens"):
+        assert re.search(rf"self\.{attribute}\b.* = ", source), attribute
+
+
+def test_how_an_idle_engine_is_woken() -> None:
+    hooks.install()
+    woken: queue.Queue[Any] = queue.Queue()
+    wakes: list[Any] = []
+    engine: Any = SimpleNamespace(input_queue=woken, _idle_state_callbacks=[lambda _: wakes.append("idle")])
+    engine.scheduler = SimpleNamespace()
+    EngineCoreProc._notify_idle_state_callbacks(engine)
+    assert wakes == ["idle"]
+    engine.scheduler._vattn = SimpleNamespace(wake_by=wakes.append)
+    EngineCoreProc._notify_idle_state_callbacks(engine)
+    wakes[1]()
+    request = woken.get_nowait()
+    assert request == (EngineCoreRequestType.WAKEUP, None)
+    EngineCoreProc._handle_client_request(engine, *request)
+    assert "self._notify_idle_state_callbacks()" in inspect.getsource(EngineCoreProc._process_input_queue)
+    assert "self.scheduler.has_requests()" in inspect.getsource(EngineCoreProc.has_work)
 
 
 def test_where_layers_lie() -> None:

@@ -54,8 +54,9 @@ def engine(**changes: Any) -> Any:
             rswa_window=None,
         ),
         kv_transfer_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False, world_size=1
         ),
     )
     for path, value in changes.items():
@@ -86,6 +87,16 @@ def test_engines_that_it_cannot_serve(changes: dict[str, Any], match: str) -> No
     check_engine(engine(), Options())
     with pytest.raises(ConfigError, match=match):
         check_engine(engine(**changes), Options())
+
+
+def test_a_pool_counts_one_device() -> None:
+    options = Options(kv_pool="a")
+    check_engine(engine(parallel_config__world_size=2), options)
+    check_engine(engine(device_config__device_type="cuda"), options)
+    cuda = engine(device_config__device_type="cuda", parallel_config__world_size=2)
+    with pytest.raises(ConfigError, match="counts the memory of one device"):
+        check_engine(cuda, options)
+    check_engine(cuda, Options())
 
 
 def test_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

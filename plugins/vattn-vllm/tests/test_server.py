@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,37 @@ PLUGIN = [
 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
-    command += ["--skip-tokenizer-init", "--served-model-name", "small", *options]
-    with Path(model, "server.log").open("w+") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            end = time.monotonic() + 240
+    with running(vllm_serve(model, *options)) as ((url, _),):
+        yield url
+
+
+def vllm_serve(model: Path, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager", "--skip-tokenizer-init"]
+    return [*command, "--served-model-name", "small", *options]
+
+
+@contextmanager
+def running(*commands: list[str]) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+    """Servers, each at a free port and in a process group of its own, which may be killed."""
+    with ExitStack() as stack:
+        servers, logs = [], []
+        for command in commands:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+                stdout=logs[-1],
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_end, process)
+            servers.append((f"http://127.0.0.1:{port}", process))
+        end = time.monotonic() + 300
+        for (url, process), log in zip(servers, logs, strict=True):
             while True:
                 try:
                     urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -57,14 +72,16 @@ def serving(model: Path, *options: str) -> Iterator[str]:
                         log.seek(0)
                         raise RuntimeError(log.read()[-6000:]) from None
                     time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
+        yield servers
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def ask(url: str, prompt: list[int], **options: Any) -> list[int]:

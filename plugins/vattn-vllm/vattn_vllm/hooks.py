@@ -8,15 +8,19 @@ given back after the cache has forgotten them, so no hit finds memory that is go
 from __future__ import annotations
 
 import functools
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vattn_vllm.budget import Share, SharedBudget
+from vattn.broker.places import borrower_name
+from vattn_vllm.lent import LentBlocks
 from vattn_vllm.options import Options, selected
 from vattn_vllm.steps import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _GIVEN_BACK = "vattn_given_back"
@@ -25,6 +29,8 @@ _GIVEN_BACK = "vattn_given_back"
 def install() -> None:
     """Makes engines with the plugin's workers use the subclass. Idempotent; other engines are as before."""
     from vllm.config import SchedulerConfig
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
 
     stock = SchedulerConfig.get_scheduler_cls
     if hasattr(stock, "__wrapped__"):
@@ -41,6 +47,16 @@ def install() -> None:
         return make
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+
+    notify = EngineCoreProc._notify_idle_state_callbacks
+
+    @functools.wraps(notify)
+    def idle(self: EngineCoreProc) -> None:
+        notify(self)
+        if (backed := getattr(self.scheduler, "_vattn", None)) is not None:
+            backed.wake_by(functools.partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
+
+    EngineCoreProc._notify_idle_state_callbacks = idle  # type: ignore[method-assign]
 
 
 def allocated(output: SchedulerOutput) -> list[int]:
@@ -66,26 +82,62 @@ def giving_back(cls: type) -> type:
             from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
             options = Options.of(vllm_config)
-            cache = self.kv_cache_config
-            workers = vllm_config.parallel_config.world_size
-            self._vattn = _Backed(
-                self.kv_cache_manager.block_pool,
-                options,
-                block_bytes=workers * cache.kv_cache_tensors[0].size // cache.num_blocks,
-                shows_null=any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cache.kv_cache_groups),
+            shows_null = any(
+                isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in self.kv_cache_config.kv_cache_groups
             )
+            lent = None if options.kv_pool is None else _borrow(options, vllm_config, self.kv_cache_config, shows_null)
+            self._vattn = _Backed(self.kv_cache_manager.block_pool, options, shows_null=shows_null, lent=lent)
 
         def schedule(self, *args: Any, **keywords: Any) -> Any:
-            with self._vattn.deciding() as share:
+            with self._vattn.deciding(self._coming):
                 output = super().schedule(*args, **keywords)
                 ended = bool(output.finished_req_ids or output.preempted_req_ids)
                 idle = not self.running and not self.waiting
-                gone = self._vattn.decide(allocated(output), ended=ended, idle=idle, share=share)
+                gone = self._vattn.decide(allocated(output), ended=ended, idle=idle)
             if gone:
                 setattr(output, _GIVEN_BACK, gone)
             return output
 
+        def _coming(self) -> int:
+            """The most blocks that requests can get in the next step."""
+            most, tokens, requests = self.scheduler_config.max_num_batched_tokens, 0, 0
+            for request in itertools.chain(self.running, self.waiting):
+                if tokens >= most or requests >= self.max_num_running_reqs:
+                    break
+                tokens += request.num_tokens_with_spec - request.num_computed_tokens
+                requests += 1
+            groups = self.kv_cache_config.kv_cache_groups
+            size = min(group.kv_cache_spec.block_size for group in groups)
+            # A chunk of each may begin at the end of a block.
+            return len(groups) * (min(tokens, most) // size + requests)
+
+        def update_from_output(self, *args: Any, **keywords: Any) -> Any:
+            self._vattn.ended()
+            return super().update_from_output(*args, **keywords)
+
+        def has_requests(self) -> bool:
+            return super().has_requests() or self._vattn.asks
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            self._vattn.close()
+
     return GivingBack
+
+
+def _borrow(options: Options, config: VllmConfig, cache: Any, shows_null: bool) -> LentBlocks:
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    assert options.kv_pool is not None
+    return LentBlocks(
+        options.kv_pool,
+        options.kv_share,
+        name=borrower_name(config.model_config.model),
+        device="cpu" if config.device_config.device_type == "cpu" else "cuda:0",
+        block_bytes=config.parallel_config.world_size * cache.kv_cache_tensors[0].size // cache.num_blocks,
+        blocks=cache.num_blocks,
+        longest=round(cache.num_blocks / get_max_concurrency_for_kv_cache_config(config, cache)) + shows_null,
+    )
 
 
 class _Backed:
@@ -93,65 +145,100 @@ class _Backed:
 
     Args:
         pool: vLLM's block pool.
-        block_bytes: of a block, in all workers.
         shows_null: rows may show the null block, which then has memory too.
+        lent: what a broker lends; None: there is memory for all blocks.
     """
 
-    def __init__(self, pool: Any, options: Options, *, block_bytes: int, shows_null: bool = False) -> None:
+    def __init__(
+        self, pool: Any, options: Options, *, shows_null: bool = False, lent: LentBlocks | None = None
+    ) -> None:
         self._pool = pool
         self._options = options
-        self._block_bytes = block_bytes
         self._shows_null = shows_null
         self._backed: set[int] = set()
-        self._cached = 0  # blocks that nobody used, but the prefix cache could find, when they were last looked at
-        self._budget = None if options.shared_budget is None else SharedBudget(options.shared_budget)
+        # Blocks that nobody used, but the prefix cache could find, when they were last looked at; and when each was
+        # first seen so, in nanoseconds, and the earliest of these.
+        self._cached = 0
+        self._since: dict[int, int] = {}
+        self._oldest: int | None = None
+        self._lent = lent
         self._most: int | None = None  # blocks that may be backed now
         self._free_blocks: Callable[[], int] = pool.get_num_free_blocks
-        if self._budget is not None:
+        if lent is not None:
             pool.get_num_free_blocks = self._affordable
 
     @contextmanager
-    def deciding(self) -> Iterator[Share | None]:
-        """A step of the scheduler, in which no other engine takes memory of a shared budget."""
-        if self._budget is None:
-            yield None
+    def deciding(self, coming: Callable[[], int]) -> Iterator[None]:
+        """A step of the scheduler, in which the broker takes nothing back; `coming`: how many blocks it may allocate at
+        most.
+        """
+        if self._lent is None:
+            yield
             return
-        with self._budget.deciding() as share:
-            self._most = share.most // self._block_bytes
+        with self._lent.deciding(self._count(), coming()) as self._most:
             try:
-                yield share
+                yield
             finally:
                 self._most = None
 
-    def decide(self, allocated: list[int], *, ended: bool, idle: bool, share: Share | None) -> list[int]:
+    def decide(self, allocated: list[int], *, ended: bool, idle: bool) -> list[int]:
         """The blocks to give back before those that were allocated are backed; the prefix cache has forgotten them."""
-        pool, options = self._pool, self._options
-        before = self._count()
+        pool, options, lent = self._pool, self._options, self._lent
         self._backed.update(allocated)
-        over = 0 if self._most is None else max(0, self._count() - self._most)
+        count = self._count()
+        over = 0 if self._most is None else max(0, count - self._most)
         kept = int(options.keep_free * pool.num_gpu_blocks)
+        wanted, with_cached = (count, False) if lent is None else lent.wanted
+        empty_over = max(over, count - wanted)
+        cached_over = empty_over if with_cached else over
         # A sliding window also leaves blocks behind while its request runs.
         unused = len(self._backed) - self._used()
         self._cached = min(self._cached, unused)
         gone: list[int] = []
-        if ended or idle or over or unused - self._cached > kept:
+        if ended or idle or empty_over or unused - self._cached > kept:
             free = {block for block in self._backed if not pool.blocks[block].ref_cnt}
             empty = [block for block in free if pool.blocks[block].block_hash is None]
             self._cached = len(free) - len(empty)
-            gone = empty[max(0, min(kept, len(empty) - over)) :]
-            if idle or len(gone) < over:
+            gone = empty[max(0, min(kept, len(empty) - empty_over)) :]
+            if idle or len(gone) < cached_over:
                 # In the order in which vLLM would evict them.
                 queue = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
                 cached = [block for block in queue if block in free and pool.blocks[block].block_hash is not None]
                 surplus = len(cached) - int(options.keep_cached * pool.num_gpu_blocks) if idle else 0
-                forgotten = cached[: max(surplus, over - len(gone), 0)]
+                forgotten = cached[: max(surplus, cached_over - len(gone), 0)]
                 pool.evict_blocks(set(forgotten))
                 gone += forgotten
                 self._cached -= len(forgotten)
+            if lent is not None:
+                now = time.monotonic_ns()
+                self._since = {block: self._since.get(block, now) for block in free.difference(gone, empty)}
+                self._oldest = min(self._since.values(), default=None)
             self._backed.difference_update(gone)
-        if share is not None and self._count() != before:
-            share.used = self._count() * self._block_bytes
+        if lent is not None:
+            left = len(self._backed) - self._used()
+            oldest = self._oldest if self._cached else None
+            lent.decided(self._count(), parked=left - self._cached, cached=self._cached, oldest=oldest)
         return gone
+
+    @property
+    def asks(self) -> bool:
+        """Whether the broker wants memory back, for which a step has to be taken."""
+        return self._lent is not None and self._lent.asks
+
+    def ended(self) -> None:
+        """The workers have executed the earliest step that had yet to end."""
+        if self._lent is not None:
+            self._lent.ended()
+
+    def wake_by(self, wake: Callable[[], object]) -> None:
+        """What has an idle engine take a step."""
+        if self._lent is not None:
+            self._lent.wake = wake
+
+    def close(self) -> None:
+        """Gives up what was lent."""
+        if self._lent is not None:
+            self._lent.close()
 
     def _count(self) -> int:
         """The blocks that have memory."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from vattn.broker.places import check_name
+from vattn.broker.share import parse_share
 from vattn.errors import ConfigError
-from vattn_vllm.budget import parse_budget
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +27,10 @@ class Options:
         keep_cached: share of the blocks that may stay in the prefix cache when no request is left, 0 to 1; the least
             recently used go first.
         keep_free: share of the blocks whose memory is kept, without contents, for requests to come.
-        shared_budget: `"NAME:SIZE"`: the most memory that the engines of this name on this machine back together; each
-            may have blocks for the whole budget. None: an engine backs what its own blocks need.
+        kv_pool: the pool of a broker (`vattn pool serve NAME`) that lends the memory, to other engines of the machine
+            as well. None: there is memory for all blocks.
+        kv_share: what of the pool is guaranteed, and the most to be had: `"at least 4GiB, at most 40GiB"`; None:
+            nothing, and all.
         untested_vllm: run with a version of vLLM that the plugin was not tried with.
     """
 
@@ -38,7 +41,8 @@ class Options:
     guard: Literal["zero", "strict"] = "zero"
     keep_cached: float = 1.0
     keep_free: float = 0.05
-    shared_budget: str | None = None
+    kv_pool: str | None = None
+    kv_share: str | None = None
     untested_vllm: bool = False
 
     def __post_init__(self) -> None:
@@ -48,8 +52,12 @@ class Options:
                 raise ConfigError(f"vattn: {name}={share!r} is a share of the blocks, from 0 to 1")
         if isinstance(self.spare_windows, bool) or not isinstance(self.spare_windows, int) or self.spare_windows < 0:
             raise ConfigError(f"vattn: spare_windows={self.spare_windows!r} must be 0 or more")
-        if self.shared_budget is not None:
-            parse_budget(self.shared_budget)
+        if self.kv_pool is not None:
+            check_name(self.kv_pool, "kv_pool")
+        if self.kv_share is not None:
+            if self.kv_pool is None:
+                raise ConfigError("vattn: kv_share is a share of a kv_pool; name the pool too")
+            parse_share(self.kv_share)
         if self.guard not in ("zero", "strict"):
             raise ConfigError(f"vattn: guard={self.guard!r} is not 'zero' or 'strict'")
 
@@ -64,6 +72,11 @@ class Options:
         given: Any = additional.get("vattn", {}) if isinstance(additional, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ConfigError(f'vattn: --additional-config has "vattn": {given!r}; give an object of options')
+        if "shared_budget" in given:
+            raise ConfigError(
+                "vattn: a broker keeps the budget of several engines, in place of shared_budget: vattn pool serve NAME "
+                '--budget SIZE, and the option "kv_pool": "NAME"'
+            )
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise ConfigError(f"vattn: there is no option {unknown[0]!r}; there are {', '.join(known)}")

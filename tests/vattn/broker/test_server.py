@@ -156,7 +156,7 @@ def test_a_lease_grows_is_asked_back_and_ends_with_the_memory(broker: Broker) ->
 
 def test_what_is_no_memory_is_refused(broker: Broker, tmp_path: Path) -> None:
     first, file = joined(broker, name="first")
-    refused = [(memory(fcntl.F_SEAL_SHRINK),), (os.open(tmp_path, os.O_RDONLY),), os.pipe(), (os.dup(file),), ()]
+    refused = [(memory(fcntl.F_SEAL_SHRINK),), (os.open(tmp_path, os.O_RDONLY),), os.pipe(), (os.dup(file),)]
     for given in refused:
         peer = Peer(broker)
         answers = peer.say(join(name="second", identity="y"), *given)
@@ -167,6 +167,19 @@ def test_what_is_no_memory_is_refused(broker: Broker, tmp_path: Path) -> None:
     assert [account.name for account in broker.books.accounts] == ["first"]
     first.close()
     os.close(file)
+
+
+def test_memory_that_is_not_one_file_is_what_its_borrower_says(broker: Broker) -> None:
+    peer = Peer(broker)
+    assert peer.say(join())[0]["kind"] == "joined"
+    usage = {"owned": 2 * PAGE, "parked": 0, "cached": 0, "oldest": None}
+    peer.say(encode("report", ack=1, lease=0, want=8 * PAGE, urgent=0, wish=1, **usage))
+    assert broker.books.available == BUDGET - 8 * PAGE
+    assert broker.check() == []
+    peer.say(encode("leave"))
+    assert broker.books.accounts == []
+    assert broker.books.available == BUDGET
+    peer.close()
 
 
 @pytest.mark.parametrize(

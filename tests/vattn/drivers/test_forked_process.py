@@ -116,6 +116,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.lend": lambda: cache.lend(0, None)[0][slot, :10].sum(),
         "KVCache.length": lambda: cache.length(slot),
         "KVCache.available_pages": cache.available_pages,
+        "KVCache.borrow_pages": lambda: cache.borrow_pages(1),
         "KVCache.pages_needed": lambda: cache.pages_needed(1),
         "KVCache.stats": cache.stats,
         "KVCache.page_map": cache.page_map,
