@@ -27,7 +27,8 @@ from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encod
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
-_MOST_CONNECTIONS = 128  # whose answer to `top` fits into a message
+_MOST_CONNECTIONS = 128
+_MOST_BORROWERS = 128  # whose answer to `top` fits into a message
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
 _GREETING = 5.0  # seconds in which a connection has to say what it is for
 _AUDIT = 1.0  # seconds between looks at the borrowers' files
@@ -344,6 +345,8 @@ class Broker:
         process = -1
         try:
             before = self._same(peer.pid, message["identity"])
+            if before is None and len(self._borrowers) >= _MOST_BORROWERS:
+                raise ConfigError(f"the pool has {_MOST_BORROWERS} borrowers, which is the most")
             self._check_memory(memory, before)
             process, started = _open_process(peer.pid)
             earlier = None if before is None else self.books.accounts.index(before.account)
