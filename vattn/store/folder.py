@@ -40,6 +40,7 @@ _UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp", re.ASCII)
 _BOOKS = struct.Struct("<Q")
 # Of the quota: evicted beyond what is missing, so that not every block needs a search.
 _SLACK = 1 / 16
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Entry:
 
     def head(self) -> Head | None:
         """What its file says of itself, unchecked; None if there is no such file any more."""
-        with contextlib.suppress(OSError, NotThisBlock), self.path.open("rb") as file:
+        with contextlib.suppress(OSError, NotThisBlock), open(os.open(self.path, _READING), "rb") as file:
             return Head.of(file.read(Head.SIZE))
         return None
 
@@ -339,9 +340,6 @@ class PrefixStore:
         with contextlib.suppress(OSError):
             if inode in (None, path.lstat().st_ino):
                 path.unlink()
-
-
-_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _check_private(path: Path) -> None:

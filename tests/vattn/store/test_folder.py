@@ -264,6 +264,15 @@ def test_what_is_no_file_gives_way_to_a_block(store: PrefixStore, tmp_path: Path
     assert elsewhere.stat() == before
 
 
+def test_a_list_of_blocks_looks_into_no_link_and_waits_for_no_pipe(store: PrefixStore, tmp_path: Path) -> None:
+    store.put(block(), PARTS)
+    the_file(store).rename(tmp_path / "elsewhere")
+    (store.path / f"{block(1).key.hex()}.kv").symlink_to(tmp_path / "elsewhere")
+    assert [entry.head() for entry in store.entries()] == [None]
+    os.mkfifo(store.path / f"{block(2).key.hex()}.kv")
+    assert [entry.head() for entry in store.entries()] == [None, None]
+
+
 def test_who_deletes_everything_lets_nobody_exceed_the_quota(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     early = PrefixStore(tmp_path, 3 * SIZE)
