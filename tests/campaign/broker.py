@@ -29,6 +29,7 @@ from tests.campaign.play import Played
 from tests.support import malformed
 from vattn.broker import books, borrower, server
 from vattn.broker.control import Control
+from vattn.broker.notes import Notes
 from vattn.broker.places import FOLDER_VARIABLE, socket_path
 from vattn.broker.server import Broker
 from vattn.broker.wire import VERSION, encode
@@ -113,7 +114,8 @@ class World:
 
     def _serve(self) -> Forked:
         after = self._rng.randrange(50, 4000) if self._rng.random() < 0.3 else None
-        made = Forked("the broker", _serve, die_after=after)
+        slowness = self._rng.choice((0.0, 0.0, 0.03))
+        made = Forked("the broker", partial(_serve, slowness), die_after=after)
         return made if made.answer() else self._serve()
 
     def _borrow(self, label: str) -> Forked:
@@ -126,6 +128,13 @@ class World:
         self._borrowers[label] = self._borrow(label)
         self._counts["kills of borrowers"] += 1
 
+    def _kill_broker_beside(self, stopped: Forked) -> None:
+        """One borrower is late to join the next broker, and has what it had."""
+        stopped.signal(signal.SIGSTOP)
+        self._kill_broker()
+        self._sleep(0.2)
+        stopped.signal(signal.SIGCONT)
+
     def _kill_broker(self) -> None:
         self._broker.forget()
         self._counts["kills of brokers"] += 1
@@ -134,8 +143,9 @@ class World:
         self._broker = self._serve()
 
     def _lie(self) -> None:
-        count, seed = self._rng.choice((20, 100, 300)), self._rng.randrange(1 << 30)
-        self._liars.append(Forked("a liar", partial(_lie, count, seed)))
+        count, seed = self._rng.choice((20, 100, 400)), self._rng.randrange(1 << 30)
+        lie = _lie if self._rng.random() < 0.7 else _join_often
+        self._liars.append(Forked("a liar", partial(lie, count, seed)))
         self.calls += count
         self._counts["malformed messages"] += count
 
@@ -164,6 +174,7 @@ class World:
             events = (
                 (3, partial(self._kill_borrower, label)),
                 (1, self._kill_broker),
+                (1, partial(self._kill_broker_beside, self._borrowers[label])),
                 (1, partial(self._stop, self._borrowers[label])),
                 (0.5, partial(self._stop, self._broker)),
                 (3, partial(self._ask, "limit", name=name, at_least=least, at_most=most)),
@@ -312,7 +323,15 @@ def _connected(top: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in top["borrowers"] if not each["lost"]]
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(slowness: float, pipe: Connection) -> None:
+    if slowness:  # of the disk
+        replace = Notes._replace
+
+        def slowly(self: Notes, text: bytes) -> None:
+            time.sleep(slowness)
+            replace(self, text)
+
+        Notes._replace = slowly  # type: ignore[method-assign]
     broker = Broker(NAME, PAGES * PAGE)
     signal.signal(signal.SIGTERM, broker.stop)
     pipe.send((None, "ready"))
@@ -348,35 +367,64 @@ def _borrow(label: str, tag: int, seed: int, pipe: Connection) -> None:
 
 
 def _lie(count: int, seed: int, pipe: Connection) -> None:
+    """Says what is no message, or not true."""
     rng = random.Random(seed)
-    joins = rng.choice((0.05, 0.05, 0.9))
     peer = None
     for _ in range(count):
-        with contextlib.suppress(OSError):
-            if peer is None or rng.random() < 0.03:
-                peer = socket.socket(socket.AF_UNIX)
-                peer.settimeout(PATIENCE)
-                peer.connect(str(socket_path(NAME)))
-                peer.setblocking(False)
-            said = {"version": VERSION, "identity": str(rng.random()), "name": "bad", "device": "cpu", "page": PAGE}
-            said |= {"at_least": 0, "at_most": None, "lease": rng.choice((0, PAGE, PAGES * PAGE, 2**50))}
-            data = encode("join", **said) if rng.random() < joins else malformed.message(rng)
-            if rng.random() < 0.1:
-                data = data[: rng.randrange(len(data))]
-            given = [_memory() for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2, 6)))]
-            try:
-                socket.send_fds(peer, [data], given)
-            finally:
-                for descriptor in given:
-                    os.close(descriptor)
-            _, descriptors, _, _ = socket.recv_fds(peer, 2**16, 8)
-            if descriptors:
-                raise Wrong("a broker sends a descriptor:")
-            continue
-        if rng.random() < 0.2:
+        if peer is None or rng.random() < 0.03:
+            peer = _connected_socket()
+        data = _join(rng) if rng.random() < 0.1 else malformed.message(rng)
+        if rng.random() < 0.1:
+            data = data[: rng.randrange(len(data))]
+        if not _send(peer, data, rng.choice((0, 0, 0, 0, 1, 1, 2, 6))):
             peer = None
     pipe.send((None, None))
     pipe.recv()
+
+
+def _join_often(count: int, seed: int, pipe: Connection) -> None:
+    """Joins and joins, and closes the connection each time."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        _send(_connected_socket(), _join(rng), 1)
+    pipe.send((None, None))
+    pipe.recv()
+
+
+def _join(rng: random.Random) -> bytes:
+    said = {"version": VERSION, "identity": str(rng.random()), "name": "liar" * 8, "device": "cpu", "page": PAGE}
+    said |= {"at_least": 0, "at_most": None, "lease": rng.choice((0, PAGE, PAGES * PAGE, 2**50))}
+    return encode("join", **said)
+
+
+def _connected_socket() -> socket.socket | None:
+    with contextlib.suppress(OSError):  # there is no broker now
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(0.2)
+        peer.connect(str(socket_path(NAME)))
+        return peer
+    return None
+
+
+def _send(peer: socket.socket | None, data: bytes, count: int) -> bool:
+    """Sends something with so many descriptors, and waits a moment for the answer; whether the connection stands."""
+    given = [_memory() for _ in range(count)]
+    try:
+        if peer is None:
+            return False
+        socket.send_fds(peer, [data], given)
+        peer.settimeout(0.002)
+        answer, descriptors, _, _ = socket.recv_fds(peer, 2**16, 8)
+        if descriptors:
+            raise Wrong("a broker sends a descriptor:")
+        return bool(answer)
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    finally:
+        for descriptor in given:
+            os.close(descriptor)
 
 
 def _memory() -> int:

@@ -115,6 +115,8 @@ class Forked:
 
     def said(self) -> str:
         """The end of what it said on standard error."""
+        if self._said < 0:
+            return ""
         size = os.fstat(self._said).st_size
         return os.pread(self._said, _TEXT, max(0, size - _TEXT)).decode(errors="replace")
 
@@ -137,11 +139,13 @@ class Forked:
             os.kill(self.pid, number)
 
     def forget(self) -> None:
-        """Kills it, and closes what there is of it."""
+        """Kills it, and closes what there is of it. Idempotent."""
         self.signal(signal.SIGCONT)
         self.kill()
         self._pipe.close()
-        os.close(self._said)
+        if self._said >= 0:
+            os.close(self._said)
+            self._said = -1
 
 
 def _work(work: Callable[[Connection], None], pipe: Connection, said: int, die_after: int | None) -> int:

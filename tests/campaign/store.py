@@ -87,6 +87,7 @@ class World:
         self._rng, self._counts, self._is_small = rng, counts, is_small
         self._path, self._elsewhere = folder / "store", folder / "elsewhere"
         self._elsewhere.write_bytes(_SECRET)
+        self._since = self._elsewhere.stat().st_mtime_ns
         self._path.mkdir(mode=0o700)
         self._added = 0  # bytes that hands have added to files since they were counted
         self._users = [self._use(i) for i in range(USERS)]
@@ -191,6 +192,10 @@ class World:
             data = other.read_bytes()
             self._added += len(data)
             path.write_bytes(data)
+        elif how in ("link", "pipe"):
+            path.unlink()
+            path.symlink_to(self._elsewhere) if how == "link" else os.mkfifo(path)
+            return True
         elif how == "mode":
             path.chmod(rng.choice((0o604, 0o640, 0o622, 0o777)))
         else:
@@ -256,7 +261,7 @@ class World:
             raise Wrong(f"a count is wrong: {store.bytes} of {self._bytes()}")
         for number in range(NUMBERS):
             self._counts["blocks read"] += see(store, number)
-        if self._elsewhere.read_bytes() != _SECRET:
+        if self._elsewhere.read_bytes() != _SECRET or self._elsewhere.stat().st_mtime_ns != self._since:
             raise Wrong("a file elsewhere was changed:")
         self.calls += NUMBERS + 1
 
@@ -265,7 +270,7 @@ class World:
         rng = self._rng
         store, number = PrefixStore(self._path, QUOTA), rng.randrange(NUMBERS)
         path = self._path / f"{block(number).key.hex()}.kv"
-        for how in ("flip", "cut", "add", "mode", "copy"):
+        for how in ("flip", "cut", "link", "add", "pipe", "mode", "copy"):
             try:
                 there = store.put(block(number), parts(number))
             except OSError:
@@ -281,7 +286,7 @@ class World:
                 if self._is_small:
                     return
                 raise
-            if changed:
+            if changed and how not in ("link", "pipe"):  # those give way
                 if see(store, number):
                     raise Wrong(f"a changed file is served: {how} of {number}")
                 if path.exists():

@@ -41,16 +41,6 @@ def gives_nothing() -> None:
     lent.LentCore.come_down = lambda self, level, stage: self.borrower.level  # type: ignore[method-assign]
 
 
-@mutation(None, "lent pages are not zeroed for the next request", "broker")
-def lent_unzeroed() -> None:
-    true = lent.Worker
-
-    def worker(driver: object, page_size: int, pages: int, *, zero_on_free: bool) -> lent.Worker:
-        return true(driver, page_size, pages)  # type: ignore[arg-type]
-
-    lent.Worker = worker  # type: ignore[assignment, misc]
-
-
 @mutation(None, "what is no message ends the broker", "broker")
 def no_message_ends_it() -> None:
     server.WireError = ZeroDivisionError  # type: ignore[assignment, misc]
