@@ -147,7 +147,7 @@ class World:
         lie = _lie if self._rng.random() < 0.7 else _join_often
         self._liars.append(Forked("a liar", partial(lie, count, seed)))
         self.calls += count
-        self._counts["malformed messages"] += count
+        self._counts["messages of liars"] += count
 
     def _stop(self, process: Forked) -> None:
         process.signal(signal.SIGSTOP)
@@ -246,8 +246,8 @@ class World:
             return
         if problems := check["problems"]:
             raise Wrong(f"the broker's check: {problems}")
-        if (lent := sum(each["lease"] for each in top["borrowers"])) > top["budget"] or top["free"] < 0:
-            raise Wrong(f"more is lent than there is: {lent} of {top}")
+        if sum(each["lease"] for each in top["borrowers"]) > top["budget"] or top["free"] < 0:
+            raise Wrong(f"more is lent than there is: {top}")
 
     def _take_all(self) -> None:
         """Memory that nobody has is anybody's."""
