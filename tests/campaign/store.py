@@ -270,6 +270,8 @@ class World:
         rng = self._rng
         store, number = PrefixStore(self._path, QUOTA), rng.randrange(NUMBERS)
         path = self._path / f"{block(number).key.hex()}.kv"
+        if path.is_dir():
+            return
         for how in ("flip", "cut", "link", "add", "pipe", "mode", "copy"):
             try:
                 there = store.put(block(number), parts(number))
