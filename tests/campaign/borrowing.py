@@ -1,7 +1,7 @@
 """A process with caches on a pool of a broker, and a model of what their rows hold.
 
-Every byte that it writes ends in its tag, which no other process of the test has: so a byte of another is recognised
-wherever it turns up, also in memory that nobody has written.
+Every byte that it writes ends in its tag, which no process beside it has: so a byte of another is recognised wherever
+it turns up, also in memory that this one has not written.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ class Borrowing:
 
     Attributes:
         calls: that were made.
-        refused: of them, by want of memory.
     """
 
     def __init__(self, pool: str, label: str, tag: int, rng: random.Random, *, stays: bool = False) -> None:
         self._pool_name, self._label, self._tag, self._rng, self._stays = pool, label, tag, rng, stays
-        self.calls = self.refused = 0
+        self.calls = 0
         self._kept: list[torch.Tensor] = []
         self.connect()
 
@@ -124,7 +123,6 @@ class Borrowing:
         try:
             self._call(cache)
         except vattn.OutOfPages:
-            self.refused += 1
             self._preempt(cache)
             if cache.requests and self._rng.random() < 0.5:
                 self._free(cache)
