@@ -175,15 +175,16 @@ class World:
         """Whether the file is another then."""
         rng = self._rng
         self._counts["changed files"] += 1
-        size = path.stat().st_size
         before = path.read_bytes()
+        if not before:  # by an earlier hand
+            return False
         if how == "flip":
             with path.open("r+b") as file:
-                place = rng.randrange(size)
+                place = rng.randrange(len(before))
                 file.seek(place)
                 file.write(bytes([before[place] ^ 1 << rng.randrange(8)]))
         elif how == "cut":
-            os.truncate(path, rng.randrange(size))
+            os.truncate(path, rng.randrange(len(before)))
         elif how == "add":
             self._added += 100
             with path.open("ab") as file:
