@@ -54,6 +54,8 @@ MODES = {
     "engine": Mode("engine", 4, loads=("tests.campaign.engine_reference", "vattn.engine.scheduling.scheduler")),
     "server": Mode("server", 1),
     "attention": Mode("attention", 10),
+    "broker": Mode("broker", 2),
+    "store": Mode("store", 2),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs
 

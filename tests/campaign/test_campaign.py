@@ -20,6 +20,8 @@ BUDGETS = effort(
         "virtual_cache": 700,
         "engine": 300,
         "attention": 1_500,
+        "broker": 100,
+        "store": 100,
     },
     {
         "random": 60_000,
@@ -32,6 +34,8 @@ BUDGETS = effort(
         "virtual_cache": 20_000,
         "engine": 12_000,
         "attention": 40_000,
+        "broker": 20_000,
+        "store": 20_000,
     },
 )
 

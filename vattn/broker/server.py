@@ -29,7 +29,8 @@ from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encod
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
 
-_MOST_CONNECTIONS = 128  # whose answer to `top` fits into a message
+_MOST_CONNECTIONS = 128
+_MOST_BORROWERS = 128  # whose answer to `top` fits into a message
 _MOST_KEPT = 64  # processes that have ended of which more is kept than what others have mapped
 _MOST_DESCRIPTORS = 2  # that no message has claimed
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
@@ -383,6 +384,8 @@ class Broker:
         process = -1
         try:
             before = self._same(peer.pid, message["identity"])
+            if before is None and len(self._borrowers) >= _MOST_BORROWERS:
+                raise ConfigError(f"the pool has {_MOST_BORROWERS} borrowers, which is the most")
             self._check_memory(memory, before)
             process, started = _open_process(peer.pid)
             earlier = None if before is None else self.books.accounts.index(before.account)

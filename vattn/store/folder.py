@@ -10,7 +10,7 @@ be found without its predecessors.
 
 The file `lock` serialises all that changes how many bytes there are, and has their number: stored before a block is
 written and after one is deleted, so a process that is killed in between leaves a number that is too high, never too
-low, until somebody counts.
+low, until somebody counts. Who finds that it has been deleted makes another, and counts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp", re.ASCII)
 _BOOKS = struct.Struct("<Q")
 # Of the quota: evicted beyond what is missing, so that not every block needs a search.
 _SLACK = 1 / 16
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Entry:
 
     def head(self) -> Head | None:
         """What its file says of itself, unchecked; None if there is no such file any more."""
-        with contextlib.suppress(OSError, NotThisBlock), self.path.open("rb") as file:
+        with contextlib.suppress(OSError, NotThisBlock), open(os.open(self.path, _READING), "rb") as file:
             return Head.of(file.read(Head.SIZE))
         return None
 
@@ -87,10 +88,7 @@ class PrefixStore:
         self.rejected = 0
         self.evicted = 0
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self.path)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._books = os.open(self.path / _LOCK, flags, 0o600)
+            self._books = self._open_books()
         except OSError as error:
             raise ConfigError(f"the store {self.path} cannot be used: {error}; name another folder") from error
         weakref.finalize(self, os.close, self._books)
@@ -120,7 +118,7 @@ class PrefixStore:
         with self._locked():
             if _touch(path, used_ns):
                 return True
-            if not self._make_room(size, used_ns):
+            if path.is_dir() or not self._make_room(size, used_ns):
                 return False
             self._note(self._noted() + size)
             descriptor = -1
@@ -134,8 +132,8 @@ class PrefixStore:
             os.utime(descriptor, ns=(used_ns, used_ns))
             temporary.rename(path)
         except BaseException:
-            with self._locked():
-                temporary.unlink(missing_ok=True)
+            with self._locked(), contextlib.suppress(FileNotFoundError):  # it may have its name already
+                temporary.unlink()
                 self._note(self._noted() - size)
             raise
         finally:
@@ -204,8 +202,8 @@ class PrefixStore:
         """Delete a block, if it is there."""
         with self._locked():
             path = self._place(key)
-            with contextlib.suppress(FileNotFoundError):
-                size = path.stat().st_size
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                size = path.lstat().st_size
                 path.unlink()
                 self._note(self._noted() - size)
 
@@ -231,9 +229,32 @@ class PrefixStore:
         with self._mutex:
             fcntl.flock(self._books, fcntl.LOCK_EX)
             try:
+                if not self._has_books():
+                    self._replace_books()
                 yield
             finally:
                 fcntl.flock(self._books, fcntl.LOCK_UN)
+
+    def _open_books(self) -> int:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(self.path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self.path / _LOCK, flags, 0o600)
+
+    def _has_books(self) -> bool:
+        """Whether the file that this store has open is the one that others find."""
+        try:
+            return os.path.samestat(os.fstat(self._books), (self.path / _LOCK).lstat())
+        except FileNotFoundError:
+            return False
+
+    def _replace_books(self) -> None:
+        while not self._has_books():
+            fresh = self._open_books()
+            os.dup2(fresh, self._books, inheritable=False)
+            os.close(fresh)
+            fcntl.flock(self._books, fcntl.LOCK_EX)
+        self._count()
 
     @property
     def _quota(self) -> int:
@@ -292,8 +313,8 @@ class PrefixStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, size)
         except BaseException:
+            os.close(descriptor)  # first: if the file cannot be deleted, whoever counts next finds it abandoned
             path.unlink(missing_ok=True)
-            os.close(descriptor)
             raise
         return descriptor
 
@@ -305,7 +326,7 @@ class PrefixStore:
     def _files(self, name: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
         with os.scandir(self.path) as found:
             for each in found:
-                if name.fullmatch(each.name):
+                if name.fullmatch(each.name) and not each.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
                         yield Path(each.path), each.stat(follow_symlinks=False)
 
@@ -319,9 +340,6 @@ class PrefixStore:
         with contextlib.suppress(OSError):
             if inode in (None, path.lstat().st_ino):
                 path.unlink()
-
-
-_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _check_private(path: Path) -> None:
@@ -344,7 +362,9 @@ def _when(depth: int, used_ns: int | None) -> int:
 def _touch(path: Path, used_ns: int) -> bool:
     """Notes when a block was used last; returns whether it is there."""
     try:
-        os.utime(path, ns=(used_ns, used_ns))
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
     except FileNotFoundError:
         return False
     return True

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import malformed
 from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import server
@@ -27,7 +28,7 @@ from vattn.broker.books import Books
 from vattn.broker.notes import Notes
 from vattn.broker.places import FOLDER_VARIABLE, folder, socket_path
 from vattn.broker.server import Broker
-from vattn.broker.wire import KINDS, MOST_BYTES, VERSION, Reader, WireError, decode, encode
+from vattn.broker.wire import MOST_BYTES, VERSION, Reader, WireError, decode, encode
 from vattn.errors import ConfigError
 
 PAGE = 4096
@@ -367,7 +368,7 @@ def test_without_a_free_descriptor_others_are_served(broker: Broker) -> None:
 
 def test_the_answer_of_a_full_broker_is_a_message(broker: Broker) -> None:
     books = Books(2**49)
-    for number in range(server._MOST_CONNECTIONS):
+    for number in range(server._MOST_BORROWERS):
         account = books.join(f"{number:032}", page=PAGE)
         for name in ("lease", "want", "owned", "parked", "cached", "found", "asked_back"):
             setattr(account, name, 2**49)
@@ -376,6 +377,21 @@ def test_the_answer_of_a_full_broker_is_a_message(broker: Broker) -> None:
         encode("answer", result=broker._control({"kind": "top"}))
     finally:
         broker.books.accounts = before
+
+
+def test_a_pool_has_no_more_borrowers_than_top_can_show(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that ends does not end what its process has borrowed."""
+    monkeypatch.setattr(server, "_MOST_BORROWERS", 3)
+    for number in range(5):
+        peer, own = Peer(broker), memory()
+        (answer,) = peer.say(join(name=f"{number}", identity=f"{number}"), own)
+        assert answer["kind"] == ("joined" if number < 3 else "refused"), answer
+        peer.close()
+        os.close(own)
+    again, own = Peer(broker), memory()
+    assert again.say(join(name="0", identity="0"), own)[0]["kind"] == "joined"
+    again.close()
+    os.close(own)
 
 
 @pytest.mark.parametrize(
@@ -411,42 +427,6 @@ def test_messages_are_found_wherever_they_are_divided() -> None:
             list(Reader().feed(struct.pack(">I", length)))
 
 
-def _nonsense(rng: random.Random) -> bytes:
-    """A message that is nearly one, or nothing like one."""
-    kind = rng.choice([*KINDS])
-    values: list[Any] = [
-        0,
-        1,
-        PAGE,
-        BUDGET,
-        -1,
-        2**50,
-        2**63,
-        2**70,
-        1.5,
-        None,
-        True,
-        "",
-        "a",
-        "x" * 5000,
-        [],
-        {},
-        "free",
-    ]
-    message = {"kind": kind} | {name: rng.choice(values) for name in KINDS[kind]}
-    if rng.random() < 0.2 and len(message) > 1:
-        message.pop(rng.choice([name for name in message if name != "kind"]))
-    if rng.random() < 0.1:
-        message[rng.choice(["kind", "extra", "ack"])] = rng.choice(values)
-    body = bytearray(json.dumps(message).encode())
-    for _ in range(rng.choice([0, 0, 0, 1, 3])):
-        body[rng.randrange(len(body))] = rng.randrange(256)
-    if rng.random() < 0.1:
-        body = bytearray(rng.randbytes(rng.randrange(1, 64)))
-    length = len(body) if rng.random() < 0.9 else rng.choice([0, 1, len(body) - 1, len(body) + 9, 2**31, 2**32 - 1])
-    return struct.pack(">I", length) + bytes(body)
-
-
 def test_malformed_messages_harm_nobody(broker: Broker) -> None:
     """Whatever comes, the broker goes on, sends no descriptor, keeps none, and a borrower beside it keeps its own."""
     rng = random.Random(29)
@@ -455,12 +435,12 @@ def test_malformed_messages_harm_nobody(broker: Broker) -> None:
     (lease,) = good.say(encode("report", ack=1, lease=0, want=4 * PAGE, urgent=2, wish=1, **usage))
     os.pwrite(file, b"mine", 0)
     descriptors = len(os.listdir("/proc/self/fd"))
-    peer, borrows = Peer(broker), None
+    peer = Peer(broker)
     for _ in range(effort(3_000, 100_000)):
         given = [memory()] if rng.random() < 0.05 else []
         if rng.random() < 0.03:
             given += [os.open("/dev/null", os.O_RDONLY) for _ in range(rng.choice([1, 2, 6]))]
-        data = join(name="bad", identity=str(rng.random())) if rng.random() < 0.02 else _nonsense(rng)
+        data = join(name="bad", identity=str(rng.random())) if rng.random() < 0.02 else malformed.message(rng)
         if rng.random() < 0.1:
             data = data[: rng.randrange(len(data))]
         answers = peer.say(data, *given)
@@ -468,16 +448,17 @@ def test_malformed_messages_harm_nobody(broker: Broker) -> None:
             os.close(descriptor)
         if {} in answers or rng.random() < 0.02:
             peer.close()
-            peer, borrows = Peer(broker), None
+            peer = Peer(broker)
         for borrower in [b for b in broker._borrowers if b.peer is None]:
             broker._ended(borrower)  # as if the process had ended
-        assert not good.hear() or borrows is None
+        assert all(said["kind"] == "lease" and said["lease"] >= 4 * PAGE for said in good.hear())
+        broker.books.check()
     peer.close()
     for borrower in [b for b in broker._borrowers if b.account.name != "good"]:
         broker._ended(borrower)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     (account,) = broker.books.accounts
-    assert (account.name, account.lease >= 4 * PAGE, lease["lease"]) == ("good", True, 4 * PAGE)
+    assert (account.name, account.lease, lease["lease"]) == ("good", 4 * PAGE, 4 * PAGE)
     assert os.pread(file, 4, 0) == b"mine"
     good.close()
     os.close(file)

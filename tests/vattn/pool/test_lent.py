@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import vattn
+from tests.campaign import borrowing
 from tests.support import brokers, scripts
 from tests.support.effort import effort
 from tests.support.waiting import SECONDS, Background, wait_until
@@ -516,54 +518,16 @@ def test_a_pool_without_a_broker_says_how_to_start_one(broker: brokers.Process) 
 
 
 _BORROWER = """
-import random, sys, torch, vattn
-name, seed, page, tokens = sys.argv[1], *map(int, sys.argv[2:])
+import random, sys
+from tests.campaign.borrowing import Borrowing
+name, tag, seed = sys.argv[1], *map(int, sys.argv[2:])
 rng = random.Random(seed)
-pool = vattn.PagePool.connect("tested", label=name, page_size=page)
-kv = vattn.KVCache(vattn.KVConfig(num_layers=1, num_kv_heads=1, head_dim=64, dtype=torch.float32, max_batch_size=8,
-                                  max_context_len=4096, layout="layer"), pool=pool)
-keys, values = kv.layer(0)
-written = {}  # slot: its value, and its length
-serial = 0
+borrowing = Borrowing("tested", name, tag, rng, stays=True)
 print("ready", file=sys.stderr, flush=True)
 while True:
-    action = rng.random()
-    try:
-        if action < 0.3 and len(written) < 8:
-            serial += 1
-            prompt = [rng.randrange(3)] * rng.randrange(2, 60 * tokens)
-            slot, cached = kv.admit(prompt)
-            written[slot] = (None, 0)
-            assert keys[slot, :cached].eq(prompt[0] + 1.0).all(), "a cached prefix is not what was committed"
-            kv.step({slot: len(prompt)})
-            for side in (keys, values):
-                side[slot, cached:len(prompt)] = prompt[0] + 1.0
-            kv.commit(slot, prompt)
-            written[slot] = (prompt[0] + 1.0, len(prompt))
-        elif action < 0.6 and written:
-            slot = rng.choice(list(written))
-            value, length = written[slot]
-            if value is not None:
-                more = min(4096, length + rng.randrange(1, 10 * tokens))
-                kv.step({slot: more})
-                keys[slot, length:more] = value
-                values[slot, length:more] = value
-                written[slot] = (value, more)
-        elif written:
-            slot = rng.choice(list(written))
-            del written[slot]
-            kv.free_reqid(slot)
-    except vattn.OutOfPages:
-        if written and kv.available_pages() <= 0:
-            slot = rng.choice(list(written))
-            del written[slot]
-            kv.free_reqid(slot)
-    for slot, (value, length) in written.items():
-        if value is not None:
-            for side in (keys, values):
-                assert side[slot, :length].eq(value).all(), (name, slot, value, length)
+    borrowing.turn()
     if rng.random() < 0.02:
-        kv.check()
+        borrowing.check()
 """
 
 
@@ -571,9 +535,11 @@ def test_processes_that_are_killed_at_random_lose_nothing_of_others(broker: brok
     """Borrowers that write, share and check their pages; kills of them and of the broker; limits and evictions."""
     rng = random.Random(2026)
     running: dict[str, scripts.Process] = {}
+    tags = itertools.cycle(borrowing.TAGS)
+    kills = 0
 
     def start(name: str) -> None:
-        running[name] = scripts.start(_BORROWER, name, str(rng.randrange(10**6)), str(PAGE), str(TOKENS))
+        running[name] = scripts.start(_BORROWER, name, str(next(tags)), str(rng.randrange(10**6)))
         error = running[name].stderr
         assert error is not None
         assert error.readline() == "ready\n", error.read()
@@ -584,13 +550,14 @@ def test_processes_that_are_killed_at_random_lose_nothing_of_others(broker: brok
     try:
         for name in "abc":
             start(name)
-        for _ in range(effort(12, 1000)):
+        while kills < effort(6, 1000):
             event, name = rng.random(), rng.choice("abc")
             threading.Event().wait(rng.random() * 0.2)
             for other, process in running.items():
                 if not os.path.exists(f"/proc/{process.pid}/exe"):
                     assert process.stderr is not None
                     pytest.fail(f"{other}: {process.stderr.read()}")
+            kills += event < 0.6
             if event < 0.5:
                 running[name].send_signal(signal.SIGKILL)
                 running[name].wait()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,6 +237,83 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "notes.kv", "abc.tmp", f"{'0' * 64}.kv.bak"}
 
 
+@pytest.mark.parametrize("name", [f"{block(1).key.hex()}.kv", f"{block(1).key.hex()}.{'0' * 16}.tmp"])
+def test_a_folder_with_the_name_of_a_file_disturbs_nobody(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    tmp_path.chmod(0o700)
+    store = PrefixStore(tmp_path, SIZE)
+    assert store.bytes == 0
+    assert store.put(*big(2), used_ns=1)
+    assert store.put(*big(3), used_ns=2), "evicts what is not there"
+    assert store.put(*big(1), used_ns=3) == name.endswith(".tmp")
+    store.remove(block(1).key)
+    store.trim(0)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [name]
+    assert store.bytes == 0
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, lambda path, _: os.mkfifo(path)])
+def test_what_is_no_file_gives_way_to_a_block(store: PrefixStore, tmp_path: Path, make: Callable[..., None]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    before = elsewhere.stat()
+    make(store.path / f"{block().key.hex()}.kv", elsewhere)
+    assert store.use([block().key]) == 0
+    assert store.put(block(), PARTS)
+    assert contents(store, block()) == PARTS
+    assert elsewhere.stat() == before
+
+
+def test_a_list_of_blocks_looks_into_no_link_and_waits_for_no_pipe(store: PrefixStore, tmp_path: Path) -> None:
+    store.put(block(), PARTS)
+    the_file(store).rename(tmp_path / "elsewhere")
+    (store.path / f"{block(1).key.hex()}.kv").symlink_to(tmp_path / "elsewhere")
+    assert [entry.head() for entry in store.entries()] == [None]
+    os.mkfifo(store.path / f"{block(2).key.hex()}.kv")
+    assert [entry.head() for entry in store.entries()] == [None, None]
+
+
+def test_who_deletes_everything_lets_nobody_exceed_the_quota(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    early = PrefixStore(tmp_path, 3 * SIZE)
+    early.put(*big(1))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    late = PrefixStore(tmp_path, 3 * SIZE)
+    for number in (2, 3, 4):
+        late.put(*big(number))
+    for number in (5, 6):
+        early.put(*big(number))
+    assert early.bytes == late.bytes == on_disk(tmp_path) <= 3 * SIZE
+    (tmp_path / "lock").unlink()
+    late.put(*big(7))
+    assert early.bytes == late.bytes == on_disk(tmp_path) <= 3 * SIZE
+
+
+def test_a_folder_that_was_deleted_is_made_again(store: PrefixStore) -> None:
+    store.put(block(1), PARTS)
+    shutil.rmtree(store.path)
+    assert contents(store, block(1)) is None
+    assert store.put(block(2), PARTS)
+    assert store.path.stat().st_mode & 0o777 == 0o700
+    assert store.bytes == on_disk(store.path)
+
+
+def test_an_interrupt_after_a_block_is_whole_leaves_its_bytes_counted(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        rename(path, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(block(), PARTS)
+    assert store.bytes == on_disk(store.path) > 0
+
+
 @pytest.mark.parametrize("books", [b"", b"x", bytes(8), b"\xff" * 8])
 def test_wrong_books_are_put_right(tmp_path: Path, books: bytes) -> None:
     store = PrefixStore(tmp_path, 3 * SIZE)
@@ -300,6 +379,20 @@ def test_a_full_disk_leaves_nothing_behind(store: PrefixStore, monkeypatch: pyte
     left[0] = 10_000
     assert store.put(block(2), PARTS)
     assert contents(store, block(2)) == PARTS
+
+
+def test_a_disk_that_does_nothing_leaves_nothing_for_ever(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        for name in ("ftruncate", "unlink"):
+            failing.setattr(folder.os, name, refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            store.put(block(), PARTS)
+    assert list(store.path.glob("*.tmp"))
+    assert PrefixStore(store.path, 2**20).bytes == 0
+    assert not list(store.path.glob("*.tmp"))
 
 
 def test_a_disk_that_cannot_be_read_is_a_miss(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
