@@ -173,7 +173,7 @@ def test_what_is_no_memory_is_refused(broker: Broker, tmp_path: Path) -> None:
 def test_memory_that_is_not_one_file_is_what_its_borrower_says(broker: Broker) -> None:
     peer = Peer(broker)
     assert peer.say(join())[0]["kind"] == "joined"
-    usage = {"owned": 2 * PAGE, "parked": 0, "cached": 0, "oldest": None}
+    usage = {"owned": 2 * PAGE, "parked": 0, "cached": 0, "oldest": None, "shared": 0}
     peer.say(encode("report", ack=1, lease=0, want=8 * PAGE, urgent=0, wish=1, **usage))
     assert broker.books.available == BUDGET - 8 * PAGE
     assert broker.check() == []
