@@ -24,7 +24,7 @@ from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.pools import serving_pool
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
-from bench.harness.report import Goal, Report, Row
+from bench.harness.report import Goal, Report
 from bench.harness.timing import interleave
 from vattn.engine import LLM, SamplingParams
 
@@ -34,6 +34,9 @@ QUESTION = "What does one memory for two models bring, and what does it cost?"
 _MODEL = QWEN2 | {"num_hidden_layers": 4}
 _APART, _TOGETHER = "static split", "one budget"
 _PRIVATE, _LENT = "private pool", "lent pool"
+_STEPS = ("step without growth us", "step with growth us")
+# Of each figure, with memory of its own and with memory that is lent.
+_SIDES = dict.fromkeys(("requests/s", "p99 TTFT ms"), (_APART, _TOGETHER)) | dict.fromkeys(_STEPS, (_PRIVATE, _LENT))
 _PROMPTS, _OUTPUT = (32, 96), 32  # tokens; of prompts at least and at most
 _AT_A_TIME = 6  # requests of a usual length for which the whole budget has memory
 _BURST = 2 * _AT_A_TIME  # requests
@@ -45,9 +48,8 @@ _CALLS = 10  # steps of a round
 
 def run(quick: bool) -> Report:
     series: dict[str, list[float]] = {}
-    bursts, budget, preempted = _bursts(series, quick)
-    steps = _steps(series, rounds=3 if quick else 20)
-    ratios = {row["figure"]: float(row["ratio"]) for row in (*bursts, *steps)}
+    budget, preempted = _bursts(series, quick)
+    _steps(series, rounds=3 if quick else 20)
     return Report(
         parameters={
             "model": _MODEL | (TINY if quick else {}),
@@ -60,19 +62,25 @@ def run(quick: bool) -> Report:
             "preempted": preempted,
             "slots of a step": _SLOTS,
         },
-        figures=[*bursts, *steps],
+        figures=[
+            {
+                "memory": memory,
+                **{figure: median(series[_series(figure, sides[of])]) for figure, sides in _SIDES.items()},
+            }
+            for of, memory in enumerate(("of its own", "lent"))
+        ],
         goals=[
-            Goal("requests per second, one budget over a static split", ratios["requests/s"], ">=", 1.5),
-            Goal("p99 TTFT, one budget over a static split", ratios["p99 TTFT ms"], "<=", 0.5),
-            Goal("step without growth, lent over private", ratios["step without growth, us"], "<=", 1.02),
-            Goal("step with growth, lent over private", ratios["step with growth, us"], "<=", 1.1),
+            Goal("requests per second, one budget over a static split", _ratio(series, "requests/s"), ">=", 1.5),
+            Goal("p99 TTFT, one budget over a static split", _ratio(series, "p99 TTFT ms"), "<=", 0.5),
+            Goal("step without growth, lent over private", _ratio(series, "step without growth us"), "<=", 1.02),
+            Goal("step with growth, lent over private", _ratio(series, "step with growth us"), "<=", 1.1),
         ],
         series=series,
     )
 
 
-def _bursts(series: dict[str, list[float]], quick: bool) -> tuple[list[Row], int, dict[str, int]]:
-    """The rows, the bytes of the budget, and how often requests were preempted; `series` gets each round's figures."""
+def _bursts(series: dict[str, list[float]], quick: bool) -> tuple[int, dict[str, int]]:
+    """The bytes of the budget, and how often requests were preempted; `series` gets each round's figures."""
     config = _MODEL | (TINY if quick else {})
     rows = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]  # of a token, each in pages of its own
     page_tokens = _PAGE // (2 * config["hidden_size"] // config["num_attention_heads"])
@@ -121,7 +129,7 @@ def _bursts(series: dict[str, list[float]], quick: bool) -> tuple[list[Row], int
                     series.setdefault(_series("requests/s", side), []).append(rate)
                     series.setdefault(_series("p99 TTFT ms", side), []).append(p99)
                     series.setdefault(_series("TTFT ms", side), []).extend(1e3 * first for first in firsts[side])
-    return [_row(series, figure, _APART, _TOGETHER) for figure in ("requests/s", "p99 TTFT ms")], budget, preempted
+    return budget, preempted
 
 
 def _prompt(rng: random.Random, vocabulary: int) -> list[int]:
@@ -135,24 +143,22 @@ def _serve(llm: LLM, prompts: list[list[int]]) -> list[float]:
     return [output.metrics.time_to_first_token or 0.0 for output in outputs if output.metrics is not None]
 
 
-def _steps(series: dict[str, list[float]], rounds: int) -> list[Row]:
-    """The rows; `series` gets the median of each round."""
+def _steps(series: dict[str, list[float]], rounds: int) -> None:
+    """`series` gets the median of each round."""
     budget = 2**29
-    kinds = ("step without growth, us", "step with growth, us")
     with ExitStack() as stack:
         name = stack.enter_context(serving_pool(2 * budget))
         actions: dict[tuple[str, str], Callable[[], None]] = {}
         for side in (_PRIVATE, _LENT):
-            for kind in kinds:
+            for kind in _STEPS:
                 pool = vattn.PagePool(budget) if side == _PRIVATE else vattn.PagePool.connect(name)
                 stack.callback(pool.close)
                 cache = stack.enter_context(vattn.KVCache(_config(budget), pool=pool))
-                actions[kind, side] = _growing(cache) if kind == kinds[1] else _steady(cache)
+                actions[kind, side] = _growing(cache) if kind == _STEPS[1] else _steady(cache)
         for _ in range(rounds):
             seconds = interleave(actions, _CALLS, warmup=1, before=lambda _: time.sleep(_PAUSE))
             for (kind, side), each in seconds.items():
                 series.setdefault(_series(kind, side), []).append(1e6 * median(each))
-    return [_row(series, kind, _PRIVATE, _LENT) for kind in kinds]
 
 
 def _config(budget: int) -> vattn.KVConfig:
@@ -199,52 +205,38 @@ def _series(figure: str, side: str) -> str:
     return f"{figure}, {side}"
 
 
-def _row(series: dict[str, list[float]], figure: str, below: str, above: str) -> Row:
-    pairs = zip(series[_series(figure, above)], series[_series(figure, below)], strict=True)
-    return {
-        "figure": figure,
-        "alone": median(series[_series(figure, below)]),
-        "shared": median(series[_series(figure, above)]),
-        "ratio": median(a / b for a, b in pairs),
-    }
+def _ratio(series: dict[str, list[float]], figure: str) -> float:
+    """With memory that is lent, over memory of its own: the median of the rounds' ratios."""
+    own, lent = (series[_series(figure, side)] for side in _SIDES[figure])
+    return median(a / b for a, b in zip(lent, own, strict=True))
 
 
 def compare(record: Record) -> list[Comparison]:
+    def lent_over_own(says: str, figure: str, *, higher_is_better: bool = False) -> Comparison:
+        own, lent = (_series(figure, side) for side in _SIDES[figure])
+        return Comparison(says, record, by_round(record, lent, own), higher_is_better, of="rounds")
+
     return [
-        Comparison(says, record, by_round(record, _series(figure, above), _series(figure, below)), better, of="rounds")
-        for says, figure, above, below, better in (
-            (
-                "Two models with alternating bursts serve {} times as many requests per second in one budget as with "
-                "half of it each",
-                "requests/s",
-                _TOGETHER,
-                _APART,
-                True,
-            ),
-            (
-                "The 99th percentile of the time to a burst's first tokens is {} times as long in one budget as with "
-                "half of it each",
-                "p99 TTFT ms",
-                _TOGETHER,
-                _APART,
-                False,
-            ),
-            (
-                "A step that maps nothing takes {} times as long over a pool that a broker lends as over a private one",
-                "step without growth, us",
-                _LENT,
-                _PRIVATE,
-                False,
-            ),
-            (
-                "A step in which a request gets pages takes {} times as long over a pool that a broker lends as over a "
-                "private one",
-                "step with growth, us",
-                _LENT,
-                _PRIVATE,
-                False,
-            ),
-        )
+        lent_over_own(
+            "Two models with alternating bursts serve {} times as many requests per second in one budget as with half "
+            "of it each",
+            "requests/s",
+            higher_is_better=True,
+        ),
+        lent_over_own(
+            "The 99th percentile of the time to a burst's first tokens is {} times as long in one budget as with half "
+            "of it each",
+            "p99 TTFT ms",
+        ),
+        lent_over_own(
+            "A step that maps nothing takes {} times as long over a pool that a broker lends as over a private one",
+            "step without growth us",
+        ),
+        lent_over_own(
+            "A step in which a request gets pages takes {} times as long over a pool that a broker lends as over a "
+            "private one",
+            "step with growth us",
+        ),
     ]
 
 
@@ -253,6 +245,6 @@ def draw(axes: Any, record: Record) -> None:
         times = sorted(record["series"][_series("TTFT ms", side)])
         shares = [100 * (number + 1) / len(times) for number in range(len(times))]
         axes.plot(times, shares, **(theme.style(name) | {"marker": ""}), label=side)
-    ratio = next(row["ratio"] for row in record["figures"] if row["figure"] == "requests/s")
+    ratio = _ratio(record["series"], "requests/s")
     axes.set_title(f"Two models with alternating bursts: one budget serves {ratio:.2f} times the requests of a split")
     axes.set(xlabel="ms to the first token", ylabel="% of the requests", xlim=(0, None), ylim=(0, 100))
