@@ -102,7 +102,7 @@ def engines(*labels: str, **options: Any) -> Iterator[list[Engine]]:
 
 _PUBLISHER = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+sys.path.append({str(Path(__file__).parents[3])!r})
 from tests.vattn.pool.test_shares import Engine, PROMPT
 engine = Engine("publisher")
 engine.publish(PROMPT)
@@ -390,7 +390,7 @@ def test_a_fingerprint_is_32_bytes(broker: brokers.Process, given: Any) -> None:
 
 _USER = f"""
 import random, sys, time
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+sys.path.append({str(Path(__file__).parents[3])!r})
 import vattn
 from tests.vattn.pool.test_shares import BLOCK, Engine
 rng = random.Random(int(sys.argv[2]))
