@@ -30,17 +30,15 @@ from transformers import PreTrainedModel
 
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
+from bench.harness.pools import serving_pool
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from vattn.broker.control import Control
-from vattn.broker.places import FOLDER_VARIABLE
-from vattn.broker.server import serve
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.virtual import VirtualKV
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
-from vattn.units import parse_bytes
 
 ABOUT = "time to first token of a prompt that another engine has computed: in its memory, or on disk after a restart"
 QUESTION = "What does a prompt cost that another engine has computed?"
@@ -48,8 +46,8 @@ QUESTION = "What does a prompt cost that another engine has computed?"
 _TAIL = 32
 _GOAL = 0.1
 _FILES = ("page cache", "disk")
-_POOL = "bench"
-_POOL_BUDGET = "4GiB"
+_POOL_BUDGET = 2**32
+_WHERE = {"replica": "a second replica", "killed": "an engine after the first was killed"}
 _SHARED_GOALS = {2048: 0.1, 8192: 0.05}  # by tokens
 
 
@@ -143,27 +141,23 @@ def _restart(model: PreTrainedModel, length: int, rounds: int, series: dict[str,
     ]
 
 
-_WHERE = {"replica": "a second replica", "killed": "an engine after the first was killed"}
-
-
 def _replicas(
     model: PreTrainedModel, sizes: dict[str, Any], length: int, rounds: int, series: dict[str, list[float]]
 ) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in ("cold", *_WHERE)}
     rows: dict[str, Row] = {}
-    options = {"kv_pool": _POOL, "kv_share_prefixes": True}
     for number in range(rounds):
         rng = random.Random(number)
         shared = _tokens(model, rng, length)
         with _engine(model, length) as llm:
             seconds["cold"].append(_first_token(llm, [*shared, *_tokens(model, rng, _TAIL)])[0])
-        with _pool(), _publisher(sizes, length, shared) as pid:
+        with serving_pool(_POOL_BUDGET) as pool, _process(_publish, pool, sizes, length, shared) as pid:
             for name in _WHERE:
                 if name == "killed":
                     os.kill(pid, signal.SIGKILL)
-                    while not _top()["kept"]:
+                    while not _top(pool)["kept"]:
                         time.sleep(0.001)
-                with _engine(model, length, **options) as llm:
+                with _engine(model, length, kv_pool=pool, kv_share_prefixes=True) as llm:
                     while not _shares(llm).peers:
                         time.sleep(0.001)
                     taken, found = _first_token(llm, [*shared, *_tokens(model, rng, _TAIL)])
@@ -193,40 +187,14 @@ def _replicas(
     ]
 
 
-@contextmanager
-def _pool() -> Iterator[None]:
-    """A broker in a process of its own, in a folder of its own."""
-    before = os.environ.get(FOLDER_VARIABLE)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[FOLDER_VARIABLE] = folder
-        try:
-            with _process(_serve):
-                yield
-        finally:
-            if before is None:
-                del os.environ[FOLDER_VARIABLE]
-            else:
-                os.environ[FOLDER_VARIABLE] = before
-
-
-def _serve(ready: Connection) -> None:
-    serve(_POOL, parse_bytes(_POOL_BUDGET, "budget"), ready=lambda _: ready.send(None))
-
-
-def _top() -> dict[str, Any]:
-    with closing(Control(_POOL)) as control:
+def _top(pool: str) -> dict[str, Any]:
+    with closing(Control(pool)) as control:
         return control.ask("top")
 
 
-@contextmanager
-def _publisher(sizes: dict[str, Any], length: int, shared: list[int]) -> Iterator[int]:
-    """The number of a process whose engine has published a prompt, and does nothing more."""
-    with _process(_publish, sizes, length, shared) as process:
-        yield process
-
-
-def _publish(ready: Connection, sizes: dict[str, Any], length: int, shared: list[int]) -> None:
-    with _engine(qwen2(**sizes), length, kv_pool=_POOL, kv_share_prefixes=True) as llm:
+def _publish(ready: Connection, pool: str, sizes: dict[str, Any], length: int, shared: list[int]) -> None:
+    """Publishes a prompt, and does nothing more."""
+    with _engine(qwen2(**sizes), length, kv_pool=pool, kv_share_prefixes=True) as llm:
         _first_token(llm, shared)
         directory = _shares(llm).directory
         while sum(1 for _ in directory.entries()) < length // directory.shape.block_tokens:

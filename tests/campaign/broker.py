@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from tests.campaign.borrowing import PAGE, TAGS, Borrowing
-from tests.campaign.forked import PATIENCE, Forked, Wrong
+from tests.campaign.forked import PATIENCE, Forked, Wrong, play_out
 from tests.campaign.play import Played
 from tests.support import malformed
 from vattn.broker import books, borrower, server
@@ -56,15 +56,7 @@ def play(seed: int) -> Played:
         patch.setenv(FOLDER_VARIABLE, folder)
         if rng.random() < 0.8:
             _hurry(patch)
-        world = World(rng, played.counts)
-        try:
-            world.play()
-        except Wrong as error:
-            played.detail = str(error)
-            played.kind = played.detail.partition(":")[0]
-        finally:
-            world.close()
-            played.calls = world.calls
+        play_out(World(rng, played.counts), played)
     return played
 
 

@@ -586,10 +586,9 @@ class World:
         self.log.append(f"  {params}: {prompts}")
         self._seen.setdefault("", []).extend(map(tuple, prompts))
         squeezed, before = self._squeezed or self._refusals, self.counts.total()
+        preemptions = self.llm.core.figures.preemptions
         try:
-            preemptions = self.llm.core.figures.preemptions
             outputs = self._call("beam_search", lambda: self.llm.beam_search(prompts, params), computes=True)
-            self.counts["preempted in beam searches"] += self.llm.core.figures.preemptions - preemptions
         except vattn.engine.InvalidRequest as error:
             if "beams of up to" not in str(error):
                 raise
@@ -598,6 +597,7 @@ class World:
             self._dropped()
             return
         faults = self.counts.total() - before - 1
+        self.counts["preempted in beam searches"] += self.llm.core.figures.preemptions - preemptions
         for prompt, output in zip(prompts, outputs, strict=True):
             if output.error is not None:
                 if not squeezed and not faults:

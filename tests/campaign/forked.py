@@ -13,9 +13,10 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from tests.campaign.isolation import alive, die_with_parent, stacks_of
+from tests.campaign.play import Played
 
 PATIENCE = 45.0  # seconds without an answer, beyond what anything takes on a busy machine
 _TEXT = 4096  # bytes of what a process has said, in a finding
@@ -23,6 +24,30 @@ _TEXT = 4096  # bytes of what a process has said, in a finding
 
 class Wrong(Exception):
     """Something that must not be; the text begins with what it is, without numbers, up to a colon."""
+
+
+class World(Protocol):
+    """Processes, and what is known of them."""
+
+    calls: int
+
+    def play(self) -> None:
+        """Has them do what is drawn."""
+
+    def close(self) -> None:
+        """Ends them."""
+
+
+def play_out(world: World, played: Played) -> None:
+    """Plays, and notes what was found."""
+    try:
+        world.play()
+    except Wrong as error:
+        played.detail = str(error)
+        played.kind = played.detail.partition(":")[0]
+    finally:
+        world.close()
+        played.calls = world.calls
 
 
 class Forked:

@@ -24,7 +24,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.campaign.forked import Forked, Wrong
+from tests.campaign.forked import Forked, Wrong, play_out
 from tests.campaign.play import Played
 from tests.campaign.storing import NUMBERS, QUOTA, Storing, block, is_file, parts, prepare, see
 from vattn.store.folder import PrefixStore
@@ -47,15 +47,7 @@ def play(seed: int) -> Played:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, _disk(Path(folder), full=rng.random() < 0.2) as is_small:
         played.counts["disks that are too small"] += is_small
-        world = World(Path(folder), rng, played.counts, is_small=is_small)
-        try:
-            world.play()
-        except Wrong as error:
-            played.detail = str(error)
-            played.kind = played.detail.partition(":")[0]
-        finally:
-            world.close()
-            played.calls = world.calls
+        play_out(World(Path(folder), rng, played.counts, is_small=is_small), played)
     return played
 
 

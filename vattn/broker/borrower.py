@@ -89,6 +89,10 @@ class Lent(Protocol):
         For the stage "all" it takes no more than the level from now on, whether it is reached or not.
         """
 
+
+class Sharer(Protocol):
+    """A pool that shares prefixes with other processes, as its borrower sees it."""
+
     def tend(self) -> bool:
         """Looks after what it shares with other processes; whether there is more to do now."""
 
@@ -152,6 +156,7 @@ class Borrower:
         self._short_since = 0.0
         self._given_back = 0
         self._lent: weakref.ref[Lent] | None = None
+        self._sharer: weakref.ref[Sharer] | None = None
         self._directory: Directory | None = None
         self._shares_told = False  # the broker has the directory
         self._received: list[int] = []  # descriptors that no message has claimed yet
@@ -176,9 +181,9 @@ class Borrower:
         self._thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
         self._thread.start()
 
-    def share(self, directory: Directory) -> None:
+    def share(self, sharer: Sharer, directory: Directory) -> None:
         """Has the broker tell other processes of the pool's published blocks, and the pool of theirs."""
-        self._directory, self._shares_told = directory, False
+        self._sharer, self._directory, self._shares_told = weakref.ref(sharer), directory, False
         self.wake()
 
     @property
@@ -345,7 +350,7 @@ class Borrower:
         if lent is None:
             return 0.0
         if self._directory is not None and not self._shares_told:
-            self._introduce(lent, self._directory)
+            self._introduce(self._directory)
             if self._socket is None:
                 return _AGAIN
         give, before = self._lease.give, self._lease.level
@@ -412,24 +417,25 @@ class Borrower:
     # Prefixes that processes share
 
     def _tend(self) -> bool:
-        lent = self._lent() if self._lent is not None and self._directory is not None else None
+        sharer = self._sharer() if self._sharer is not None else None
         try:
-            return lent is not None and not self._waiting and lent.tend()
+            return sharer is not None and not self._waiting and sharer.tend()
         except Exception:  # what is lent is to go on
             _log.exception("pool %r: prefixes are shared no more", self.pool)
-            self._directory = None
+            self._sharer = self._directory = None
             return False
 
     def _meet(self) -> None:
-        lent = self._lent() if self._lent is not None else None
-        if lent is not None and len(self._received) == 2:
-            lent.meet(*self._received)
+        sharer = self._sharer() if self._sharer is not None else None
+        if sharer is not None and len(self._received) == 2:
+            sharer.meet(*self._received)
             self._received.clear()
         self._drop_received()  # where the process has no room for all descriptors, too
 
-    def _introduce(self, lent: Lent, directory: Directory) -> None:
+    def _introduce(self, directory: Directory) -> None:
         """Gives the broker the directory, and, of those who have ended since an earlier broker, what they have left."""
-        known = lent.known()
+        sharer = self._sharer() if self._sharer is not None else None
+        known = None if sharer is None else sharer.known()
         if known is None:
             return
         assert self._socket is not None

@@ -194,7 +194,7 @@ class LentCore(Core):
     def share(self, shares: Shares, sharing: Sharing) -> None:
         """Has others find what a cache publishes, and the cache what they do."""
         self.shares, self._sharing = shares, weakref.ref(sharing)
-        self.borrower.share(shares.directory)
+        self.borrower.share(self, shares.directory)
 
     def meet(self, memory: int, directory: int) -> None:
         self._met.append((memory, directory))
