@@ -349,7 +349,7 @@ class BlockWindows(PoolMember):
             self._shown.check(self._core.native)
             if self._owns_pool:
                 taken = self._shown.backed_blocks * self._shown.pages
-                assert taken == self._core.native.counts().taken, "a page was lost"
+                assert taken == self._core.taken_pages, "a page was lost"
 
     @property
     def _tenant(self) -> Tenant:

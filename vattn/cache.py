@@ -288,7 +288,7 @@ class KVCache(PoolMember):
         """
         handle = self._fences.uncaptured(None, "evict_prefixes was called")
         self._fences.launched()
-        before = self._core.free_pages
+        before = self._core.taken_pages
 
         def plan(change: Change) -> None:
             for slot in list(self._slots.kept.rows):
@@ -297,7 +297,7 @@ class KVCache(PoolMember):
             self._reclaimer.evict(change, most, wait=True, running=True, handle=handle, everything=True)
 
         self._core.execute(plan)
-        return self._core.free_pages - before
+        return before - self._core.taken_pages
 
     @atomic
     def stop_sharing(self) -> None:

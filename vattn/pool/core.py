@@ -87,6 +87,12 @@ class Core(Calls):
         counts = self.native.counts()
         return counts.absent + counts.free
 
+    @property
+    def taken_pages(self) -> int:
+        """Pages that somebody holds. Only calls change it, unlike what is free of memory that a broker lends."""
+        taken: int = self.native.counts().taken
+        return taken
+
     # What differs where a broker lends the memory (`LentCore`)
 
     @property

@@ -241,7 +241,7 @@ class LentCore(Core):
             parked = sum(tenant.parked_pages for tenant in tenants) * size
             cached = sum(tenant.cached_pages for tenant in tenants) * size
             uses = [use for tenant in tenants if (use := tenant.oldest_use) is not None]
-            owned = max(0, self.native.counts().taken * size - parked - cached)
+            owned = max(0, self.taken_pages * size - parked - cached)
             shared = 0 if self.shares is None else self.shares.foreign_pages * size
             self._usage = Usage(owned, parked, cached, min(uses, default=None), shared)
             return self._usage
@@ -274,7 +274,7 @@ class LentCore(Core):
     def _give_back(self, pages: int, stage: str) -> None:
         def plan(change: Change) -> None:
             for tenant in self._tenants:
-                over = self.native.counts().taken - pages
+                over = self.taken_pages - pages
                 if stage != "free" and over > 0:
                     tenant.reclaim(change, over, wait=False, cached=stage != "parked")
             counts = self.native.counts()
@@ -287,8 +287,7 @@ class LentCore(Core):
 
     def _wanted(self) -> int:
         """The limit that there should be, in whole chunks, so that few requests for it differ."""
-        taken: int = self.native.counts().taken
-        return (taken // self._chunk + 2) * self._chunk
+        return (self.taken_pages // self._chunk + 2) * self._chunk
 
     def _look_ahead(self) -> None:
         if (wanted := self._wanted()) > self.native.limit:

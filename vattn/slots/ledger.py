@@ -91,7 +91,7 @@ class Ledger:
         """
         assert self._private == self._counted(), "private pages are miscounted"
         assert self._private_pages == sum(self._private), "the sum of private pages is miscounted"
-        taken = self._core.native.counts().taken
+        taken = self._core.taken_pages
         assert self.held <= taken, "more pages are held than taken"
         assert self.held <= self.budget, "more pages are held than the budget has"
         if alone:

@@ -148,7 +148,7 @@ class Reclaimer(Decisions, Tenant):
             handle: the stream of the running requests' kernels.
             everything: include blocks that free no page, as they are other processes', or mapped there.
         """
-        before = self._core.free_pages
+        before = self._core.taken_pages
 
         def stuck(slot: int) -> bool:
             if slot in self._slots.length:
@@ -162,12 +162,12 @@ class Reclaimer(Decisions, Tenant):
 
         with self._bands.victims() as victims:
             for band, block in victims:
-                if self._core.free_pages - before >= pages:
+                if before - self._core.taken_pages >= pages:
                     break
                 if any(map(stuck, block.slots)) or not (everything or band.shared.yields(block)):
                     continue
                 self._bands.evict(change, band, block, clear)
-        return self._core.free_pages - before
+        return before - self._core.taken_pages
 
     def let_go(self, change: Change, band: BandPages, block: PageBlock) -> None:
         """Plans to give up a block of another process that no slot of a request has mapped."""
@@ -179,10 +179,10 @@ class Reclaimer(Decisions, Tenant):
         Kernels launched before a length decreased read up to the old length, and the last step's kernels read what has
         left a window since, so the worker waits for these kernels.
         """
-        before = self._core.free_pages
+        before = self._core.taken_pages
         guarded = False
         for slot, length in self._slots.length.items():
-            if self._core.free_pages - before >= pages:
+            if before - self._core.taken_pages >= pages:
                 break
             # Checked per kind of tensor: a slot may have surplus pages of one kind and lack pages of another.
             outlived = self._bands.outlived(slot, self._slots.start[slot])
@@ -193,8 +193,8 @@ class Reclaimer(Decisions, Tenant):
                 guarded = True
             if outlived and not self._fences.is_open(slot):
                 self.retire(change, slot)
-            self._unmap(change, slot, pages - (self._core.free_pages - before), self._slots.backed(length))
-        return self._core.free_pages - before
+            self._unmap(change, slot, pages - (before - self._core.taken_pages), self._slots.backed(length))
+        return before - self._core.taken_pages
 
     # For one slot
 
@@ -239,16 +239,16 @@ class Reclaimer(Decisions, Tenant):
         """
         if self._fences.is_open(slot):
             return 0
-        before = self._core.free_pages
+        before = self._core.taken_pages
         self._bands.unmap(
             change,
             slot,
-            lambda: pages - (self._core.free_pages - before),
+            lambda: pages - (before - self._core.taken_pages),
             needed,
             self._guard(change, slot),
             idle=slot in self._slots.idle,
         )
-        return self._core.free_pages - before
+        return before - self._core.taken_pages
 
     def _guard(self, change: Change, slot: int) -> Callable[[], None]:
         """A function to be called before anything is unmapped in the slot: the worker waits for the slot's fences, and

@@ -127,6 +127,28 @@ def test_cached_prefixes_are_given_back_before_a_request_fails(broker: brokers.P
     close(one, two)
 
 
+def test_a_lease_that_grows_meanwhile_is_not_counted_as_freed(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = connect("a")
+    with cache(pool, overlap=False) as kv:
+        prompt = list(range(pages(3)))
+        slot, _ = kv.admit(prompt)
+        kv.step({slot: len(prompt)})
+        kv.commit(slot, prompt)
+        execute = pool._core.execute
+
+        def late(plan: Any) -> Any:
+            pool._core.native.limit += 5  # as the borrower's thread does at any moment
+            return execute(plan)
+
+        monkeypatch.setattr(pool._core, "execute", late)
+        assert kv.evict_prefixes() == 0
+        kv.free_reqid(slot)
+        assert kv.evict_prefixes() == 6
+    pool.close()
+
+
 def test_new_memory_is_zero_whoever_had_it(broker: brokers.Process) -> None:
     one, two = connect("a"), connect("b")
     with cache(one) as a, cache(two) as b:
