@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from vattn.broker.places import prefiller_path
 from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 
@@ -39,6 +40,7 @@ from .requests.outputs import RequestGroup, RequestOutput, merged
 from .requests.prompts import Prompt
 from .requests.request import InvalidRequest
 from .requests.sampling import RequestOutputKind, SamplingParams
+from .roles.prefiller import Prefiller
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -179,6 +181,11 @@ class AsyncEngine:
             raise ConfigError(
                 "the LLM has unfinished requests, whose outputs would be lost; finish or abort them first"
             )
+        try:
+            self._prefiller = _make_prefiller(self)
+        except BaseException:
+            core.end_loan(self._thread)
+            raise
         self._thread.start()
         # Finalizers run newest first, so this one before those of the caches, which must not be closed during a step.
         weakref.finalize(core, _stop, weakref.ref(self))
@@ -462,6 +469,8 @@ class AsyncEngine:
                 self._arriving.clear()
             self._hand_over([(stream, _stopped(error)) for stream in streams])
         finally:
+            if self._prefiller is not None:
+                self._prefiller.close()
             with self._changed:
                 self._ended = True
                 calls, self._calls = self._calls, []
@@ -534,6 +543,19 @@ class AsyncEngine:
             stream.put(output)
             if self._max_waiting_logprobs is not None and stream.waiting_logprobs > self._max_waiting_logprobs:
                 self._abort([stream])
+
+
+def _make_prefiller(engine: AsyncEngine) -> Prefiller | None:
+    config, kv = engine.core.config, engine.core.kv
+    if config.role != "prefill" or config.kv_pool is None or kv.sharing is None:
+        return None
+    core = engine.core
+    return Prefiller(
+        prefiller_path(config.kv_pool, kv.sharing),
+        engine,
+        waits=lambda: kv.publishing,
+        steps=lambda: None if core.asleep else core.figures.steps,
+    )
 
 
 def _checked_limit(name: str, limit: int | None) -> int | None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _BUDGET = "4GiB"
+Role = Literal["both", "prefill", "decode"]
 # vLLM's, which is that of OpenAI's API.
 _MAX_LOGPROBS = 20
 
@@ -134,6 +135,13 @@ class EngineConfig:
         False,
         "share cached prefixes with other engines of the `kv_pool` that have the same weights and settings: what one "
         "has computed, the others map read-only, also after it has ended. On a CPU; for models without sliding windows",
+    )
+    role: Role = option(
+        "both",
+        "`prefill`: also compute prompts for other engines of the `kv_pool` that have the same weights and settings, "
+        "once an `AsyncEngine` or a server runs this one; `decode`: have prompts computed by such engines, as long as "
+        "there are any. Both imply `kv_share_prefixes`",
+        choices=get_args(Role),
     )
     kv_store: str | os.PathLike[str] | None = option(
         None,
@@ -349,6 +357,13 @@ class EngineConfig:
             if self.kv_pool is None:
                 raise ConfigError("kv_share is a share of a kv_pool; name the pool too")
             parse_share(self.kv_share)
+        checked_choice("role", self.role, get_args(Role))
+        if self.role != "both":
+            if self.kv_pool is None or not self.enable_prefix_caching or self.scheduling != "continuous":
+                raise ConfigError(
+                    f"role={self.role!r} needs a kv_pool, enable_prefix_caching=True and scheduling='continuous'"
+                )
+            self._set("kv_share_prefixes", True)
         if self.kv_share_prefixes and (self.kv_pool is None or not self.enable_prefix_caching):
             raise ConfigError("kv_share_prefixes needs a kv_pool, and enable_prefix_caching=True")
         self._check_store()

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from vattn.broker.places import borrower_name
+from vattn.broker.places import borrower_name, prefillers
 from vattn.broker.share import parse_share
 from vattn.errors import OutOfPages, VattnError
 from vattn.integers import shown
@@ -43,6 +44,7 @@ from .requests.prompts import Prompt, PromptReader
 from .requests.request import FinishReason, InvalidRequest, Request, State
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .requests.text import TokenText
+from .roles.decoder import RemotePrefills
 from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
 from .scheduling.record import StepRecord
 from .scheduling.scheduler import Entry, Scheduler, StepPlan
@@ -73,6 +75,7 @@ class EngineCore:
         loaded: the model and what belongs to it.
         kv: the cache.
         stored: what of it survives the engine; None for nothing.
+        remote: what other engines compute of it; None for nothing.
         intake: makes requests of prompts.
         speculation: statistics of drafts so far.
         figures: running totals.
@@ -115,7 +118,8 @@ class EngineCore:
             self._decode_token = self.intake.text.of_token
             self.kv = _make_kv(config, loaded)
             self.stored = _make_stored(config, loaded, self.kv)
-            self.scheduler = _make_scheduler(config, loaded, self.kv, self.stored)
+            self.remote = _make_remote(config, self.kv)
+            self.scheduler = _make_scheduler(config, loaded, self.kv, self.stored, self.remote)
             self._swap = self.scheduler.swap
             if not config.enforce_eager:
                 loaded.optimize()
@@ -160,6 +164,8 @@ class EngineCore:
         self.runner.close()
         if self.stored is not None:
             self.stored.close()
+        if self.remote is not None:
+            self.remote.close()
         self.kv.close()
         self.loaded.close()
         self.intake.grammars.close()
@@ -361,8 +367,8 @@ class EngineCore:
             self.kv.evict_prefixes()
             if not self.loaded.is_ours:  # its weights may be others now
                 self.kv.stop_sharing()
-                if self.stored is not None:
-                    self.stored.stop()
+                for source in self.scheduler.sources:
+                    source.stop()
         return not self.scheduler.running
 
     def _preempt_all(self) -> None:
@@ -758,13 +764,23 @@ def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> St
     return stored
 
 
+def _make_remote(config: EngineConfig, kv: KVBackend) -> RemotePrefills | None:
+    if config.role != "decode" or config.kv_pool is None or kv.sharing is None:
+        return None
+    return RemotePrefills(kv, partial(prefillers, config.kv_pool, kv.sharing))
+
+
 def _windows(loaded: LoadedModel, kv: KVBackend) -> list[int | None]:
     """Per layer, how many tokens of a request the backend keeps; None for all."""
     return [layer.window if kv.forgets_windows else None for layer in loaded.shape.layers]
 
 
 def _make_scheduler(
-    config: EngineConfig, loaded: LoadedModel, kv: KVBackend, stored: StoredPrefixes | None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    kv: KVBackend,
+    stored: StoredPrefixes | None,
+    remote: RemotePrefills | None,
 ) -> Scheduler:
     limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
     if config.scheduling == "static":
@@ -787,6 +803,7 @@ def _make_scheduler(
         swap=swap,
         prefix_caching=config.enable_prefix_caching,
         stored=stored,
+        remote=remote,
         long_prefill=config.long_prefill_token_threshold,
         proposer=proposer,
     )

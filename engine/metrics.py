@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from .kv.base import KVBackend
 from .requests.request import FinishReason, Request
+from .roles.decoder import RemotePrefills
 from .scheduling.drafts import SpeculationStats
 from .scheduling.scheduler import Scheduler
 from .scheduling.stored import StoredPrefixes
@@ -111,12 +112,14 @@ class Figures:
         prompt_tokens: of prompts that were computed, those from the prefix cache included.
         generation_tokens: output tokens.
         preemptions: how often a request lost its slot.
+        steps: that computed something.
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
+        self.steps = 0
         self._lock = threading.RLock()  # a signal handler may ask in the middle of a change
         self._finished: Tally[FinishReason] = Tally()
         self._histograms = {name: Buckets(bounds) for name, bounds in _BOUNDS.items()}
@@ -126,6 +129,7 @@ class Figures:
     def stepped(self, start: float, end: float, decoding: int) -> None:
         """Count a step, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
         with self._lock:
+            self.steps += 1
             self._histograms["vattn:step_seconds"].add(end - start)
             if decoding:
                 self._histograms["vllm:inter_token_latency_seconds"].add(end - self._last_end, decoding)
@@ -189,6 +193,15 @@ def counted(figures: Figures, scheduler: Scheduler, drafts: SpeculationStats) ->
         Counter("vllm:spec_decode_num_accepted_tokens", {}, drafts.num_accepted_tokens),
         Vector("vllm:spec_decode_num_accepted_tokens_per_pos", {}, tuple(drafts.num_accepted_per_position)),
         *([] if scheduler.stored is None else _of_store(scheduler.stored)),
+        *([] if scheduler.remote is None else _of_remote(scheduler.remote)),
+    ]
+
+
+def _of_remote(remote: RemotePrefills) -> list[Metric]:
+    return [
+        Counter("vattn:remote_prefills", {}, remote.handed),
+        Counter("vattn:remote_prefills_lost", {}, remote.lost),
+        Gauge("vattn:prefillers", {}, float(remote.prefillers)),
     ]
 
 

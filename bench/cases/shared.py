@@ -11,7 +11,6 @@ Times are to the first token, by the request's own metrics, in engines that have
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import re
@@ -19,7 +18,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -31,6 +30,7 @@ from transformers import PreTrainedModel
 from bench.harness import theme
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.pools import serving_pool
+from bench.harness.processes import process
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -151,7 +151,7 @@ def _replicas(
         shared = _tokens(model, rng, length)
         with _engine(model, length) as llm:
             seconds["cold"].append(_first_token(llm, [*shared, *_tokens(model, rng, _TAIL)])[0])
-        with serving_pool(_POOL_BUDGET) as pool, _process(_publish, pool, sizes, length, shared) as pid:
+        with serving_pool(_POOL_BUDGET) as pool, process(_publish, pool, sizes, length, shared) as (pid, _):
             for name in _WHERE:
                 if name == "killed":
                     os.kill(pid, signal.SIGKILL)
@@ -201,23 +201,6 @@ def _publish(ready: Connection, pool: str, sizes: dict[str, Any], length: int, s
             time.sleep(0.01)
         ready.send(None)
         signal.pause()
-
-
-@contextmanager
-def _process(body: Any, *arguments: Any) -> Iterator[int]:
-    """The number of a process that runs this, and is ready; it is killed at the end."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=body, args=(there, *arguments), daemon=True)
-    with ExitStack() as stack:
-        stack.callback(here.close)
-        process.start()
-        there.close()
-        stack.callback(process.join)
-        stack.callback(process.kill)
-        here.recv()
-        assert process.pid is not None
-        yield process.pid
 
 
 def _shares(llm: LLM) -> Shares:

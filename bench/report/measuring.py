@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 # Those that tell most come first; the others follow in the order of the page.
 _FIRST = ("decode", "cache", "overlap", "step", "fragmentation", "external", "kernels", "block_size", "table", "memory")
 # Full runs take longer than a page may, need another environment, or compute the same on every machine.
-LEFT_OUT = ("threads", "serving", "throughput", "conversations", "plugin", "shared_budget", "simulate")
+LEFT_OUT = ("threads", "serving", "throughput", "conversations", "roles", "plugin", "shared_budget", "simulate")
 ORDER = tuple(
     name
     for name in dict.fromkeys([*_FIRST, *(name for names in SECTIONS.values() for name in names)])

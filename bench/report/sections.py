@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "prefix",
         "shared",
         "pool",
+        "roles",
         "speculate",
         "threads",
         "profile",

@@ -292,6 +292,16 @@ class KVBackend(KVSource, Protocol):
         """What a broker lends it; None for memory of its own. For any thread, at any time."""
         ...
 
+    @property
+    def sharing(self) -> bytes | None:
+        """What engines have in common whose caches map each other's prefixes; None if others map none of this one."""
+        ...
+
+    @property
+    def publishing(self) -> bool:
+        """Whether something was committed that other processes do not find yet. For any thread, at any time."""
+        ...
+
     def describe(self) -> KVDescription:
         """Which slot has which memory; takes time in proportion to it, so it is for displays."""
         ...
@@ -327,6 +337,14 @@ class PlainStore:
     @property
     def loan(self) -> Loan | None:
         return None
+
+    @property
+    def sharing(self) -> bytes | None:
+        return None
+
+    @property
+    def publishing(self) -> bool:
+        return False
 
     def stop_sharing(self) -> None:
         pass

@@ -138,6 +138,14 @@ class VirtualKV(ContiguousKV):
     def loan(self) -> Loan | None:
         return None if self._borrowed is None else self._borrowed.loan
 
+    @property
+    def sharing(self) -> bytes | None:
+        return None if self._borrowed is None else self._borrowed.sharing
+
+    @property
+    def publishing(self) -> bool:
+        return self._borrowed is not None and self._borrowed.publishing
+
     def describe(self) -> KVDescription:
         stats = self.cache.stats()
         return KVDescription(

@@ -16,13 +16,14 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from vattn.errors import ConfigError, VattnError
 
 from ..checks import checked_choice, checked_whole
 from ..kv.base import KVBackend
 from ..requests.request import FinishReason, InvalidRequest, Request, State
+from ..roles.decoder import RemotePrefills
 from .drafts import NgramProposer
 from .stored import StoredPrefixes
 from .swap import SwapSpace
@@ -100,6 +101,25 @@ class StepPlan:
         }
 
 
+class PrefixSource(Protocol):
+    """Where prefixes come from that memory lacks: a store on disk, or another engine."""
+
+    def look_ahead(self, request: Request) -> None:
+        """Begin to get what memory lacks of a waiting request's tokens."""
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the request can be admitted: nothing more comes."""
+
+    def wait(self, request: Request) -> bool:
+        """Wait until `is_ready`, but not for long; returns whether it is."""
+
+    def forget(self, request: Request) -> None:
+        """Get nothing more for a request."""
+
+    def stop(self) -> None:
+        """Get nothing from here on: it may not be what this engine would compute."""
+
+
 def check_limits(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, int]:
     """Both as integers; a ConfigError for one that is out of range, or a step too small for all running requests."""
     max_num_seqs = checked_whole("max_num_seqs", max_num_seqs, 1, MOST_SEQS)
@@ -128,6 +148,7 @@ class Scheduler:
         prefix_caching: look requests up in the backend's prefix cache.
         stored: what of it survives the process; None for nothing. A request whose prefix is being read keeps its place
             in the queue, and room for it, while others go on.
+        remote: what of it other engines compute; None for nothing. It is waited for likewise.
         long_prefill: most tokens of one prompt in a step with other requests; 0 for no limit.
         proposer: makes drafts for decoding requests; None for no drafts. Drafts only use tokens of the step that no
             other request needs, and never memory that would require a preemption.
@@ -135,6 +156,7 @@ class Scheduler:
     Attributes:
         query_tokens: tokens looked up in the prefix cache; a request counts when it is first admitted.
         hit_tokens: how many of them were found.
+        sources: where other prefixes come from.
 
     Raises:
         ConfigError: a limit below 1, or a step too small for one token of every running request.
@@ -150,6 +172,7 @@ class Scheduler:
         swap: SwapSpace | None = None,
         prefix_caching: bool = False,
         stored: StoredPrefixes | None = None,
+        remote: RemotePrefills | None = None,
         long_prefill: int = 0,
         proposer: NgramProposer | None = None,
     ) -> None:
@@ -162,6 +185,8 @@ class Scheduler:
         self.swap = swap
         self.prefix_caching = prefix_caching
         self.stored = stored
+        self.remote = remote
+        self.sources: list[PrefixSource] = [source for source in (stored, remote) if source is not None]
         self.long_prefill = long_prefill
         self.proposer = proposer
         self.waiting: list[Request] = []
@@ -195,8 +220,9 @@ class Scheduler:
     def queue(self, request: Request) -> None:
         """Put a request with an arrival number into `waiting`, by its rank."""
         bisect.insort(self.waiting, request, key=self._rank)
-        if self.stored is not None and request.index == 0 and self._shares(request):
-            self.stored.look_ahead(request)
+        if self.sources and request.index == 0 and self._shares(request):
+            for source in self.sources:
+                source.look_ahead(request)
 
     def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
@@ -239,7 +265,7 @@ class Scheduler:
             self.running if comes else (), self.kv.prefix_block_tokens if self.prefix_caching else None
         )
         held = 0  # requests at the head of the queue that wait: to fork the slot of one that computes their prompt,
-        read: list[Request] = []  # for their prefixes, which are being read,
+        coming: list[tuple[PrefixSource, Request]] = []  # for their prefixes, which come from elsewhere,
         scored = 0  # or for other beams
         while held < len(self.waiting) and admit and budget and len(self.running) + held - scored < self.max_num_seqs:
             request = self.waiting[held]
@@ -251,8 +277,8 @@ class Scheduler:
             if underway.leads(request):
                 held += 1
                 continue
-            if self.stored is not None and not self.stored.is_ready(request):
-                read.append(request)
+            if source := next((each for each in self.sources if not each.is_ready(request)), None):
+                coming.append((source, request))
                 held += 1
                 continue
             if underway.computes_prefix(request):
@@ -267,9 +293,9 @@ class Scheduler:
             start = request.num_computed_tokens
             entries[request] = Entry(request, start, start + min(request.num_uncomputed_tokens, budget, chunk))
             budget -= len(entries[request])
-        if self.stored is not None and read and not self.running:
-            self.stored.wait(read[0])
-            return self.schedule()
+        if coming and not self.running:
+            source, request = coming[0]
+            return self.schedule() if source.wait(request) else StepPlan()
         if admit and not entries and self.running and self.waiting:
             # Scored beams wait for queued beams of their search, which need the memory of one of them.
             victim = self.preempt_last()
@@ -355,8 +381,8 @@ class Scheduler:
         assert request.state is State.DONE
         if self.swap is not None:
             self.swap.forget(request)
-        if self.stored is not None:
-            self.stored.forget(request)
+        for source in self.sources:
+            source.forget(request)
         if request.slot is None:
             self.waiting.remove(request)
             return

@@ -150,10 +150,11 @@ class StoredPrefixes:
         fetch = self._fetches.get(request)
         return fetch is None or self._reader.is_ready(fetch)
 
-    def wait(self, request: Request) -> None:
-        """Wait until `is_ready`, which takes no longer than a disk that works."""
+    def wait(self, request: Request) -> bool:
+        """Wait until `is_ready`, which takes no longer than a disk that works; returns True."""
         if (fetch := self._fetches.get(request)) is not None:
             self._reader.wait(fetch)
+        return True
 
     def restore(self, request: Request, slot: int, cached: int) -> int:
         """Put what was read into the slot that a request was just admitted to.

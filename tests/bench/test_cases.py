@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 # Some start servers, or need ten seconds even so.
 MARKS = dict.fromkeys(("plugin", "shared_budget"), NEEDS_VLLM) | dict.fromkeys(
-    ("serving", "threads", "throughput"), pytest.mark.long
+    ("serving", "threads", "throughput", "roles"), pytest.mark.long
 )
 
 

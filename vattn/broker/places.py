@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,12 +65,34 @@ def socket_path(name: str) -> Path:
     Raises:
         ConfigError: the name is none, or the path is too long for a socket.
     """
-    path = folder() / f"{check_name(name)}.sock"
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(f"{path} is too long for a socket; name a shorter folder in {FOLDER_VARIABLE}")
-    return path
+    return _path(f"{check_name(name)}.sock")
+
+
+def prefiller_path(pool: str, sharing: bytes) -> Path:
+    """A path that nobody has, for the socket of an engine that computes prompts for others which share its blocks.
+
+    Raises:
+        ConfigError: as `socket_path`.
+    """
+    return _path(f"{check_name(pool)}.{_digest(sharing)}.{secrets.token_hex(4)}.prefill")
+
+
+def prefillers(pool: str, sharing: bytes) -> list[Path]:
+    """The sockets of such engines, some of which may have ended."""
+    return sorted(folder().glob(f"{check_name(pool)}.{_digest(sharing)}.*.prefill"))
 
 
 def pools() -> Iterator[str]:
     """The names of the pools that there are sockets of, in order; their brokers may have ended."""
     yield from sorted(path.stem for path in folder().glob("*.sock") if _NAME.fullmatch(path.stem))
+
+
+def _path(name: str) -> Path:
+    path = folder() / name
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(f"{path} is too long for a socket; name a shorter folder in {FOLDER_VARIABLE}")
+    return path
+
+
+def _digest(sharing: bytes) -> str:
+    return sharing[:6].hex()

@@ -196,6 +196,12 @@ class LentCore(Core):
         self.shares, self._sharing = shares, weakref.ref(sharing)
         self.borrower.share(self, shares.directory)
 
+    @property
+    def publishing(self) -> bool:
+        """Whether there is something to publish; for any thread."""
+        sharing = None if self._sharing is None else self._sharing()
+        return sharing is not None and sharing.waits
+
     def meet(self, memory: int, directory: int) -> None:
         self._met.append((memory, directory))
 

@@ -177,6 +177,17 @@ class PagePool:
         """What a broker lends, as far as this process knows; it asks nobody. None for a pool of its own memory."""
         return self._core.loan if isinstance(self._core, LentCore) else None
 
+    @property
+    def sharing(self) -> bytes | None:
+        """32 bytes that pools have in common whose caches map each other's blocks; None if it shares none."""
+        shares = self._core.shares if isinstance(self._core, LentCore) else None
+        return None if shares is None else shares.directory.shape.fingerprint
+
+    @property
+    def publishing(self) -> bool:
+        """Whether blocks have been committed that other processes do not find yet."""
+        return isinstance(self._core, LentCore) and self._core.publishing
+
     def close(self) -> None:
         """Stops the worker and gives all memory back. Caches on the pool must be closed first.
 

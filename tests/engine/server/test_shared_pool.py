@@ -106,5 +106,25 @@ def test_a_second_server_of_a_model_computes_no_prompt_of_the_first(pool: broker
         assert pool.problems() == []
 
 
+@pytest.mark.slow
+def test_one_server_answers_with_prompts_that_another_one_computes(pool: brokers.Process) -> None:
+    """And goes on alone, with the same answers, when that is killed."""
+    prompts = [f"{number}: one server for prompts, one for answers. " * 20 for number in range(4)]
+    lent = {"model": servers.MODEL, "kv_pool": brokers.NAME, "memory_budget": None, "max_num_seqs": 4}
+    with servers.running({"model": servers.MODEL}) as alone, client(alone) as to:
+        expected = [_complete(to, prompt) for prompt in prompts]
+    with ExitStack() as stack:
+        first = stack.enter_context(servers.running({**lent, "role": "prefill"}))
+        second = stack.enter_context(servers.running({**lent, "role": "decode"}))
+        to = stack.enter_context(client(second))
+        wait_until(lambda: second.metric("vattn:prefillers") == 1)
+        assert [_complete(to, prompt) for prompt in prompts[:2]] == expected[:2]
+        assert second.metric("vattn:remote_prefills_total") == 2
+        assert second.metric("vattn:remote_prefills_lost_total") == 0
+        first.process.kill()
+        assert [_complete(to, prompt) for prompt in prompts[2:]] == expected[2:]
+        assert pool.problems() == []
+
+
 def _complete(to: openai.OpenAI, prompt: str) -> str:
     return to.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0).choices[0].text

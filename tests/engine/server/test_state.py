@@ -261,10 +261,10 @@ def documented() -> set[str]:
 
 
 def offered(store: Path) -> set[str]:
-    """The metrics of a server with a pool and a store, as Prometheus names them."""
+    """The metrics of a server with all that has any, as Prometheus names them."""
 
     async def look() -> str:
-        service = make("virtual", kv_pool=brokers.NAME, kv_store=store)
+        service = make("virtual", kv_pool=brokers.NAME, kv_store=store, role="decode")
         try:
             await service.state.read()
         finally:

@@ -1,0 +1,156 @@
+"""A prefiller: takes prompts of other engines, and has its own compute and publish them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from vattn.errors import ConfigError, VattnError
+
+from ..requests.outputs import RequestOutput
+from ..requests.prompts import Prompt
+from ..requests.request import FinishReason
+from ..requests.sampling import SamplingParams
+from .line import BEAT, Kind, LineError, is_mine, message, receive
+
+logger = logging.getLogger(__name__)
+
+_ONLY_THE_PROMPT = SamplingParams(max_tokens=0, temperature=0, detokenize=False)
+_GLANCE = 0.001  # seconds between two looks whether a prompt is published
+_PUBLISHING = 1.0  # seconds after which nobody waits for that any more
+
+
+class Computes(Protocol):
+    """An engine, as a prefiller uses it (`AsyncEngine`)."""
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+
+class Prefiller:
+    """Takes prompts until `close`, in a thread of its own.
+
+    Args:
+        path: of its socket.
+        engine: computes the prompts. It is not kept alive.
+        waits: whether blocks that were computed are still to be published.
+        steps: grows as long as the engine works; None while it does not, because it sleeps.
+
+    Raises:
+        ConfigError: the socket cannot be made.
+    """
+
+    def __init__(
+        self, path: Path, engine: Computes, *, waits: Callable[[], bool], steps: Callable[[], int | None]
+    ) -> None:
+        self._path = path
+        self._engine = weakref.ref(engine)
+        self._waits, self._steps = waits, steps
+        self._listener = _listen(path)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="vattn-prefiller", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes no more; who waits is told at once. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._runner:
+                self._runner.run(self._serve())
+        except BaseException:
+            logger.exception("prompts of other engines are taken no more")
+        finally:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_unix_server(self._talk, sock=self._listener)
+        async with server:
+            await self._stopped.wait()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one decoder until it ends, with which its jobs do."""
+        jobs: dict[int, asyncio.Task[None]] = {}
+        beats = asyncio.ensure_future(self._beat(writer, jobs))
+        try:
+            while is_mine(writer.get_extra_info("socket"), os.getuid()):
+                kind, job, salt, tokens = await receive(reader, (Kind.COMPUTE, Kind.DROP))
+                if kind is Kind.DROP:
+                    if job in jobs:
+                        jobs[job].cancel()
+                elif job in jobs:
+                    raise LineError("a job that is there already")
+                else:
+                    jobs[job] = asyncio.ensure_future(self._compute(writer, job, salt.decode(), tokens))
+                    jobs[job].add_done_callback(partial(_forget, jobs, job))
+        except (LineError, UnicodeDecodeError) as error:
+            logger.warning("an engine said what is no message: %s", error)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            beats.cancel()
+            for task in [*jobs.values()]:
+                task.cancel()
+            writer.close()
+
+    async def _compute(self, writer: asyncio.StreamWriter, job: int, salt: str, tokens: list[int]) -> None:
+        answer = Kind.FAILED
+        engine = self._engine()
+        try:
+            if engine is not None and self._steps() is not None:
+                prompt: Prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
+                async for output in engine.generate(prompt, _ONLY_THE_PROMPT):
+                    if output.finished and output.outputs[0].finish_reason == FinishReason.LENGTH:
+                        await self._published()
+                        answer = Kind.DONE
+        except VattnError as error:  # it is full, or such a prompt does not fit
+            logger.info("a prompt of another engine was not computed: %s", error)
+        except Exception:
+            logger.exception("a prompt of another engine was not computed")
+        writer.write(message(answer, job))
+
+    async def _published(self) -> None:
+        end = self._loop.time() + _PUBLISHING
+        while self._waits() and self._loop.time() < end:
+            await asyncio.sleep(_GLANCE)
+
+    async def _beat(self, writer: asyncio.StreamWriter, jobs: dict[int, asyncio.Task[None]]) -> None:
+        """Says that jobs are worked on, as long as they are."""
+        before = self._steps()
+        while True:
+            await asyncio.sleep(BEAT)
+            now = self._steps()
+            if jobs and now is not None and now != before:
+                writer.write(message(Kind.ALIVE))
+            before = now
+
+
+def _forget(jobs: dict[int, asyncio.Task[None]], job: int, _: object) -> None:
+    del jobs[job]
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o700)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{path} cannot be used for prompts of other engines: {error}") from error
+    return listener
