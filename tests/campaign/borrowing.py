@@ -1,7 +1,8 @@
 """A process with caches on a pool of a broker, and a model of what their rows hold.
 
 Every byte that it writes ends in its tag, which no process beside it has: so a byte of another is recognised wherever
-it turns up, also in memory that this one has not written.
+it turns up, also in memory that this one has not written. The rest of a byte says what it stands for: that has to be
+right in rows that another process has computed and shared, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tests.campaign.forked import PATIENCE, Wrong
 PAGE = 4096
 SLOTS = 6
 CONTEXT = 1024
+_PRINTS = (b"a" * 32, b"a" * 32, b"b" * 32)
 TAGS = range(1, 16)
 
 
@@ -35,12 +37,14 @@ class Request:
         stream, salt: which text its tokens are, and what else its rows depend on.
         length: tokens whose rows are there.
         reached: the most tokens that it ever had.
+        found: tokens that it began with, whoever has computed them.
     """
 
     stream: int
     salt: bytes
     length: int
     reached: int
+    found: int = 0
 
 
 @dataclass
@@ -63,11 +67,12 @@ class Borrowing:
 
     Attributes:
         calls: that were made.
+        found: tokens that others had computed.
     """
 
     def __init__(self, pool: str, label: str, tag: int, rng: random.Random, *, stays: bool = False) -> None:
         self._pool_name, self._label, self._tag, self._rng, self._stays = pool, label, tag, rng, stays
-        self.calls = 0
+        self.calls = self.found = 0
         self._kept: list[torch.Tensor] = []
         self.connect()
 
@@ -75,7 +80,8 @@ class Borrowing:
         """Joins the pool with one or two caches, once there is a broker that can guarantee what is asked."""
         rng, end = self._rng, time.monotonic() + PATIENCE
         zeroes = rng.random() < 0.5
-        share = {"at_least": rng.choice((0, 0, 16)) * PAGE, "at_most": rng.choice((None, None, 160 * PAGE))}
+        share: dict[str, Any] = {"at_least": rng.choice((0, 0, 16)) * PAGE}
+        share |= {"at_most": rng.choice((None, None, 160 * PAGE)), "fingerprint": rng.choice((None, *_PRINTS))}
         while True:
             try:
                 self._pool = vattn.PagePool.connect(
@@ -171,6 +177,8 @@ class Borrowing:
             (4, lambda: self._free(cache)),
             (1, lambda: self._shorten(cache)),
             (1, lambda: self._fork(cache)),
+            (0.3, lambda: self._retract(cache)),
+            (0.1, lambda: self._stop_sharing(cache)),
             (0.5, lambda: self._collect(cache)),
             (0.3, lambda: self._see_child(cache)),
             (0.0 if self._stays else 0.3, self._join_again),
@@ -190,9 +198,11 @@ class Borrowing:
         if fresh:
             request.salt = rng.randbytes(8)
         tokens = contents.text(request.stream, 0, length)
+        local = cache.it.find_prefix(tokens, request.salt)
         slot, cached = cache.it.admit(tokens, request.salt)
-        self.calls += 1
-        request.length = request.reached = cached
+        self.calls += 2
+        self.found += max(0, cached - local)
+        request.length = request.reached = request.found = cached
         cache.requests[slot] = request
         self._see(cache, slot)
         self._step(cache, slot, length)
@@ -217,8 +227,17 @@ class Borrowing:
             source = cache.requests[slot]
             made = cache.it.fork(slot)
             self.calls += 1
-            cache.requests[made] = Request(source.stream, source.salt, source.length, source.length)
+            cache.requests[made] = replace(source, reached=source.length)
             self._see(cache, made)
+
+    def _retract(self, cache: Cache) -> None:
+        if (slot := self._any(cache)) is not None:
+            cache.it.retract(slot)
+            self.calls += 1
+
+    def _stop_sharing(self, cache: Cache) -> None:
+        cache.it.stop_sharing()
+        self.calls += 1
 
     def _free(self, cache: Cache) -> None:
         if (slot := self._any(cache)) is not None:
@@ -267,7 +286,7 @@ class Borrowing:
                 continue
             if not contents.writable(array, slot, start, length):
                 raise Wrong(f"rows of a step cannot be written: {self._label}, slot {slot}, {start} to {length}")
-            new = array[slot, start:length]
+            new = array[slot, max(start, request.found) : length]
             if new[(new & 15) != self._tag].any():
                 raise Wrong(f"bytes of another process: {self._label}, slot {slot}, {start} to {length}")
             if cache.zeroes and array[slot, max(start, request.reached) : length].any():
@@ -278,7 +297,11 @@ class Borrowing:
     def _see(self, cache: Cache, slot: int) -> None:
         request = cache.requests[slot]
         for side, array in cache.arrays.items():
-            if (array[slot, : request.length] != self._rows(request, side, array)).any():
+            rows, expected = array[slot, : request.length], self._rows(request, side, array)
+            found = rows[: request.found]
+            # Whoever has computed them has marked them.
+            wrong = (found & 0xF0 != expected[: request.found] & 0xF0).any() or not (found & 15).all()
+            if wrong or (rows[request.found :] != expected[request.found :]).any():
                 raise Wrong(f"wrong rows: {self._label}, slot {slot}, side {side}, of {request}")
 
     def _rows(self, request: Request, side: tuple[int, int], array: Any) -> Any:

@@ -183,7 +183,9 @@ class World:
         """Until all have answered; others come for those that have killed themselves."""
         while True:
             for label, each in self._borrowers.items():
-                self.calls += each.answer(self._replace_broker) or 0
+                calls, found = each.answer(self._replace_broker) or (0, 0)
+                self.calls += calls
+                self._counts["tokens that others had computed"] += found
                 if not each.lives():
                     each.check()
                     self._kill_borrower(label)
@@ -238,7 +240,8 @@ class World:
             return
         if problems := check["problems"]:
             raise Wrong(f"the broker's check: {problems}")
-        if sum(each["lease"] for each in top["borrowers"]) > top["budget"] or top["free"] < 0:
+        # A broker learns late of what processes have left that ended while there was another one.
+        if sum(each["lease"] for each in top["borrowers"]) > top["budget"] or top["free"] < -top["kept"]:
             raise Wrong(f"more is lent than there is: {top}")
 
     def _take_all(self) -> None:
@@ -273,7 +276,7 @@ class World:
                 each.answer()
         for each in self._borrowers.values():
             each.kill()
-        if not self._wait(lambda: (self._ask("top") or {}).get("free") == PAGES * PAGE) and self._broker.lives():
+        if not self._wait(self._all_free) and self._broker.lives():
             raise Wrong(f"memory is lost: {self._ask('top')}")
         if not self._broker.lives():
             return
@@ -283,6 +286,10 @@ class World:
             raise Wrong(f"the broker ends: with {status}\n{self._broker.said()}")
         if status == 0 and socket_path(NAME).exists():
             raise Wrong("the broker leaves its socket:")
+
+    def _all_free(self) -> bool:
+        top = self._ask("reclaim", name=None, stage="cached")  # what has been published outlives its process
+        return top is not None and top["free"] == PAGES * PAGE
 
     def _ask(self, kind: str, **fields: object) -> dict[str, Any] | None:
         """What the broker answers; None if it refuses, or has killed itself."""
@@ -337,13 +344,13 @@ def _borrow(label: str, tag: int, seed: int, pipe: Connection) -> None:
     pipe.send((None, 0))
     while True:
         what, *given = pipe.recv()
-        before, answer = made.calls, None
+        before, found, answer = made.calls, made.found, None
         if what == "play":
             for _ in range(given[0]):
                 made.turn()
                 if rng.random() < 0.05:
                     made.check()
-            answer = made.calls - before
+            answer = made.calls - before, made.found - found
         elif what == "check":
             made.check()
         elif what == "let go":

@@ -104,7 +104,7 @@ class Exchange(Decisions):
                 self._band.shared.unpublish(change, block)
         for block in self._foreign:
             if block.published:
-                self._band.shared.retract(change, block)
+                self._retract(change, block)
 
     def close(self) -> None:
         """Its cache has gone."""
@@ -123,7 +123,11 @@ class Exchange(Decisions):
                 if foreign.peer is peer and block.published:
                     entry = peer.directory.read(foreign.number)
                     if entry is None or entry.key != block.key:
-                        self._band.shared.retract(change, block)
+                        self._retract(change, block)
+
+    def _retract(self, change: Change, block: PageBlock) -> None:
+        self._band.shared.retract(change, block)
+        self._slots.retracted(change, block)
 
     # For the borrower's thread, between calls
 

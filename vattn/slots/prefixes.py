@@ -183,9 +183,7 @@ class Prefixes(Decisions):
         for shared, block in known.published:
             if block.published:
                 shared.retract(change, block)
-                if self._config.zero_on_free:  # what idle slots have of it is cached no more
-                    for each in filter(self._slots.idle.__contains__, block.slots):
-                        self._slots.vacate(change, each)
+                self._slots.retracted(change, block)
         tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=(), retracted=True))
 

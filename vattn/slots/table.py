@@ -25,6 +25,7 @@ from vattn.errors import InvalidLength
 from vattn.pool.journal import GONE, Change
 from vattn.prefix import Key
 from vattn.slots.bands import Bands, Published
+from vattn.slots.blocks import PageBlock
 from vattn.slots.idle import IdleSlots
 from vattn.slots.kept import Kept, KeptRows
 
@@ -230,6 +231,12 @@ class SlotTable:
     def vacate(self, change: Change, slot: int) -> None:
         """Notes that pages of an ended request have to leave the slot."""
         change.put(self.leaving, slot, None)
+
+    def retracted(self, change: Change, block: PageBlock) -> None:
+        """Notes that a block is cached no more: nothing of it may stay in idle slots that are zeroed."""
+        if self._config.zero_on_free:
+            for slot in filter(self.idle.__contains__, block.slots):
+                self.vacate(change, slot)
 
     def vacated(self, change: Change, slot: int) -> None:
         """Notes that they have left it, with this change."""

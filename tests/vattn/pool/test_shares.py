@@ -40,7 +40,10 @@ class Engine:
     """A cache on a pool that shares its prefixes."""
 
     def __init__(self, label: str, fingerprint: bytes | None = PRINT, **options: Any) -> None:
-        self.pool = vattn.PagePool.connect(brokers.NAME, label=label, page_size=PAGE, fingerprint=fingerprint)
+        zeroes = options.get("zero_on_free", False)
+        self.pool = vattn.PagePool.connect(
+            brokers.NAME, label=label, page_size=PAGE, zero_on_free=zeroes, fingerprint=fingerprint
+        )
         shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float32, "layout": "layer"}
         sizes = {"max_batch_size": 8, "max_context_len": PAGES * BLOCK}
         try:
@@ -286,6 +289,25 @@ def test_a_cache_that_stops_sharing_is_found_no_more(broker: brokers.Process) ->
         assert b.says(slot, PROMPT)
         assert a.compute([*PROMPT, 3])[1] == len(PROMPT)
         assert a.kv.evict_prefixes() == 0
+        b.kv.check()
+
+
+@pytest.mark.parametrize("who", ["owner", "reader"])
+def test_what_is_withdrawn_leaves_the_slots_of_those_who_zero(broker: brokers.Process, who: str) -> None:
+    """Also idle slots: the next request in one has nothing of it."""
+    with engines("a", "b", zero_on_free=True) as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == len(PROMPT)
+        b.kv.free_reqid(slot)
+        withdraw = {"owner": a, "reader": b}[who]
+        withdraw.kv.stop_sharing()
+        wait_until(lambda: b.kv.find_prefix([*PROMPT, 2]) == 0)
+        b.kv.check()
+        slot = b.kv.alloc_reqid()
+        b.kv.step({slot: 64})
+        assert not b.kv.layer(0)[0][slot, :64].any()
         b.kv.check()
 
 
