@@ -81,7 +81,8 @@ class Borrowing:
         rng, end = self._rng, time.monotonic() + PATIENCE
         zeroes = rng.random() < 0.5
         share: dict[str, Any] = {"at_least": rng.choice((0, 0, 16)) * PAGE}
-        share |= {"at_most": rng.choice((None, None, 160 * PAGE)), "fingerprint": rng.choice((None, *_PRINTS))}
+        self._print = rng.choice((None, *_PRINTS))
+        share |= {"at_most": rng.choice((None, None, 160 * PAGE)), "fingerprint": self._print}
         while True:
             try:
                 self._pool = vattn.PagePool.connect(
@@ -305,7 +306,8 @@ class Borrowing:
                 raise Wrong(f"wrong rows: {self._label}, slot {slot}, side {side}, of {request}")
 
     def _rows(self, request: Request, side: tuple[int, int], array: Any) -> Any:
-        return _rows(request.stream, request.salt, self._tag, side, array.shape[2:])[: request.length]
+        salt = request.salt + (self._print or b"")
+        return _rows(request.stream, salt, self._tag, side, array.shape[2:])[: request.length]
 
 
 @functools.lru_cache(64)

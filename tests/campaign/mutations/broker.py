@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from typing import Any
+
 from tests.campaign.mutations import mutation
-from vattn.broker import books, notes, server
-from vattn.pool import lent
+from vattn import _native
+from vattn.broker import books, directory, kept, notes, server
+from vattn.layout import Layout
+from vattn.pool import lent, shares
+from vattn.pool.journal import Change
+from vattn.slots import exchange, table
 
 
 @mutation(None, "a broker does not read what the one before has noted", "broker")
@@ -59,3 +67,46 @@ def unclaimed_stay() -> None:
 @mutation("broker", "a pool has more borrowers than top can show", "broker")
 def any_borrowers() -> None:
     server._MOST_BORROWERS = 10**6
+
+
+@mutation("shares", "an owner takes blocks back that others have mapped", "broker")
+def taken_back_though_mapped() -> None:
+    def lock(self: directory.Directory, kind: int, number: int) -> bool:
+        return kind == fcntl.F_WRLCK or true(self, kind, number)
+
+    true = directory.Directory._lock
+    directory.Directory._lock = lock  # type: ignore[method-assign]
+
+
+@mutation("shares", "a reader maps blocks without a pin", "broker")
+def mapped_without_pin() -> None:
+    directory.Directory.pin = lambda self, number: True  # type: ignore[method-assign]
+
+
+@mutation("shares", "blocks of any fingerprint are mapped", "broker")
+def any_fingerprint() -> None:
+    def shape(layout: Layout, page_size: int, fingerprint: bytes, pages: int) -> Any:
+        return true(layout, page_size, bytes(32), pages)
+
+    true = exchange._shape
+    exchange._shape = shape
+
+
+@mutation("shares", "the broker gives back what a process has published that has ended", "broker")
+def published_given_back() -> None:
+    kept.Kept._unpublished = lambda self: [(0, os.fstat(self.memory).st_size)]  # type: ignore[method-assign]
+
+
+@mutation("shares", "what is withdrawn stays in slots that are zeroed", "broker")
+def withdrawn_stays() -> None:
+    table.SlotTable.retracted = lambda self, change, block: None  # type: ignore[method-assign]
+
+
+@mutation("shares", "what is withdrawn is reused at once", "broker")
+def withdrawn_reused() -> None:
+    def withdraw(self: shares.Shares, change: Change, number: int, pages: tuple[_native.Pages, ...]) -> None:
+        self.directory.withdraw(number)
+        for each in pages:
+            self._native.let_go(change.transaction, each)
+
+    shares.Shares.withdraw = withdraw  # type: ignore[method-assign]
