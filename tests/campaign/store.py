@@ -187,6 +187,7 @@ class World:
             path.write_bytes(data)
         elif how in ("link", "pipe"):
             path.unlink()
+            self._added += 200
             path.symlink_to(self._elsewhere) if how == "link" else os.mkfifo(path)
             return True
         elif how == "mode":
@@ -200,6 +201,7 @@ class World:
         rng = self._rng
         key = block(rng.randrange(NUMBERS)).key.hex()
         path = self._path / rng.choice((f"{key}.kv", f"{key}.{rng.randbytes(8).hex()}.tmp", "notes.kv", "x.tmp"))
+        self._added += 200  # a link has bytes, too
         with contextlib.suppress(OSError):
             kind = rng.choice(("link", "dangling", "pipe", "folder", "file"))
             if kind == "link":
@@ -211,7 +213,6 @@ class World:
             elif kind == "folder":
                 path.mkdir()
             elif not path.exists():
-                self._added += 200
                 path.write_bytes(rng.randbytes(rng.randrange(200)))
             self._counts[f"{kind} put there"] += 1
 

@@ -30,7 +30,7 @@ PARTS = {
     "calls": [
         f"{LIBRARY}/test_block_windows.py",
         f"{LIBRARY}/test_cache.py",
-        *(f"{LIBRARY}/pool/test_{name}.py" for name in ("faults", "pool")),
+        *(f"{LIBRARY}/pool/test_{name}.py" for name in ("faults", "lent", "pool")),
         *(f"{LIBRARY}/slots/test_{name}.py" for name in ("contents", "sharing", "zero_on_free")),
         f"{INNER}/test_random_kernels.py",
         f"{LIBRARY}/windows/test_block_windows_machine.py",

@@ -22,19 +22,19 @@ from vattn.errors import VattnError
 
 NAME = "tested"
 
-_SCRIPT = "import sys; from vattn.broker.server import serve; serve(sys.argv[1], int(sys.argv[2]))"
+_SCRIPT = "import sys; from vattn.broker.server import serve; serve(sys.argv[1], int(sys.argv[2]), device=sys.argv[3])"
 
 
 class Process:
     """A broker, which can be killed and started anew."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, device: str) -> None:
+        self.budget, self.device = budget, device
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, NAME, str(self.budget)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", _SCRIPT, NAME, str(self.budget), self.device], stderr=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + SECONDS
         while True:
@@ -65,12 +65,12 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(budget: int) -> Iterator[Process]:
+def running(budget: int, device: str = "cpu") -> Iterator[Process]:
     """A broker of the pool `NAME`, in a folder that only this test knows."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         os.chmod(folder, 0o700)
         patch.setenv(FOLDER_VARIABLE, str(Path(folder)))
-        process = Process(budget)
+        process = Process(budget, device)
         try:
             yield process
         finally:
