@@ -39,9 +39,9 @@ _GAP, _RATE, _FIRST = "ms between tokens", "tokens/s", "TTFT of a long prompt s"
 
 
 def run(quick: bool) -> Report:
-    sizes = QWEN2 | {"num_hidden_layers": 4} | (TINY if quick else {})
+    sizes = QWEN2 | {"num_hidden_layers": 2} | (TINY if quick else {})
     length = 512 if quick else 4096
-    rounds, prompts = (1, 2) if quick else (3, 3)
+    rounds, prompts = (1, 2) if quick else (3, 2)
     series: dict[str, list[float]] = {}
     for number in range(rounds):
         for side in (_TOGETHER, _APART) if number % 2 else (_APART, _TOGETHER):
