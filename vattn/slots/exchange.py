@@ -139,11 +139,12 @@ class Exchange(Decisions):
     def publish(self) -> None:
         """Publishes some of what was offered."""
         for _ in range(min(_TOGETHER, len(self._offers))):
-            block, tokens = self._offers.popleft()
+            block, tokens = self._offers[0]
             if block.published and block.entry is None and block.key is not None:
                 block.entry = self._shares.publish(block.key, tokens, block.pages)
                 if block.entry is not None:
                     self._published[block.entry] = block
+            self._offers.popleft()  # now that it is done: `waits` is asked meanwhile
 
     def tend(self) -> None:
         """Gives others' blocks back that nobody uses, and takes back what others do not use."""

@@ -158,6 +158,24 @@ def test_what_one_has_computed_others_map(broker: brokers.Process) -> None:
             c.kv.check()
 
 
+def test_a_pool_is_publishing_until_the_last_block_is_there(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine("a") as a:
+        said: list[bool] = []
+        publish = a.shares.publish
+
+        def slowly(*arguments: Any) -> Any:
+            said.append(a.pool.publishing)
+            return publish(*arguments)
+
+        monkeypatch.setattr(a.shares, "publish", slowly)
+        assert not a.pool.publishing
+        a.publish(PROMPT)
+        wait_until(lambda: not a.pool.publishing)
+        assert said == [True] * 20
+
+
 def test_the_shared_pages_are_the_same_memory(broker: brokers.Process) -> None:
     """Each process has a proportional share of them."""
     with publisher(), Engine("b") as b:
