@@ -233,6 +233,8 @@ class _Lines:
         except TimeoutError:
             if line.jobs and self._loop.time() - line.heard > PATIENCE:
                 with self._changed:
+                    for each in line.jobs:  # it may go on one day
+                        line.writer.write(message(Kind.DROP, each))
                     line.silent = True
                     self._give_up(line)
             return

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ONLY_THE_PROMPT = SamplingParams(max_tokens=0, temperature=0, detokenize=False)
 _GLANCE = 0.001  # seconds between two looks whether a prompt is published
+_HANGS = 60.0  # seconds without the end of a step after which an engine hangs: large models take long for one
 _PUBLISHING = 1.0  # seconds after which nobody waits for that any more
 
 
@@ -101,7 +102,7 @@ class Prefiller:
                     jobs[job].add_done_callback(partial(_forget, jobs, job))
         except (LineError, UnicodeDecodeError) as error:
             logger.warning("an engine said what is no message: %s", error)
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):  # it has ended, or this engine does
             pass
         finally:
             beats.cancel()
@@ -132,13 +133,14 @@ class Prefiller:
 
     async def _beat(self, writer: asyncio.StreamWriter, jobs: dict[int, asyncio.Task[None]]) -> None:
         """Says that jobs are worked on, as long as they are."""
-        before = self._steps()
+        before, since = self._steps(), self._loop.time()
         while True:
             await asyncio.sleep(BEAT)
-            now = self._steps()
-            if jobs and now is not None and now != before:
+            steps, now = self._steps(), self._loop.time()
+            if not jobs or steps != before:
+                before, since = steps, now
+            if jobs and steps is not None and now - since < _HANGS:
                 writer.write(message(Kind.ALIVE))
-            before = now
 
 
 def _forget(jobs: dict[int, asyncio.Task[None]], job: int, _: object) -> None:

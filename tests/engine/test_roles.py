@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,12 @@ import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.engine.test_shared_prefixes import make_llm
 from vattn.engine import AsyncEngine
+from vattn.engine.roles import prefiller
 async def serve():
     async with AsyncEngine(make_llm(role="prefill")) as engine:
-        if "slow" in sys.argv:
+        if "stuck" in sys.argv:
+            prefiller._HANGS = 0.5
+        if len(sys.argv) > 1:
             step = engine.core.step
             def slowly():
                 print("asked", file=sys.stderr, flush=True)
@@ -217,12 +221,28 @@ def test_an_engine_whose_steps_do_not_end_is_not_waited_for(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "PATIENCE", 2.5)  # it would say in the meantime that it lives
-    with process("slow"), decoder() as second:
+    with process("stuck"), decoder() as second:
         assert run(second, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
         assert remote(second).lost == 1
 
 
-def test_another_engine_is_found_when_it_starts(broker: brokers.Process) -> None:
+def test_an_engine_whose_steps_take_long_is_waited_for(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "PATIENCE", 2.5)
+    with prefiller() as first, decoder() as second:
+        step = first.core.step
+
+        def slowly() -> Any:
+            time.sleep(4)
+            return step()
+
+        monkeypatch.setattr(first.core, "step", slowly)
+        assert run(second, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+        assert remote(second).lost == 0
+
+
+def test_another_engine_is_found_when_it_starts(broker: brokers.Process, caplog: pytest.LogCaptureFixture) -> None:
     with decoder(0) as second:
         with prefiller():
             wait_until(lambda: remote(second).prefillers == 1)
@@ -231,6 +251,7 @@ def test_another_engine_is_found_when_it_starts(broker: brokers.Process) -> None
         wait_until(lambda: remote(second).prefillers == 0)
         with prefiller():
             wait_until(lambda: remote(second).prefillers == 1)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_prompts_go_to_the_engine_that_has_least_to_do(
