@@ -546,10 +546,10 @@ class AsyncEngine:
 
 
 def _make_prefiller(engine: AsyncEngine) -> Prefiller | None:
-    config, kv = engine.core.config, engine.core.kv
+    core = engine.core
+    config, kv = core.config, core.kv
     if config.role != "prefill" or config.kv_pool is None or kv.sharing is None:
         return None
-    core = engine.core
     return Prefiller(
         prefiller_path(config.kv_pool, kv.sharing),
         engine,

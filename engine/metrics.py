@@ -95,12 +95,15 @@ class Buckets:
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    @property
+    def count(self) -> int:
+        """Of the values so far."""
+        return sum(self._counts)
+
     def histogram(self, name: str) -> Histogram:
         """The values so far."""
         names = [*map(str, map(float, self._bounds)), "+Inf"]
-        return Histogram(
-            name, {}, sum(self._counts), self._sum, dict(zip(names, accumulate(self._counts), strict=True))
-        )
+        return Histogram(name, {}, self.count, self._sum, dict(zip(names, accumulate(self._counts), strict=True)))
 
 
 class Figures:
@@ -112,24 +115,26 @@ class Figures:
         prompt_tokens: of prompts that were computed, those from the prefix cache included.
         generation_tokens: output tokens.
         preemptions: how often a request lost its slot.
-        steps: that computed something.
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.preemptions = 0
-        self.steps = 0
         self._lock = threading.RLock()  # a signal handler may ask in the middle of a change
         self._finished: Tally[FinishReason] = Tally()
         self._histograms = {name: Buckets(bounds) for name, bounds in _BOUNDS.items()}
         self._ttfts: deque[float] = deque(maxlen=_TTFTS_KEPT)
         self._last_end = 0.0
 
+    @property
+    def steps(self) -> int:
+        """How many computed something."""
+        return self._histograms["vattn:step_seconds"].count
+
     def stepped(self, start: float, end: float, decoding: int) -> None:
         """Count a step, in `time.monotonic()` seconds; `decoding` requests had a token before it."""
         with self._lock:
-            self.steps += 1
             self._histograms["vattn:step_seconds"].add(end - start)
             if decoding:
                 self._histograms["vllm:inter_token_latency_seconds"].add(end - self._last_end, decoding)

@@ -31,13 +31,11 @@ class _Job:
     Attributes:
         tokens: how many it has.
         over: a prefiller has computed it, or will not.
-        done: it has.
     """
 
     number: int
     tokens: int
     over: bool = False
-    done: bool = False
 
 
 @dataclass(eq=False)
@@ -197,7 +195,7 @@ class _Lines:
             for path in self._paths():
                 if path not in talks:
                     talks[path] = asyncio.ensure_future(self._talk(path))
-                    talks[path].add_done_callback(partial(_forget, talks, path))
+                    talks[path].add_done_callback(partial(talks.pop, path))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _LOOK)
 
@@ -242,19 +240,14 @@ class _Lines:
             line.heard, line.silent = self._loop.time(), False
             job = line.jobs.pop(number, None)
             if job is not None:
-                job.done = kind is Kind.DONE
-                self._end(job)
+                self._end(job, lost=kind is not Kind.DONE)
 
     def _give_up(self, line: _Line) -> None:
         for job in line.jobs.values():
-            self._end(job)
+            self._end(job, lost=True)
         line.jobs.clear()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Job, *, lost: bool) -> None:
         job.over = True
-        self.lost += not job.done
+        self.lost += lost
         self._changed.notify_all()
-
-
-def _forget(talks: dict[Path, asyncio.Task[None]], path: Path, _: object) -> None:
-    del talks[path]

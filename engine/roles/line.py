@@ -13,7 +13,6 @@ Contents never come this way: what a prefiller says is no more than a hint when 
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from array import array
 from collections.abc import Sequence
@@ -61,10 +60,3 @@ async def receive(reader: asyncio.StreamReader, kinds: Sequence[Kind]) -> tuple[
     salt = await reader.readexactly(salt_bytes)
     tokens = array(_TOKEN, await reader.readexactly(count * array(_TOKEN).itemsize))
     return Kind(number), job, salt, tokens.tolist()
-
-
-def is_mine(connection: socket.socket, uid: int) -> bool:
-    """Whether a process of this user is at the other end."""
-    size = struct.calcsize("3i")
-    _, other, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(other == uid)

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from vattn.broker.places import credentials
 from vattn.errors import ConfigError, VattnError
 
 from ..requests.outputs import RequestOutput
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason
 from ..requests.sampling import SamplingParams
-from .line import BEAT, Kind, LineError, is_mine, message, receive
+from .line import BEAT, Kind, LineError, message, receive
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class Prefiller:
         jobs: dict[int, asyncio.Task[None]] = {}
         beats = asyncio.ensure_future(self._beat(writer, jobs))
         try:
-            while is_mine(writer.get_extra_info("socket"), os.getuid()):
+            mine = credentials(writer.get_extra_info("socket"))[1] == os.getuid()
+            while mine:
                 kind, job, salt, tokens = await receive(reader, (Kind.COMPUTE, Kind.DROP))
                 if kind is Kind.DROP:
                     if job in jobs:
@@ -99,7 +101,7 @@ class Prefiller:
                     raise LineError("a job that is there already")
                 else:
                     jobs[job] = asyncio.ensure_future(self._compute(writer, job, salt.decode(), tokens))
-                    jobs[job].add_done_callback(partial(_forget, jobs, job))
+                    jobs[job].add_done_callback(partial(jobs.pop, job))
         except (LineError, UnicodeDecodeError) as error:
             logger.warning("an engine said what is no message: %s", error)
         except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):  # it has ended, or this engine does
@@ -141,10 +143,6 @@ class Prefiller:
                 before, since = steps, now
             if jobs and steps is not None and now - since < _HANGS:
                 writer.write(message(Kind.ALIVE))
-
-
-def _forget(jobs: dict[int, asyncio.Task[None]], job: int, _: object) -> None:
-    del jobs[job]
 
 
 def _listen(path: Path) -> socket.socket:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from vattn.integers import shown
 # Names the folder, in place of the usual one.
 FOLDER_VARIABLE = "VATTN_POOL_DIR"
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,31}", re.ASCII)
+_CREDENTIALS = struct.Struct("3i")
 _LONGEST_PATH = 107  # sun_path, less its final zero
 
 
@@ -80,6 +83,13 @@ def prefiller_path(pool: str, sharing: bytes) -> Path:
 def prefillers(pool: str, sharing: bytes) -> list[Path]:
     """The sockets of such engines, some of which may have ended."""
     return sorted(folder().glob(f"{check_name(pool)}.{_digest(sharing)}.*.prefill"))
+
+
+def credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end, as the kernel says."""
+    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(answer)
+    return pid, uid, gid
 
 
 def pools() -> Iterator[str]:

@@ -13,7 +13,6 @@ import selectors
 import signal
 import socket
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from vattn.broker.books import Account, Books
 from vattn.broker.directory import NoDirectory, OwnDirectory, read_only, started
 from vattn.broker.kept import Kept, problems
 from vattn.broker.notes import Notes
-from vattn.broker.places import check_name, socket_path
+from vattn.broker.places import check_name, credentials, socket_path
 from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
 from vattn.errors import ConfigError
 from vattn.units import format_bytes
@@ -38,7 +37,6 @@ _GREETING = 5.0  # seconds in which a connection has to say what it is for
 _AUDIT = 1.0  # seconds between looks at the borrowers' files
 _NOTING = 0.25  # seconds in which leases are noted, unless the disk is slow
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker
 _log = logging.getLogger("vattn.broker")
 
@@ -267,9 +265,7 @@ class Broker:
             self._hears = False
             return
         accepted.setblocking(False)
-        pid, uid, _gid = _CREDENTIALS.unpack(
-            accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        pid, uid, _gid = credentials(accepted)
         if uid != os.getuid() or len(self._peers) >= _MOST_CONNECTIONS:
             accepted.close()
             return
