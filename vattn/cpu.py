@@ -36,7 +36,8 @@ class Kernels:
         needs: what a CPU must have.
         supported: whether this one has it.
         worthwhile: whether, by measurement, they are faster on this CPU than the ones after them.
-        linear: whether their linear layers are faster on such CPUs than oneDNN's.
+        linear: whether their linear layers are faster on such CPUs than torch's.
+        lanes: floats in a vector, and rows of a weight in a panel of `pack_weight`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Kernels:
     supported: bool
     worthwhile: bool
     linear: bool
+    lanes: int
 
 
 @cache
@@ -292,19 +294,17 @@ def gate(rows: Tensor) -> Tensor:
     return out
 
 
-_LANES = 16
-
-
 def has_linear() -> bool:
-    """Whether the kernels that run here have linear layers, which they do where oneDNN's of bfloat16 are slower."""
+    """Whether the kernels that run here have linear layers, which they do where torch's of bfloat16 are slower."""
     return unusable() is None and chosen().linear
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A bfloat16 `weight` `[out, in]` as `linear` reads it: int32 `[ceil(out / 16), ceil(in / 2), 16]`."""
+    """A bfloat16 `weight` `[out, in]` as `linear` reads it: int32 `[ceil(out / lanes), ceil(in / 2), lanes]`."""
+    lanes = chosen().lanes
     out, width = weight.shape
-    padded = torch.nn.functional.pad(weight.detach(), (0, width % 2, 0, -out % _LANES))
-    return padded.view(torch.int32).view(-1, _LANES, padded.shape[1] // 2).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(weight.detach(), (0, width % 2, 0, -out % lanes))
+    return padded.view(torch.int32).view(-1, lanes, padded.shape[1] // 2).transpose(1, 2).contiguous()
 
 
 def linear(rows: Tensor, weight: Tensor, out: int, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:

@@ -2,8 +2,9 @@
 #include <immintrin.h>
 
 #include "layer_rows.h"
+#include "linear_tile.h"
 #include "roofline_loops.h"
-#include "tile.h"
+#include "widened.h"
 
 namespace vattn::kernels {
 namespace {
@@ -13,6 +14,11 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr int kMaxRows = 6;
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
+  // Pairs take two registers, for their first and their second elements.
+  static constexpr int kMaxRowsOfPairs = 4;
+  static constexpr int kFloatPanels = 5;  // fewest rows for which pairs become floats once, or 0
+  static constexpr int kFloatWeights = 24;
+  static constexpr int columns_of_pairs(int rows) { return rows == 1 ? 4 : 2; }
 
   static __m256i lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static __m256i some(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes()); }
@@ -27,6 +33,10 @@ struct Avx2 {
       _mm256_storeu_ps(at, x);
     else
       _mm256_maskstore_ps(at, some(count), x);
+  }
+  // Eight elements of four bytes; those past `count` are zero and not read.
+  static F dwords(const std::byte* at, int count) {
+    return _mm256_maskload_ps(reinterpret_cast<const float*>(at), some(count));
   }
   static F add(F x, F y) { return _mm256_add_ps(x, y); }
   static F sub(F x, F y) { return _mm256_sub_ps(x, y); }
@@ -120,6 +130,45 @@ struct Avx2 {
     }
   }
 
+  // Of pairs of bfloat16: the first ones, or the second, as floats.
+  static F even(F pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
+  static F odd(F pairs) {
+    return _mm256_and_ps(pairs, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  // Two vectors become their even lanes and their odd ones; and back.
+  static void separate(F& x, F& y) {
+    const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(x, y, 0x88));
+    const __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(x, y, 0xdd));
+    x = _mm256_castpd_ps(_mm256_permute4x64_pd(even, 0xd8));
+    y = _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xd8));
+  }
+  static void interleave(F& x, F& y) {
+    const F low = _mm256_unpacklo_ps(x, y), high = _mm256_unpackhi_ps(x, y);
+    x = _mm256_permute2f128_ps(low, high, 0x20);
+    y = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+
+  // As many bytes as each of `kRows` rows has lanes for, once for each of them.
+  template <int kRows>
+  static F repeat(const std::byte* at) {
+    if constexpr (kRows == 1)
+      return _mm256_loadu_ps(reinterpret_cast<const float*>(at));
+    else if constexpr (kRows == 2)
+      return _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+    else if constexpr (kRows == 4)
+      return _mm256_castsi256_ps(_mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+    else
+      return _mm256_broadcast_ss(reinterpret_cast<const float*>(at));
+  }
+  // Every second lane of two vectors within groups of four, or every second group: the even or the odd ones.
+  template <int kLevel, bool kOdd>
+  static F half(F x, F y) {
+    if constexpr (kLevel < 2)
+      return _mm256_shuffle_ps(x, y, kOdd ? 0xdd : 0x88);
+    else
+      return _mm256_permute2f128_ps(x, y, kOdd ? 0x31 : 0x20);
+  }
+
   // Element j of vector i becomes element i of vector j.
   static void transpose(F (&x)[8]) {
     F y[8];
@@ -159,15 +208,15 @@ constinit const Kernels avx2_kernels{
     .lanes = Avx2::kLanes,
     .supported = supported,
     .worthwhile = nullptr,
-    .linear_layers = false,
-    .attend = {attend_items<Floats<Avx2, Type::kFloat32>>, attend_items<Floats<Avx2, Type::kBFloat16>>,
+    .linear_layers = true,
+    .attend = {attend_items<Floats<Avx2, Type::kFloat32>>, attend_items<Widened<Avx2>>,
                attend_items<Floats<Avx2, Type::kFloat16>>, attend_items<Floats<Avx2, Type::kInt8>>},
     .merge = merge_rows<Avx2>,
     .norm = layer_row<Avx2, Norm>,
     .rotation = layer_row<Avx2, Rotation>,
     .gate = layer_row<Avx2, Gate>,
-    .linear_row = nullptr,
-    .linear = nullptr,
+    .linear_row = widen_row<Widened<Avx2>>,
+    .linear = linear_item<Widened<Avx2>>,
     .products = {product_loop<Floats<Avx2, Type::kFloat32>>, product_loop<Floats<Avx2, Type::kBFloat16>>,
                  product_loop<Floats<Avx2, Type::kFloat16>>, product_loop<Floats<Avx2, Type::kInt8>>},
     .read = read_loop<Avx2>};

@@ -15,6 +15,10 @@ struct Avx512 {
   // Tiles of rows by vectors whose sums stay in the 32 registers.
   static constexpr int kMaxRows = 8;
   static constexpr int columns(int rows) { return rows <= 6 ? 4 : 2; }
+  static constexpr int kMaxRowsOfPairs = 8;
+  static constexpr int kFloatPanels = 0;  // fewest rows for which pairs become floats once, or 0
+  static constexpr int kFloatWeights = 0;
+  static constexpr int columns_of_pairs(int rows) { return rows <= 4 ? 4 : 2; }
 
   static __mmask16 some(int count) {
     return static_cast<__mmask16>(count <= 0 ? 0 : count >= kLanes ? 0xffff : (1u << count) - 1);
@@ -94,6 +98,50 @@ struct Avx512 {
     }
   }
 
+  // Of pairs of bfloat16: the first ones, or the second, as floats.
+  static F even(F pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)); }
+  static F odd(F pairs) {
+    return _mm512_and_ps(pairs, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  // Two vectors become their even lanes and their odd ones; and back.
+  static void separate(F& x, F& y) {
+    const __m512i order = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const F first = _mm512_permutex2var_ps(x, order, y);
+    y = _mm512_permutex2var_ps(x, _mm512_add_epi32(order, _mm512_set1_epi32(1)), y);
+    x = first;
+  }
+  static void interleave(F& x, F& y) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const F first = _mm512_permutex2var_ps(x, low, y);
+    y = _mm512_permutex2var_ps(x, _mm512_add_epi32(low, _mm512_set1_epi32(8)), y);
+    x = first;
+  }
+
+  // As many bytes as each of `kRows` rows has lanes for, once for each of them. These are the loads that take no other
+  // part of the CPU, unlike those of floats.
+  template <int kRows>
+  static F repeat(const std::byte* at) {
+    if constexpr (kRows == 1)
+      return _mm512_loadu_ps(at);
+    else if constexpr (kRows == 2)
+      return _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
+    else if constexpr (kRows == 4)
+      return _mm512_castsi512_ps(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+    else if constexpr (kRows == 8)
+      return _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+    else
+      return _mm512_castsi512_ps(_mm512_broadcastd_epi32(_mm_loadu_si32(at)));
+  }
+  // Every second lane of two vectors within groups of four, or every second group of two: the even or the odd ones.
+  template <int kLevel, bool kOdd>
+  static F half(F x, F y) {
+    constexpr int kOrder = kOdd ? 0xdd : 0x88;
+    if constexpr (kLevel < 2)
+      return _mm512_shuffle_ps(x, y, kOrder);
+    else
+      return _mm512_shuffle_f32x4(x, y, kOrder);
+  }
+
   // Element j of vector i becomes element i of vector j.
   static void transpose(F (&x)[16]) {
     F y[16];
@@ -124,17 +172,6 @@ struct Avx512 {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) x[i] = y[i];
   }
-};
-
-// Panels of two neighbours of bfloat16 per element, as they are stored.
-template <class Isa_>
-struct Neighbours {
-  using Isa = Isa_;
-  using F = typename Isa::F;
-  static constexpr int kElements = 2;
-  static constexpr bool kScaled = false;
-
-  static F keys(const std::byte* row, int first, int count) { return Isa::dwords(row + 2 * first, count); }
 };
 
 bool has_avx512() {

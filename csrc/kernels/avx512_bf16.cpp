@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <chrono>
 
-#include "avx512_lanes.h"
+#include "avx512.h"
 #include "roofline_loops.h"
+#include "row_lanes.h"
 
 namespace vattn::kernels {
 namespace {

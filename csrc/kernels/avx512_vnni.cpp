@@ -1,6 +1,7 @@
 // AVX-512 with products of 8-bit quads.
-#include "avx512_lanes.h"
+#include "avx512.h"
 #include "roofline_loops.h"
+#include "row_lanes.h"
 
 namespace vattn::kernels {
 namespace {
@@ -16,6 +17,7 @@ struct Quads {
   static constexpr int kVectors = 4;
   static constexpr int kVectorBytes = 16;
   static constexpr bool kScaled = true;
+  static constexpr int kFloatPanels = 0;
   static constexpr int kHead = 2;
   static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
 

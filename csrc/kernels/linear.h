@@ -1,5 +1,5 @@
 // Linear layers over weights of bfloat16 that are multiplied as floats: for CPUs that multiply floats faster than
-// pairs.
+// pairs, or have no product of pairs.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Linear {
   std::int64_t rows, in, out;  // `in` is even
   const std::byte* input;
   std::int64_t input_stride;    // bytes
-  const std::uint32_t* panels;  // [ceil(out / 16), in / 2, 16]: neighbours of a row of the weight
+  const std::uint32_t* panels;  // [ceil(out / lanes), in / 2, lanes]: neighbours of a row of the weight
   const std::byte* bias;        // [out], or null
   const std::byte* other;       // [rows, out], contiguous, or null
   std::byte* output;            // [rows, out], contiguous
@@ -23,7 +23,7 @@ struct Linear {
 struct LinearItem {
   std::int64_t row, num_rows;
   std::int64_t panel, num_panels;
-  const float* input;  // all rows, each its even elements, then its odd ones
+  const float* input;  // all rows, as `Kernels::linear_row` writes them
   float* sums;         // [num_rows, num_panels * 16]
   const float* ones;   // [num_rows]
 };

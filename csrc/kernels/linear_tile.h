@@ -8,12 +8,63 @@ namespace vattn::kernels {
 namespace {
 
 // Pairs of inputs whose part of a tile of rows stays in the first cache.
-constexpr int kPairs = 256;
+template <class Isa>
+constexpr int kPairs = 16 * Isa::kLanes;
 
+// Whether a weight becomes floats once for all rows, and not in every tile of them. Sums are the same, bit by bit.
+template <class Isa>
+bool widens_weight(const Linear& linear) {
+  return Isa::kFloatWeights && linear.rows >= Isa::kFloatWeights;
+}
+
+// Even elements, then odd ones; or all in their order, for a weight that becomes floats.
 template <class Kind>
 void widen_row(const Linear& linear, std::int64_t row, float* out) {
-  Kind::template split_row<Type::kBFloat16>(linear.input + row * linear.input_stride, static_cast<int>(linear.in),
-                                            reinterpret_cast<std::uint32_t*>(out));
+  using Isa = typename Kind::Isa;
+  const std::byte* input = linear.input + row * linear.input_stride;
+  const int in = static_cast<int>(linear.in);
+  if (!widens_weight<Isa>(linear)) {
+    Kind::template split_row<Type::kBFloat16>(input, in, reinterpret_cast<std::uint32_t*>(out));
+    return;
+  }
+  for (int i = 0; i < in; i += Isa::kLanes) {
+    const int count = smaller(Isa::kLanes, in - i);
+    Isa::store(out + i, Isa::template widen<Type::kBFloat16>(input + i * size_of(Type::kBFloat16), count), count);
+  }
+}
+
+// The sums over `count` pairs of inputs, of which `pair` is the first, are added to those over the pairs before them.
+template <class Kind>
+void add_products(const Linear& linear, const LinearItem& item, int pair, int count) {
+  using Isa = typename Kind::Isa;
+  constexpr int kLanes = Isa::kLanes;
+  const int in = static_cast<int>(linear.in), pairs = in / 2;
+  const int rows = static_cast<int>(item.num_rows), panels = static_cast<int>(item.num_panels);
+  const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
+  const Panels<Isa> weight{linear.panels + item.panel * panel + pair * kLanes, panel};
+  const std::uint32_t* input = reinterpret_cast<const std::uint32_t*>(item.input);
+  const float* before = pair ? item.ones : nullptr;
+  if constexpr (Isa::kFloatWeights != 0)
+    if (widens_weight<Isa>(linear)) {
+      constexpr int kColumns = 2, kWide = 2 * kPairs<Isa> * kLanes;
+      alignas(64) float wide[kColumns * kWide];
+      for (int first = 0; first < panels; first += kColumns) {
+        const int columns = smaller(kColumns, panels - first);
+        for (int c = 0; c < columns; ++c)
+          for (int i = 0; i < count; ++i) {
+            typename Isa::F x[1];
+            weight.load(first + c, i, x);
+            Isa::store(wide + c * kWide + 2 * i * kLanes, Isa::even(x[0]), kLanes);
+            Isa::store(wide + c * kWide + (2 * i + 1) * kLanes, Isa::odd(x[0]), kLanes);
+          }
+        multiply<typename FloatOperands<Isa>::Product>(
+            rows, input + 2 * pair, in, 0, Panels<Isa>{reinterpret_cast<const std::uint32_t*>(wide), kWide}, columns,
+            2 * count, item.ones, before, item.sums + first * kLanes, width);
+      }
+      return;
+    }
+  multiply<typename Kind::ForKeys>(rows, input + pair, in, pairs, weight, panels, count, item.ones, before, item.sums,
+                                   width);
 }
 
 template <class Kind>
@@ -22,16 +73,10 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   using F = typename Isa::F;
   constexpr int kLanes = Isa::kLanes;
   const int pairs = static_cast<int>(linear.in / 2);
-  const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
-  for (int pair = 0; pair < pairs; pair += kPairs) {
-    const Panels<Isa> weight{linear.panels + item.panel * panel + pair * kLanes, panel};
-    multiply<typename Kind::ForKeys>(
-        static_cast<int>(item.num_rows), reinterpret_cast<const std::uint32_t*>(item.input + pair),
-        static_cast<int>(linear.in), pairs, weight, static_cast<int>(item.num_panels), smaller(kPairs, pairs - pair),
-        item.ones, pair ? item.ones : nullptr, item.sums, width);
-  }
+  for (int pair = 0; pair < pairs; pair += kPairs<Isa>)
+    add_products<Kind>(linear, item, pair, smaller(kPairs<Isa>, pairs - pair));
   constexpr int kSize = size_of(Type::kBFloat16);
-  const std::int64_t first = item.panel * kLanes;
+  const std::int64_t first = item.panel * kLanes, width = item.num_panels * kLanes;
   for (std::int64_t r = 0; r < item.num_rows; ++r) {
     const std::int64_t at = (item.row + r) * linear.out;
     for (std::int64_t i = 0; i < width && first + i < linear.out; i += kLanes) {

@@ -42,16 +42,16 @@ NB_MODULE(_kernels, module) {
   module.def(
       "kernels",
       [] {
-        std::vector<std::tuple<std::string, std::string, bool, bool, bool>> all;
+        std::vector<std::tuple<std::string, std::string, bool, bool, bool, int>> all;
         for (const Kernels& k : kernels()) {
           const bool supported = k.supported();
           const bool worthwhile = supported && (!k.worthwhile || k.worthwhile());
-          all.emplace_back(k.name, k.needs, supported, worthwhile, k.linear_layers);
+          all.emplace_back(k.name, k.needs, supported, worthwhile, k.linear_layers, k.lanes);
         }
         return all;
       },
       "Of the kernels that were built, the fastest first: name, needs, whether this CPU has them, whether they are "
-      "worthwhile on it, and whether their linear layers are.");
+      "worthwhile on it, whether their linear layers are, and floats in a vector.");
 
   module.def(
       "attend",

@@ -150,7 +150,8 @@ struct Floats : FloatOperands<Isa> {
   static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
   static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of a row of values, for a vector
   using Lanes = NoLanes;
-  static constexpr int kLaneRows = 0;  // most rows for which keys and values are used as they lie
+  static constexpr int kLaneRows = 0;     // most rows for which keys and values are used as they lie
+  static constexpr int kFloatPanels = 0;  // fewest rows for which panels of pairs become floats once, or 0
   static constexpr bool kScaled = kStored == Type::kInt8;
 
   static F keys(const std::byte* row, int first, int count) {
@@ -161,6 +162,18 @@ struct Floats : FloatOperands<Isa> {
     out[0] = keys(rows[0], first, smaller(Isa::kLanes, rest));
   }
   static void order(F (&)[kVectors]) {}
+};
+
+// Panels of two neighbours of bfloat16 per element, as they are stored.
+template <class Isa_>
+struct Neighbours {
+  using Isa = Isa_;
+  using F = typename Isa::F;
+  static constexpr int kElements = 2;
+  static constexpr bool kScaled = false;
+  static constexpr int kFloatPanels = 0;
+
+  static F keys(const std::byte* row, int first, int count) { return Isa::dwords(row + 2 * first, count); }
 };
 
 // Rows of a block of keys that are one after another,
@@ -318,7 +331,7 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
 template <class Product, int kRows, class Right>
 void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
                      const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
-  constexpr int kColumns = Product::columns(kRows);
+  constexpr int kColumns = Product::columns(kRows) / Right::kTogether * Right::kTogether;
   int c = 0;
   const auto go = [&]<int kCount>() {
     for (; c + kCount <= columns; c += kCount)
@@ -378,9 +391,11 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
   }
 }
 
-// Transposes up to kLanes keys into a panel; the lanes after them repeat the last one.
+// Transposes up to kLanes keys into a panel; the lanes after them repeat the last one. Of pairs, a panel of floats has
+// the first elements, then the second ones, as queries do.
 template <class Kind>
-void pack_keys(const Place& keys, int first, int count, int head_dim, const Place& next, std::uint32_t* panel) {
+void pack_keys(const Place& keys, int first, int count, int head_dim, const Place& next, [[maybe_unused]] bool floats,
+               std::uint32_t* panel) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
   const std::byte* rows[kLanes];
@@ -395,6 +410,16 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, const Plac
     for (int i = 0; i < count; ++i) fetch(next[first + i] + k * kBytes);
     Isa::transpose(x);
     float* out = reinterpret_cast<float*>(panel) + k * kLanes;
+    if constexpr (Kind::kFloatPanels != 0)
+      if (floats) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i)
+          if (i < rest) {
+            Isa::store(out + i * kLanes, Isa::even(x[i]), kLanes);
+            Isa::store(out + (steps + i) * kLanes, Isa::odd(x[i]), kLanes);
+          }
+        continue;
+      }
     if (rest == kLanes) {
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) Isa::store(out + i * kLanes, x[i], kLanes);
@@ -605,16 +630,23 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                              together ? distance(a.key, a.value) : 0, s.scores);
         });
       const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
-      const std::int64_t panel = a.head_dim / Kind::kElements * kLanes;
+      const int steps = a.head_dim / Kind::kElements;
+      const bool floats = Kind::kFloatPanels && rows >= Kind::kFloatPanels;
+      const std::int64_t panel = (floats ? a.head_dim : steps) * kLanes;
       for (int i = lanes ? count : 0; i < count; i += kPanels * kLanes) {
         const int panels = ceil_div(smaller(kPanels * kLanes, count - i), kLanes);
         for (int p = 0; p < panels; ++p) {
           const int first = i + p * kLanes;
-          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, values, s.keys + p * panel);
+          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, values, floats, s.keys + p * panel);
         }
-        multiply<typename Kind::ForKeys>(rows, queries, stride, Kind::query_gap(a.head_dim), Panels<Isa>{s.keys, panel},
-                                         panels, a.head_dim / Kind::kElements, s.factor + h * rows, nullptr,
-                                         s.scores + i, kBlock);
+        const auto score = [&]<class Product>(int products, int gap) {
+          multiply<Product>(rows, queries, stride, gap, Panels<Isa>{s.keys, panel}, panels, products,
+                            s.factor + h * rows, nullptr, s.scores + i, kBlock);
+        };
+        if (!floats)
+          score.template operator()<typename Kind::ForKeys>(steps, Kind::query_gap(a.head_dim));
+        else if constexpr (Kind::kFloatPanels != 0)
+          score.template operator()<typename FloatOperands<Isa>::Product>(a.head_dim, 0);
       }
 
       float* maximum = s.maximum + h * rows;

@@ -2,7 +2,7 @@
 
 A call computes what the module would; `plus` adds another tensor in the epilogue of the matrix product, in float32,
 without another pass over memory. The products are oneDNN's, or vattn's own on CPUs that multiply floats faster than
-pairs of bfloat16.
+pairs of bfloat16, or have no product of pairs.
 """
 
 from __future__ import annotations

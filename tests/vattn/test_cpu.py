@@ -174,6 +174,15 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 
 @pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("width", [30, 576, 1100])
+def test_other_rows_do_not_change_a_row_of_a_linear_layer(width: int) -> None:
+    rows, weight = torch.randn(300, width).bfloat16(), cpu.pack_weight(torch.randn(353, width).bfloat16())
+    together = cpu.linear(rows, weight, 353)
+    for n in (1, 2, 5, 23, 24, 25, 256, 260):
+        assert torch.equal(cpu.linear(rows[:n], weight, 353), together[:n])
+
+
+@pytest.mark.usefixtures("linear_kernels")
 def test_threads_do_not_change_a_linear_layer() -> None:
     rows, weight = torch.randn(37, 640).bfloat16(), cpu.pack_weight(torch.randn(1000, 640).bfloat16())
     threads = torch.get_num_threads()
