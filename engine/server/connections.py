@@ -27,7 +27,8 @@ MOST_AHEAD = 64  # requests that a client sends before the first of them is answ
 MOST_UNREAD_BYTES = 64 * 2**20
 _SLICE = 4096  # bytes that are parsed at a time
 _LOOK_SECONDS = 0.1  # between looks at the state of a half-closed connection
-_LOOKS = 50  # from one interim answer to the next
+# From one interim answer to the next: a second, for which the request of a client that is gone goes on.
+_LOOKS = 10
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_CLOSE = 7  # the kernel's number for a connection that was reset
 
