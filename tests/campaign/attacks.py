@@ -39,6 +39,7 @@ class Attack:
         half: the client closes its sending side first.
         stall: seconds before the client begins to read.
         statuses: those that the answer may have; empty where no answer is possible, or any is right.
+        code: of the error that is the answer; None where it is not known.
         check: looks at a body of status 200; raises AssertionError.
         heavy: is measured alone now and then.
     """
@@ -51,6 +52,7 @@ class Attack:
     leave: float | None = None
     half: bool = False
     stall: float = 0.0
+    code: str | None = None
     check: Callable[[dict[str, Any]], None] | None = None
     heavy: bool = False
     number: int = field(default=0, compare=False)
@@ -211,8 +213,15 @@ def many(rng: random.Random, key: str | None) -> Attack:
             ("texts without a comma", COMPLETE, b'{"prompt":"a","unknown":[', b'"a"' * 20, b"]}"),
         ]
     )
-    content = before + b",".join([unit] * min(count, (MOST_BYTES - 200) // (len(unit) + 1))) + after
-    return Attack(name, http(path, content, key), EITHER, heavy=True)
+    count = min(count, (MOST_BYTES - 200) // (len(unit) + 1))
+    return _sized(name, http(path, before + b",".join([unit] * count) + after, key), count)
+
+
+def _sized(name: str, data: bytes, values: int) -> Attack:
+    """A request whose body has at least so many values."""
+    if values > MOST_VALUES:
+        return Attack(name, data, BAD, code="too_many_values", heavy=True)
+    return Attack(name, data, EITHER, heavy=True)
 
 
 def many_names(rng: random.Random, key: str | None) -> Attack:
@@ -227,7 +236,7 @@ def many_names(rng: random.Random, key: str | None) -> Attack:
             ("schema", COMPLETE, SHORT + b'"structured_outputs":{"json":{"type":"object","properties":{', b"}}}}"),
         ]
     )
-    return Attack(name, http(path, before + members + after, key), EITHER, heavy=True)
+    return _sized(name, http(path, before + members + after, key), 2 * members.count(b":"))
 
 
 def deep(rng: random.Random, key: str | None) -> Attack:
@@ -250,8 +259,13 @@ def deep(rng: random.Random, key: str | None) -> Attack:
 
 def answers(rng: random.Random, key: str | None) -> Attack:
     """Small requests for large answers."""
-    body = rng.choice(
+    too_large: list[dict[str, Any]] = [  # if they are no streams
+        {"prompt": "a", "n": 8, "logprobs": 20, "max_tokens": 2000, "temperature": 1},
+        {"prompt": [[7] * 2000] * 8, "prompt_logprobs": 20, "max_tokens": 1},
+    ]
+    drawn = rng.choice(
         [
+            *too_large,
             {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 30, "temperature": 1, "ignore_eos": True},
             {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 2000, "temperature": 1},
             {"prompt": "w " * 2000, "n": 32, "echo": True, "max_tokens": 1, "temperature": 1, "return_token_ids": True},
@@ -259,18 +273,19 @@ def answers(rng: random.Random, key: str | None) -> Attack:
             {"prompt": ["a"] * 4096, "max_tokens": 1},
             {"prompt": "w " * 2000, "logprobs": 20, "echo": True, "max_tokens": 0},
             {"prompt": ["w " * 2000] * 5, "logprobs": 20, "echo": True, "max_tokens": 1},
-            {"prompt": [[7] * 2000] * 8, "prompt_logprobs": 20, "max_tokens": 1},
             {"prompt": "a", "n": 64, "max_tokens": 30, "temperature": 1, "ignore_eos": True},
         ]
     )
     how = rng.choice(["whole", "stream", "gone", "stalled"])
-    body = {**body, "stream": how != "whole" and "prompt_logprobs" not in body}
+    body = {**drawn, "stream": how != "whole" and "prompt_logprobs" not in drawn}
     if body["stream"] and rng.random() < 0.5:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     attack = Attack(how, post(COMPLETE, body, key), EITHER, heavy=how != "gone")
+    if drawn in too_large and not body["stream"]:
+        attack.statuses, attack.code = BAD, "too_many_logprobs"
     if how == "gone":
         attack.leave = rng.choice([0.0, 0.05, 0.5])
-        attack.statuses = frozenset()
+        attack.statuses, attack.code = frozenset(), None
     if how == "stalled":
         attack.stall = 1.0
     return attack
@@ -574,7 +589,7 @@ def gone(rng: random.Random, key: str | None) -> Attack:
         attack.data = post(COMPLETE, {**LONG, "stream": rng.random() < 0.5, "n": 1}, key)
     if rng.random() < 0.3:
         attack.data = attack.data[: rng.randrange(len(attack.data))]
-    attack.statuses, attack.check, attack.heavy, attack.stall = frozenset(), None, False, 0.0
+    attack.statuses, attack.code, attack.check, attack.heavy, attack.stall = frozenset(), None, None, False, 0.0
     attack.leave = rng.choice([0.0, 0.0, 0.01, 0.1, 0.5])
     attack.half = rng.random() < 0.2
     return attack

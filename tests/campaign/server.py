@@ -525,6 +525,8 @@ def _judge(attack: Attack, answer: Answer, played: Played) -> None:
             assert error.keys() == {"message", "type", "param", "code"}
         except (ValueError, KeyError, AssertionError):
             raise Found("an error of another shape", told) from None
+        if attack.code is not None and error["code"] != attack.code:
+            raise Found(f"{kind}: another error than {attack.code}", told)
         if len(answer.body) > MOST_MESSAGE_BYTES:
             raise Found("a long error", f"{len(answer.body)} bytes: {told}")
     if answer.status == 200 and attack.check is not None and is_json:
