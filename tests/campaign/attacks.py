@@ -595,11 +595,13 @@ def gone(rng: random.Random, key: str | None) -> Attack:
     return attack
 
 
-def half_gone(rng: random.Random, key: str | None) -> Attack:
-    """Clients that close their sending side, and then leave, in the midst of what takes longer than to notice it."""
+def long_gone(rng: random.Random, key: str | None) -> Attack:
+    """Clients that leave in the midst of what takes longer than to notice it, and are not as simple as others."""
     body = {**LONG, "n": rng.choice([1, 16]), "temperature": 1, "stream": rng.random() < 0.2}
-    data = post(COMPLETE, body, key)
-    return Attack("", data, frozenset(), leave=rng.uniform(0.05, 0.3), half=True, heavy=True)
+    manner = rng.choice(["half-closed", "ahead"])
+    data = post(COMPLETE, body, key) * (2 if manner == "ahead" else 1)
+    leave = rng.uniform(0.05, 0.3)
+    return Attack(manner, data, frozenset(), leave=leave, half=manner == "half-closed", heavy=True)
 
 
 def half_closed(rng: random.Random, key: str | None) -> Attack:
@@ -625,5 +627,5 @@ KINDS: dict[str, tuple[Callable[[random.Random, str | None], Attack], int]] = {
     "slow": (slow, 5),
     "gone": (gone, 12),
     "half-closed": (half_closed, 5),
-    "half gone": (half_gone, 3),
+    "long gone": (long_gone, 3),
 }
