@@ -553,6 +553,7 @@ def _make_prefiller(engine: AsyncEngine) -> Prefiller | None:
     return Prefiller(
         prefiller_path(config.kv_pool, kv.sharing),
         engine,
+        sharing=kv.sharing,
         waits=lambda: kv.publishing,
         steps=lambda: None if core.asleep else core.figures.steps,
     )

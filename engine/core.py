@@ -41,12 +41,14 @@ from .requests.intake import Intake
 from .requests.logprobs import Logprob, token_logprobs
 from .requests.outputs import RequestGroup, RequestOutput
 from .requests.prompts import Prompt, PromptReader
-from .requests.request import FinishReason, InvalidRequest, Request, State
+from .requests.request import FinishReason, InvalidRequest, Request, Rest, State
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .requests.text import TokenText
 from .roles.decoder import RemotePrefills
+from .roles.line import rest_of
 from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
 from .scheduling.record import StepRecord
+from .scheduling.rows import Rows
 from .scheduling.scheduler import Entry, Scheduler, StepPlan
 from .scheduling.static import StaticScheduler
 from .scheduling.stored import StoredPrefixes
@@ -118,7 +120,9 @@ class EngineCore:
             self._decode_token = self.intake.text.of_token
             self.kv = _make_kv(config, loaded)
             self.stored = _make_stored(config, loaded, self.kv)
-            self.remote = _make_remote(config, self.kv)
+            self.remote = _make_remote(config, loaded, self.kv)
+            # Where prompts of other engines are computed; not any more once this one shares nothing.
+            self._rows = _make_rows(loaded, self.kv) if config.role == "prefill" and self.kv.sharing else None
             self.scheduler = _make_scheduler(config, loaded, self.kv, self.stored, self.remote)
             self._swap = self.scheduler.swap
             if not config.enforce_eager:
@@ -367,6 +371,7 @@ class EngineCore:
             self.kv.evict_prefixes()
             if not self.loaded.is_ours:  # its weights may be others now
                 self.kv.stop_sharing()
+                self._rows = None
                 for source in self.scheduler.sources:
                     source.stop()
         return not self.scheduler.running
@@ -557,6 +562,7 @@ class EngineCore:
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # an earlier token of its draft was rejected, or ended the request
             if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+                self._copy_rest(request)
                 self.scheduler.finish(request, FinishReason.LENGTH)
                 if request.index == 0:
                     self.figures.prompt_tokens += len(request.prompt_token_ids)
@@ -598,6 +604,13 @@ class EngineCore:
             request.publishes = False  # nor later tokens, which attend to it
         elif finite:
             self.scheduler.publish(request, since=entry.start)
+
+    def _copy_rest(self, request: Request) -> None:
+        """Copy what fills no block of a prompt that was computed, if that may be for another engine."""
+        rest = rest_of(request.num_tokens, self.kv.prefix_block_tokens)
+        if self._rows is not None and rest and request.publishes and request.slot is not None:
+            rows = self._rows.copy_out(request.slot, rest.start, rest.stop)
+            request.rest = Rest(request.token_ids(rest.start, rest.stop), rows)
 
     def _fork(self, forward: Forward, forked: list[Request]) -> Forward:
         """Start the other completions of prompts that were computed, and sample them from the same logits.
@@ -764,10 +777,14 @@ def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> St
     return stored
 
 
-def _make_remote(config: EngineConfig, kv: KVBackend) -> RemotePrefills | None:
+def _make_remote(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> RemotePrefills | None:
     if config.role != "decode" or config.kv_pool is None or kv.sharing is None:
         return None
-    return RemotePrefills(kv, partial(prefillers, config.kv_pool, kv.sharing))
+    return RemotePrefills(kv, _make_rows(loaded, kv), kv.sharing, partial(prefillers, config.kv_pool, kv.sharing))
+
+
+def _make_rows(loaded: LoadedModel, kv: KVBackend) -> Rows:
+    return Rows(kv, len(loaded.shape.layers), loaded.model.device)
 
 
 def _windows(loaded: LoadedModel, kv: KVBackend) -> list[int | None]:

@@ -206,6 +206,7 @@ def _of_remote(remote: RemotePrefills) -> list[Metric]:
     return [
         Counter("vattn:remote_prefills", {}, remote.handed),
         Counter("vattn:remote_prefills_lost", {}, remote.lost),
+        Counter("vattn:remote_prefill_row_tokens", {}, remote.row_tokens),
         Gauge("vattn:prefillers", {}, float(remote.prefillers)),
     ]
 

@@ -170,18 +170,23 @@ class KVCache(PoolMember):
         return admission
 
     @reading
-    def find_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+    def find_prefix(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
         """How many tokens `admit` would find cached in whole token blocks: for an engine that has to choose a request,
         or a router that has to choose an engine. It changes nothing, not even the order of eviction. What only other
         processes have (`PagePool.connect(fingerprint=)`) is not counted.
 
         Args:
             token_ids, salt: as for `admit`.
+            rows: count tokens after the last whole block, too, that a slot keeps of a request that ended
+                (`free_reqid(token_ids=...)`). Only one request can have them.
 
         Raises:
             InvalidTokens, InvalidLength: as for `admit`.
         """
-        return len(self._prefixes.find(self._checked_prompt(token_ids, salt), salt)) * self.prefix_block_tokens
+        ids = self._checked_prompt(token_ids, salt)
+        keys = self._prefixes.find(ids, salt)
+        behind = self._prefixes.most_kept(keys, ids, salt) if rows else 0
+        return len(keys) * self.prefix_block_tokens + behind
 
     @atomic
     def commit(self, reqid: int, token_ids: Sequence[int]) -> None:

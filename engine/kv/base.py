@@ -165,8 +165,12 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
-    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        """How many tokens `admit` would find cached in whole blocks, with the same arguments and errors."""
+    def find(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
+        """How many tokens `admit` would find cached in whole blocks, with the same arguments and errors.
+
+        Args:
+            rows: count those after the last whole block, too, which the backend keeps where they are.
+        """
         ...
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -387,7 +391,7 @@ class NoPrefixCache:
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         return Admission(self.allocate(len(token_ids)), 0)
 
-    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+    def find(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
         return 0
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -117,7 +117,7 @@ class BlockKV(PlainStore, ABC):
         slot.tokens, slot.salt = ids[: slot.length], salt
         return Admission(number, slot.length)
 
-    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
+    def find(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
         return len(self._cached(token_ids, salt)[1]) * self.block_size
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:

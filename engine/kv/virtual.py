@@ -77,8 +77,8 @@ class VirtualKV(ContiguousKV):
     def admit(self, token_ids: Sequence[int], salt: bytes = b"") -> Admission:
         return self.cache.admit(token_ids, salt)
 
-    def find(self, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        return self.cache.find_prefix(token_ids, salt)
+    def find(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
+        return self.cache.find_prefix(token_ids, salt, rows=rows)
 
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         self.cache.commit(slot, token_ids)

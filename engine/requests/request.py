@@ -83,6 +83,18 @@ class SavedKV:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class Rest:
+    """A copy of the cache for the tokens of a prompt that fill no block, for another engine.
+
+    Attributes:
+        rows: each tensor of each layer.
+    """
+
+    tokens: list[int]
+    rows: list[Tensor]
+
+
 class Request:
     """One prompt on its way to one completion.
 
@@ -105,6 +117,7 @@ class Request:
         arrival_number: the scheduler's count of requests at its arrival.
         slot: the backend's slot; None while nothing is cached.
         saved: a copy of the cache from before a preemption, until it is back in a slot.
+        rest: what the engine that asked for the prompt cannot find in blocks, once it is computed.
         cache_salt: whatever else its keys and values depend on; only requests with the same salt share prefixes.
         takes_drafts: whether it may get drafts; the next tokens of beams depend on the other beams.
         num_cached_tokens: tokens that were in the prefix cache when it was first admitted.
@@ -164,6 +177,7 @@ class Request:
         self.arrival_number = 0
         self.slot: int | None = None
         self.saved: SavedKV | None = None
+        self.rest: Rest | None = None
         self.cache_salt = cache_salt
         self.num_cached_tokens = 0
         self.publishes = False

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+from vattn.errors import VattnError
 
 from ..kv.base import KVBackend
 from ..requests.request import Request
-from .line import PATIENCE, Kind, LineError, message, receive
+from ..scheduling.rows import Rows
+from .line import PATIENCE, Kind, LineError, Message, message, receive, rest_of
 
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64  # that are worth the way to another process
 _LOOK = 0.25  # seconds between two looks for prefillers
 _WAIT = 0.01  # seconds for which a step waits that has nothing to compute
+_MOST_ROWS = 1 << 30  # bytes that have come for requests which are not admitted yet
 
 
 @dataclass(eq=False)
@@ -30,12 +34,17 @@ class _Job:
 
     Attributes:
         tokens: how many it has.
+        rest, rest_ids: which of them fill no block.
         over: a prefiller has computed it, or will not.
+        rows: those of the rest, if they came.
     """
 
     number: int
     tokens: int
+    rest: range
+    rest_ids: list[int]
     over: bool = False
+    rows: bytearray | None = None
 
 
 @dataclass(eq=False)
@@ -60,23 +69,27 @@ class _Line:
 class RemotePrefills:
     """What the requests of one engine have others compute.
 
-    The life of a request: `look_ahead` when it is queued, `is_ready` or `wait` before it is admitted, `forget` at its
-    end. A prompt that nobody takes is computed here.
+    The life of a request: `look_ahead` when it is queued, `is_ready` or `wait` before it is admitted, `restore` when it
+    has a slot, `forget` at its end. A prompt that nobody takes is computed here.
 
     Args:
+        sharing: the backend's.
         paths: finds the sockets of prefillers, whose blocks this engine can map.
 
     Attributes:
         handed, lost: prompts that were handed over, and those of them that no prefiller has computed.
+        row_tokens: tokens behind whole blocks whose rows came, and were used.
     """
 
-    def __init__(self, kv: KVBackend, paths: Callable[[], Iterable[Path]]) -> None:
+    def __init__(self, kv: KVBackend, rows: Rows, sharing: bytes, paths: Callable[[], Iterable[Path]]) -> None:
         self._kv = kv
-        self._lines = _Lines(paths)
+        self._rows = rows
+        self._lines = _Lines(paths, sharing, kv.prefix_block_tokens * kv.token_bytes)
         self._jobs: WeakKeyDictionary[Request, _Job] = WeakKeyDictionary()
         self._stopped = False
         self._end = finalize(self, self._lines.close)
         self.handed = 0
+        self.row_tokens = 0
 
     @property
     def lost(self) -> int:
@@ -101,9 +114,9 @@ class RemotePrefills:
         if self._stopped or not self._lines.count:
             return
         ids = request.token_ids(0, request.num_tokens)
-        if len(ids) - self._kv.find(ids, request.cache_salt) < max(LEAST_TOKENS, self._kv.prefix_block_tokens or 0):
+        if len(ids) - self._kv.find(ids, request.cache_salt, rows=True) < LEAST_TOKENS:
             return
-        job = self._lines.hand(request.cache_salt, ids)
+        job = self._lines.hand(request.cache_salt, ids, rest_of(len(ids), self._kv.prefix_block_tokens))
         if job is not None:
             self._jobs[request] = job
             self.handed += 1
@@ -118,6 +131,29 @@ class RemotePrefills:
         job = self._jobs.get(request)
         return job is None or self._lines.wait(job)
 
+    def restore(self, request: Request, slot: int, cached: int) -> int:
+        """Put the rows that came into the slot that a request was just admitted to.
+
+        Args:
+            cached: tokens that the slot has.
+
+        Returns:
+            Tokens that it has then.
+        """
+        job = self._jobs.pop(request, None)
+        if self._stopped or job is None or job.rows is None or not job.rest.start <= cached < job.rest.stop:
+            return cached
+        start, end = job.rest.start, job.rest.stop
+        try:
+            self._kv.prepare({slot: end})
+            if self._rows.copy_in(self._rows.split(job.rows, slot, start, end), slot, start, end, cached):
+                self.row_tokens += end - cached
+                return end
+            logger.warning("rows that came with a prompt are not those of this model; they are computed")
+        except VattnError as error:
+            logger.warning("rows that came with a prompt are computed: %s", error)
+        return cached  # the step that follows computes these tokens, into the same rows
+
     def forget(self, request: Request) -> None:
         """Have nothing more computed for a request."""
         job = self._jobs.pop(request, None)
@@ -126,10 +162,17 @@ class RemotePrefills:
 
 
 class _Lines:
-    """The connections, and the thread that keeps them."""
+    """The connections, and the thread that keeps them.
 
-    def __init__(self, paths: Callable[[], Iterable[Path]]) -> None:
+    Args:
+        most_rows: bytes that can come with one prompt.
+    """
+
+    def __init__(self, paths: Callable[[], Iterable[Path]], sharing: bytes, most_rows: int) -> None:
         self._paths = paths
+        self._sharing = sharing
+        self._most_rows = most_rows
+        self._holding: WeakSet[_Job] = WeakSet()  # jobs whose rows have come
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._lines: dict[Path, _Line] = {}  # changed by the thread, with the lock
@@ -145,7 +188,7 @@ class _Lines:
         with self._changed:
             return sum(not line.silent for line in self._lines.values())
 
-    def hand(self, salt: bytes, tokens: list[int]) -> _Job | None:
+    def hand(self, salt: bytes, tokens: list[int], rest: range) -> _Job | None:
         """Asks the prefiller that has least to do; None if there is none."""
         with self._changed:
             lines = [line for line in self._lines.values() if not line.silent]
@@ -154,7 +197,7 @@ class _Lines:
             line = min(lines, key=lambda line: line.tokens)
             if not line.jobs:
                 line.heard = self._loop.time()
-            job = _Job(next(self._numbers), len(tokens))
+            job = _Job(next(self._numbers), len(tokens), rest, tokens[rest.start : rest.stop])
             line.jobs[job.number] = job
         self._write(line, message(Kind.COMPUTE, job.number, salt, tokens))
         return job
@@ -210,37 +253,44 @@ class _Lines:
         line = _Line(writer, self._loop.time())
         with self._changed:
             self._lines[path] = line
+        watch = asyncio.ensure_future(self._watch(line))
+        kinds = (Kind.DONE, Kind.FAILED, Kind.ALIVE)
         try:
             while True:
-                await self._hear(reader, line)
+                self._take(line, await receive(reader, kinds, key=self._sharing, most_rows=self._most_rows))
         except LineError as error:
             logger.warning("%s: %s", path, error)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
+            watch.cancel()
             with self._changed:
                 del self._lines[path]
                 self._give_up(line)
             writer.close()
 
-    async def _hear(self, reader: asyncio.StreamReader, line: _Line) -> None:
-        """Takes the next message; gives up what was asked if none comes for long."""
-        try:
-            async with asyncio.timeout(PATIENCE / 4):
-                kind, number, _, _ = await receive(reader, (Kind.DONE, Kind.FAILED, Kind.ALIVE))
-        except TimeoutError:
+    async def _watch(self, line: _Line) -> None:
+        """Gives up what was asked if no message comes for long."""
+        while True:
+            await asyncio.sleep(PATIENCE / 4)
             if line.jobs and self._loop.time() - line.heard > PATIENCE:
                 with self._changed:
                     for each in line.jobs:  # it may go on one day
                         line.writer.write(message(Kind.DROP, each))
                     line.silent = True
                     self._give_up(line)
-            return
+
+    def _take(self, line: _Line, came: Message) -> None:
         with self._changed:
             line.heard, line.silent = self._loop.time(), False
-            job = line.jobs.pop(number, None)
-            if job is not None:
-                self._end(job, lost=kind is not Kind.DONE)
+            job = line.jobs.pop(came.job, None)
+            if job is None:
+                return
+            held = sum(len(each.rows or ()) for each in self._holding)
+            if came.rows and came.tokens == job.rest_ids and held + len(came.rows) <= _MOST_ROWS:
+                job.rows = came.rows
+                self._holding.add(job)
+            self._end(job, lost=came.kind is not Kind.DONE)
 
     def _give_up(self, line: _Line) -> None:
         for job in line.jobs.values():

@@ -3,11 +3,13 @@
     decoder                                   prefiller
     COMPUTE job, salt, tokens           ->
     DROP job                            ->
-                                        <-    DONE job: the prompt's whole blocks are published
+                                        <-    DONE job, tokens, rows: the prompt's whole blocks are published
                                         <-    FAILED job: it is to be computed where it is wanted
                                         <-    ALIVE: what is asked for is worked on
 
-Contents never come this way: what a prefiller says is no more than a hint when to look for published blocks.
+Whole blocks never come this way: that they are published is no more than a hint when to look for them. What fills no
+block is in nobody's pages but those of its request, so a DONE has a copy of it: the rows of the prompt's last tokens,
+but for the very last one, which its reader has to compute.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import asyncio
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
 
 from vattn.errors import VattnError
 
 PATIENCE = 5.0  # seconds after which a prefiller that says nothing is waited for no more
 BEAT = 1.0  # seconds between two signs of life
-_HEAD = struct.Struct("<BQII")  # kind, job, bytes of the salt, tokens
+_HEAD = struct.Struct("<BQIIQ")  # kind, job, bytes of the salt, tokens, bytes of rows
+_DIGEST_BYTES = 16
 _MOST_SALT = 2**16
 _MOST_TOKENS = 2**24
 _TOKEN = "i"  # of `array`, 4 bytes
@@ -40,23 +45,76 @@ class LineError(VattnError):
     """What came is no message."""
 
 
-def message(kind: Kind, job: int = 0, salt: bytes = b"", tokens: Sequence[int] = ()) -> bytes:
-    """The bytes of a message."""
-    return _HEAD.pack(kind, job, len(salt), len(tokens)) + salt + array(_TOKEN, tokens).tobytes()
+@dataclass(frozen=True)
+class Message:
+    """What came.
+
+    Attributes:
+        tokens: of a prompt, or those that `rows` are of.
+    """
+
+    kind: Kind
+    job: int
+    salt: bytes
+    tokens: list[int]
+    rows: bytearray
 
 
-async def receive(reader: asyncio.StreamReader, kinds: Sequence[Kind]) -> tuple[Kind, int, bytes, list[int]]:
-    """The next message: its kind, which is one of these, job, salt and tokens.
+def rest_of(num_tokens: int, block_tokens: int) -> range:
+    """Which tokens of a prompt come as rows: those that fill no block, and need not be computed by its reader."""
+    last = num_tokens - 1
+    return range(last // block_tokens * block_tokens, last)
+
+
+def message(
+    kind: Kind,
+    job: int = 0,
+    salt: bytes = b"",
+    tokens: Sequence[int] = (),
+    rows: Sequence[memoryview] = (),
+    *,
+    key: bytes = b"",
+) -> bytes:
+    """The bytes of a message.
+
+    Args:
+        key: what the values of rows depend on; who expects another one refuses them.
+    """
+    head = _HEAD.pack(kind, job, len(salt), len(tokens), sum(map(len, rows)))
+    ids = array(_TOKEN, tokens).tobytes()
+    return b"".join([head, salt, ids, *rows, *([_digest(key, ids, *rows)] if rows else [])])
+
+
+async def receive(
+    reader: asyncio.StreamReader, kinds: Sequence[Kind], *, key: bytes = b"", most_rows: int = 0
+) -> Message:
+    """The next message, which is of one of these kinds.
+
+    Args:
+        most_rows: bytes.
 
     Raises:
         LineError: there is none; nothing more can be read.
         IncompleteReadError, OSError: the line has ended.
     """
-    number, job, salt_bytes, count = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    number, job, salt_bytes, count, row_bytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     if number not in kinds or salt_bytes > _MOST_SALT or count > _MOST_TOKENS:
         raise LineError("what came is no message")
-    if number != Kind.COMPUTE and (salt_bytes or count):
+    kind = Kind(number)
+    if kind is not Kind.COMPUTE and (salt_bytes or (count and not row_bytes)):
         raise LineError("a message with a prompt that has none")
+    if row_bytes and (kind is not Kind.DONE or row_bytes > most_rows or count > row_bytes):
+        raise LineError("a message with more rows than there are")
     salt = await reader.readexactly(salt_bytes)
-    tokens = array(_TOKEN, await reader.readexactly(count * array(_TOKEN).itemsize))
-    return Kind(number), job, salt, tokens.tolist()
+    ids = await reader.readexactly(count * array(_TOKEN).itemsize)
+    rows = bytearray(await reader.readexactly(row_bytes))
+    if rows and await reader.readexactly(_DIGEST_BYTES) != _digest(key, ids, rows):
+        raise LineError("rows that are not what was sent, or not for this model")
+    return Message(kind, job, salt, array(_TOKEN, ids).tolist(), rows)
+
+
+def _digest(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
+    digest = blake2b(key=key, digest_size=_DIGEST_BYTES, person=b"vattn rest")
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +17,11 @@ from typing import Protocol
 from vattn.broker.places import credentials
 from vattn.errors import ConfigError, VattnError
 
-from ..requests.outputs import RequestOutput
+from ..requests.outputs import RequestGroup, RequestOutput
 from ..requests.prompts import Prompt
-from ..requests.request import FinishReason
+from ..requests.request import FinishReason, Rest
 from ..requests.sampling import SamplingParams
+from ..scheduling.rows import contents
 from .line import BEAT, Kind, LineError, message, receive
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,24 @@ _ONLY_THE_PROMPT = SamplingParams(max_tokens=0, temperature=0, detokenize=False)
 _GLANCE = 0.001  # seconds between two looks whether a prompt is published
 _HANGS = 60.0  # seconds without the end of a step after which an engine hangs: large models take long for one
 _PUBLISHING = 1.0  # seconds after which nobody waits for that any more
+_MOST_UNREAD = 1 << 28  # bytes that a decoder has not taken, after which it is sent no rows
+
+
+class Computing(Protocol):
+    """A request, as a prefiller uses it (`Stream`)."""
+
+    request_id: str
+    group: RequestGroup
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
 
 class Computes(Protocol):
     """An engine, as a prefiller uses it (`AsyncEngine`)."""
 
-    def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+    async def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Computing: ...
+
+    def abort(self, request_id: str) -> None: ...
 
 
 class Prefiller:
@@ -45,6 +56,7 @@ class Prefiller:
     Args:
         path: of its socket.
         engine: computes the prompts. It is not kept alive.
+        sharing: what it has in common with engines that can use what it computes.
         waits: whether blocks that were computed are still to be published.
         steps: grows as long as the engine works; None while it does not, because it sleeps.
 
@@ -53,10 +65,17 @@ class Prefiller:
     """
 
     def __init__(
-        self, path: Path, engine: Computes, *, waits: Callable[[], bool], steps: Callable[[], int | None]
+        self,
+        path: Path,
+        engine: Computes,
+        *,
+        sharing: bytes,
+        waits: Callable[[], bool],
+        steps: Callable[[], int | None],
     ) -> None:
         self._path = path
         self._engine = weakref.ref(engine)
+        self._sharing = sharing
         self._waits, self._steps = waits, steps
         self._listener = _listen(path)
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -93,14 +112,15 @@ class Prefiller:
         try:
             mine = credentials(writer.get_extra_info("socket"))[1] == os.getuid()
             while mine:
-                kind, job, salt, tokens = await receive(reader, (Kind.COMPUTE, Kind.DROP))
-                if kind is Kind.DROP:
+                came = await receive(reader, (Kind.COMPUTE, Kind.DROP))
+                job = came.job
+                if came.kind is Kind.DROP:
                     if job in jobs:
                         jobs[job].cancel()
                 elif job in jobs:
                     raise LineError("a job that is there already")
                 else:
-                    jobs[job] = asyncio.ensure_future(self._compute(writer, job, salt.decode(), tokens))
+                    jobs[job] = asyncio.ensure_future(self._compute(writer, job, came.salt.decode(), came.tokens))
                     jobs[job].add_done_callback(partial(jobs.pop, job))
         except (LineError, UnicodeDecodeError) as error:
             logger.warning("an engine said what is no message: %s", error)
@@ -113,20 +133,28 @@ class Prefiller:
             writer.close()
 
     async def _compute(self, writer: asyncio.StreamWriter, job: int, salt: str, tokens: list[int]) -> None:
-        answer = Kind.FAILED
+        answer = message(Kind.FAILED, job)
         engine = self._engine()
         try:
             if engine is not None and self._steps() is not None:
-                prompt: Prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-                async for output in engine.generate(prompt, _ONLY_THE_PROMPT):
-                    if output.finished and output.outputs[0].finish_reason == FinishReason.LENGTH:
-                        await self._published()
-                        answer = Kind.DONE
+                stream = await engine.add({"prompt_token_ids": tokens, "cache_salt": salt}, _ONLY_THE_PROMPT)
+                try:
+                    async for output in stream:
+                        if output.finished and output.outputs[0].finish_reason == FinishReason.LENGTH:
+                            await self._published()
+                            answer = self._done(writer, job, stream.group.requests[0].rest)
+                finally:
+                    engine.abort(stream.request_id)
         except VattnError as error:  # it is full, or such a prompt does not fit
             logger.info("a prompt of another engine was not computed: %s", error)
         except Exception:
             logger.exception("a prompt of another engine was not computed")
-        writer.write(message(answer, job))
+        writer.write(answer)
+
+    def _done(self, writer: asyncio.StreamWriter, job: int, rest: Rest | None) -> bytes:
+        if rest is None or writer.transport.get_write_buffer_size() > _MOST_UNREAD:
+            return message(Kind.DONE, job)
+        return message(Kind.DONE, job, tokens=rest.tokens, rows=contents(rest.rows), key=self._sharing)
 
     async def _published(self) -> None:
         end = self._loop.time() + _PUBLISHING

@@ -439,6 +439,8 @@ class Scheduler:
                 self.hit_tokens += cached
             if self.stored is not None:
                 cached = self.stored.restore(request, slot, cached)
+            if self.remote is not None:
+                cached = self.remote.restore(request, slot, cached)
             request.admit(slot, cached)
         else:
             request.admit(self.kv.allocate(request.num_tokens, request.saved.length if request.saved else 0))

@@ -19,9 +19,7 @@ from hashlib import blake2b
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from torch import Tensor
 
-from vattn.attention import PackedBatch, Span
 from vattn.errors import VattnError
 from vattn.prefix import Key, block_keys, root_key
 from vattn.store.background import PATIENCE, Contents, Fetch, ReadAhead, Trouble, Write, WriteBehind
@@ -30,6 +28,7 @@ from vattn.store.folder import PrefixStore
 
 from ..kv.base import KVBackend
 from ..requests.request import Request
+from .rows import Rows, contents
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class StoredPrefixes:
         self._window = min((window for window in windows if window is not None), default=None)
         self._chunk = max(BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         self._label = label
-        self._device = torch.device(device)
+        self._rows = Rows(kv, len(windows), device)
         # Apart, since a full disk can still be read.
         self._troubles = Trouble(store), Trouble(store)
         self._writer = WriteBehind(store, self._troubles[0], most_bytes=MOST_WAITING)
@@ -95,7 +94,6 @@ class StoredPrefixes:
         self._block_bytes = BLOCK_TOKENS * kv.token_bytes
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         self._fetches: WeakKeyDictionary[Request, Fetch] = WeakKeyDictionary()
-        self._rows: list[list[Tensor]] = []  # one of each tensor that a layer stores
         self._stopped = False
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -172,8 +170,8 @@ class StoredPrefixes:
         fetch = self._fetches.pop(request, None)
         if fetch is None:
             return cached
-        contents, before = self._reader.take(fetch), cached
-        blocks = [(block.depth, each) for block, each in zip(fetch.blocks, contents, strict=False)]
+        before = cached
+        blocks = [(block.depth, each) for block, each in zip(fetch.blocks, self._reader.take(fetch), strict=False)]
         # Layers with a window back what a chunk of a prompt needs, and no more.
         most = len(blocks) if self._window is None else self._chunk // BLOCK_TOKENS
         ids = request.token_ids(0, request.num_tokens)
@@ -193,8 +191,8 @@ class StoredPrefixes:
         try:
             self._kv.prepare({slot: len(ids)})
             if all(
-                (index + 1) * BLOCK_TOKENS <= cached or self._copy_in(slot, index, contents, cached)
-                for index, contents in blocks
+                (index + 1) * BLOCK_TOKENS <= cached or self._copy_in(slot, index, each, cached)
+                for index, each in blocks
             ):
                 self._kv.commit(slot, ids)
                 return True
@@ -227,9 +225,10 @@ class StoredPrefixes:
                     break
                 if not self._writer.has_room(sum(write.num_bytes for write in writes) + self._block_bytes):
                     break
-                rows = self._copy_out(request, index)
+                assert request.slot is not None
+                rows = self._rows.copy_out(request.slot, index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
                 block = self._block(index, key, ids)
-                writes.append(Write(block, partial(_contents, rows), self._block_bytes))
+                writes.append(Write(block, partial(contents, rows), self._block_bytes))
                 chain.written.append(key)
             chain.keys.append(key)
         if len(chain.keys) > done:
@@ -246,6 +245,10 @@ class StoredPrefixes:
         if (fetch := self._fetches.pop(request, None)) is not None:
             self._reader.drop(fetch)
 
+    def _copy_in(self, slot: int, block: int, found: Contents, cached: int) -> bool:
+        start, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+        return self._rows.copy_in(found.parts, slot, start, end, max(start, cached))
+
     def _root(self, request: Request) -> Key:
         root = self._fingerprint + root_key(request.cache_salt)
         return blake2b(root, digest_size=KEY_BYTES, person=b"vattn root").digest()
@@ -254,43 +257,9 @@ class StoredPrefixes:
         start = index * BLOCK_TOKENS
         return Block(self._fingerprint, key, index, ids[start : start + BLOCK_TOKENS], self._label)
 
-    def _copy_out(self, request: Request, index: int) -> list[Tensor]:
-        """The rows of a block, layer by layer."""
-        assert request.slot is not None
-        start, end = index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS
-        return [
-            rows for layer in range(len(self._windows)) for rows in self._kv.copy_out(layer, request.slot, end, start)
-        ]
-
-    def _copy_in(self, slot: int, block: int, contents: Contents, cached: int) -> bool:
-        """Store the rows of a block from token `cached` on; False if they are not those of this backend."""
-        start, end = block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
-        if not self._rows:
-            self._rows = [list(self._kv.copy_out(layer, slot, end, end - 1)) for layer in range(len(self._windows))]
-        sizes = [BLOCK_TOKENS * row.nbytes for rows in self._rows for row in rows]
-        if sizes != [len(part) for part in contents.parts]:
-            return False
-        parts = iter(contents.parts)
-        batch = PackedBatch((Span(slot, max(start, cached), end),), self._device)
-        skipped = max(0, cached - start)
-        for layer, rows in enumerate(self._rows):
-            stored = [_tensor(next(parts), row)[skipped:].to(self._device) for row in rows]
-            self._kv.copy_in(layer, batch, stored)
-        return True
-
 
 def _room(num_bytes: int) -> memoryview:
     return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
-
-
-def _contents(rows: Sequence[Tensor]) -> list[memoryview]:
-    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().data for tensor in rows]
-
-
-def _tensor(part: memoryview, row: Tensor) -> Tensor:
-    """The rows of a block, `[BLOCK_TOKENS, ...]`, of which `row` is one."""
-    shape = (BLOCK_TOKENS, *row.shape[1:])
-    return torch.frombuffer(part, dtype=row.dtype).view(shape) if part else row.new_empty(shape)
 
 
 def _close(owner: int, writer: WriteBehind, reader: ReadAhead) -> None:

@@ -40,6 +40,7 @@ _HELP = {
     "vattn:step_seconds": "Duration of a step.",
     "vattn:remote_prefills": "Prompts that were handed to prefilling engines.",
     "vattn:remote_prefills_lost": "Those of them that were computed here after all.",
+    "vattn:remote_prefill_row_tokens": "Tokens behind their last whole blocks whose rows came with them.",
     "vattn:prefillers": "Prefilling engines that take prompts.",
     "vattn:pool_broker_reachable": "Whether the broker of the pool answers.",
     "vattn:pool_budget_bytes": "Memory of all borrowers of the pool together.",

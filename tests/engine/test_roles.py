@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,22 @@ from tests.support.waiting import wait_until
 from vattn.broker import places
 from vattn.engine import LLM, AsyncEngine, SamplingParams
 from vattn.engine.roles import decoder as decoding
+from vattn.engine.roles import prefiller as prefilling
 from vattn.engine.roles.decoder import RemotePrefills
-from vattn.engine.roles.line import Kind, message
-from vattn.errors import ConfigError
+from vattn.engine.roles.line import Kind, message, rest_of
+from vattn.errors import ConfigError, OutOfPages
 
 SHORT = make_prompts([20], seed=9)[0]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
+LENGTHS = 127, 128, 129, 130, 70
+PROMPTS = [*make_prompts(LENGTHS, seed=12), [*PROMPT[1:], 4], [*PROMPT[2:], 4, 5]]
+
+
 @pytest.fixture
 def broker() -> Iterator[brokers.Process]:
-    for prompt in (PROMPT, SHORT):
+    for prompt in (PROMPT, SHORT, *PROMPTS):
         expected("llama", prompt, MAX_TOKENS)  # before the model runs in an engine
     with brokers.running(8 * MIB) as process:
         yield process
@@ -80,9 +85,7 @@ def test_a_prompt_is_computed_by_the_one_and_continued_by_the_other(broker: brok
     with prefiller() as first, decoder() as second:
         output = run(second, PROMPT)
         assert output.outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
-        block = second.core.kv.prefix_block_tokens
-        assert block is not None
-        assert output.num_cached_tokens == (len(PROMPT) - 1) // block * block
+        assert output.num_cached_tokens == len(PROMPT) - 1
         assert shares(second).foreign_pages
         assert first.core.figures.prompt_tokens == len(PROMPT)
         told = figures(second)
@@ -91,7 +94,210 @@ def test_a_prompt_is_computed_by_the_one_and_continued_by_the_other(broker: brok
             0,
             1,
         )
+        assert told["vattn:remote_prefill_row_tokens"] == len(rest(second, PROMPT)) > 1
         assert broker.problems() == []
+
+
+def rest(llm: LLM, prompt: list[int]) -> range:
+    """The tokens of a prompt that come as rows."""
+    return rest_of(len(prompt), llm.core.kv.prefix_block_tokens)
+
+
+def computed(llm: LLM, prompt: list[int]) -> int:
+    """How many tokens of a prompt an engine computes, whose answer is right."""
+    counts: list[int] = []
+    llm.core.on_step = lambda record: counts.append(record.prefill_tokens)
+    assert run(llm, prompt).outputs[0].token_ids == expected("llama", prompt, MAX_TOKENS)
+    llm.core.on_step = None
+    return sum(counts)
+
+
+@pytest.mark.parametrize(("page_size", "block"), [(4096, 64), (16384, 512)])
+def test_no_more_than_the_last_token_is_computed_by_who_continues(
+    broker: brokers.Process, page_size: int, block: int
+) -> None:
+    options = {"kv_options": {"page_size": page_size, "layout": "fused" if block == 64 else "layer"}}
+    prompts = PROMPTS[: len(LENGTHS)]
+    with prefiller(**options), decoder(**options) as second:
+        assert second.core.kv.prefix_block_tokens == block
+        assert [computed(second, prompt) for prompt in prompts] == [1] * len(prompts)
+        assert remote(second).row_tokens == sum((length - 1) % block for length in LENGTHS)
+        assert (remote(second).handed, remote(second).lost) == (len(prompts), 0)
+
+
+def test_what_an_engine_keeps_behind_its_last_block_is_not_asked_for(broker: brokers.Process) -> None:
+    options = {"kv_options": {"page_size": 16384}}
+    with prefiller(**options), decoder(**options) as second:
+        answer = run(second, PROMPT).outputs[0].token_ids
+        turn = [*PROMPT, *answer, 5, 6]
+        assert run(second, turn).num_cached_tokens == len(turn) - 3
+        assert remote(second).handed == 1
+
+
+def test_rows_of_8_bits_come_with_their_scales(broker: brokers.Process) -> None:
+    with make_llm(kv_pool=None, kv_share_prefixes=False, kv_cache_dtype="int8") as alone:
+        answer = run(alone, PROMPT).outputs[0].token_ids
+    with prefiller(kv_cache_dtype="int8"), decoder(kv_cache_dtype="int8") as second:
+        output = run(second, PROMPT)
+        assert output.num_cached_tokens == len(PROMPT) - 1
+        assert output.outputs[0].token_ids == answer
+        assert remote(second).row_tokens == len(rest(second, PROMPT)) > 0
+
+
+Sent = dict[str, Any]
+
+
+def _as_they_are(sent: Sent) -> bytes:
+    return message(**sent)
+
+
+def _changed(sent: Sent) -> bytes:
+    data = bytearray(message(**sent))
+    data[-40] ^= 1
+    return bytes(data)
+
+
+def _of_another_model(sent: Sent) -> bytes:
+    return message(**{**sent, "key": bytes(32)})
+
+
+def _of_other_tokens(sent: Sent) -> bytes:
+    return message(**{**sent, "tokens": [token + 1 for token in sent["tokens"]]})
+
+
+def _of_fewer_tokens(sent: Sent) -> bytes:
+    return message(**{**sent, "tokens": sent["tokens"][:-1]})
+
+
+def _too_few(sent: Sent) -> bytes:
+    return message(**{**sent, "rows": sent["rows"][:-1]})
+
+
+def _too_many(sent: Sent) -> bytes:
+    return message(**{**sent, "rows": [*sent["rows"], memoryview(b"x")]})
+
+
+def _far_too_many(sent: Sent) -> bytes:
+    return message(**{**sent, "rows": [memoryview(bytes(2**20))]})
+
+
+def _cut_off(sent: Sent) -> bytes:
+    return message(**sent)[:-20]
+
+
+def _none(sent: Sent) -> bytes:
+    return message(sent["kind"], sent["job"])
+
+
+@pytest.mark.parametrize(
+    ("lie", "lost"),
+    [
+        (_as_they_are, 0),
+        (_changed, 1),
+        (_of_another_model, 1),
+        (_of_other_tokens, 0),
+        (_of_fewer_tokens, 0),
+        (_too_few, 0),
+        (_too_many, 0),
+        (_far_too_many, 1),
+        (_cut_off, 1),
+        (_none, 0),
+    ],
+)
+def test_rows_that_are_not_those_of_the_prompt_are_computed(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Sent], bytes], lost: int
+) -> None:
+    monkeypatch.setattr(decoding, "PATIENCE", 1.0)
+    with prefiller(), decoder() as second:
+        assert second.core.kv.token_bytes * second.core.kv.prefix_block_tokens < 2**20
+
+        def said(kind: Kind, job: int = 0, **fields: Any) -> bytes:
+            return lie({"kind": kind, "job": job, **fields}) if "rows" in fields else message(kind, job)
+
+        monkeypatch.setattr(prefilling, "message", said)
+        behind = rest(second, PROMPT)
+        used = behind.stop if lie is _as_they_are else behind.start
+        assert computed(second, PROMPT) == len(PROMPT) - used
+        assert (remote(second).lost, remote(second).row_tokens) == (lost, used - behind.start)
+        if lie is _cut_off:  # nothing more comes, so it is asked no more
+            assert remote(second).prefillers == 0
+            return
+        monkeypatch.setattr(prefilling, "message", message)
+        wait_until(lambda: remote(second).prefillers == 1)
+        assert computed(second, PROMPTS[-2]) == 1
+
+
+def test_rows_may_come_in_pieces(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "PATIENCE", 2.0)
+    done = prefilling.Prefiller._done
+
+    def in_pieces(self: prefilling.Prefiller, writer: asyncio.StreamWriter, *what: Any) -> bytes:
+        data = done(self, writer, *what)
+        for number, start in enumerate(range(0, len(data), 1 + len(data) // 3)):
+            asyncio.get_running_loop().call_later(0.7 * number, writer.write, data[start : start + 1 + len(data) // 3])
+        return b""
+
+    monkeypatch.setattr(prefilling.Prefiller, "_done", in_pieces)
+    monkeypatch.setattr(prefilling, "BEAT", 60.0)
+    with prefiller(), decoder() as second:
+        assert computed(second, PROMPT) == 1
+
+
+@pytest.mark.parametrize(("module", "limit"), [("prefiller", "_MOST_UNREAD"), ("decoder", "_MOST_ROWS")])
+def test_rows_that_would_take_too_much_memory_are_computed(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, module: str, limit: str
+) -> None:
+    monkeypatch.setattr(prefilling if module == "prefiller" else decoding, limit, -1)
+    with prefiller(), decoder() as second:
+        assert computed(second, PROMPT) == len(PROMPT) - rest(second, PROMPT).start
+        assert (remote(second).lost, remote(second).row_tokens) == (0, 0)
+
+
+def test_rows_for_which_there_are_no_pages_are_computed(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prefiller(), decoder() as second:
+        prepare, asked = second.core.kv.prepare, []
+
+        def refuse_once(lengths: Any, *rest: Any) -> None:
+            asked.append(dict(lengths))
+            if len(asked) == 1:
+                raise OutOfPages("there is none", missing_pages=1, missing_bytes=4096)
+            prepare(lengths, *rest)
+
+        monkeypatch.setattr(second.core.kv, "prepare", refuse_once)
+        behind = rest(second, PROMPT)
+        assert computed(second, PROMPT) == len(PROMPT) - behind.start
+        assert list(asked[0].values()) == [behind.stop]
+        assert remote(second).row_tokens == 0
+
+
+def test_rows_of_a_request_that_is_aborted_are_dropped(broker: brokers.Process) -> None:
+    with prefiller(), decoder() as second:
+        holding = remote(second)._lines._holding
+        second.add_request("long", {"prompt_token_ids": PROMPT}, GREEDY)
+        wait_until(lambda: len(holding) == 1)
+        second.abort("long")
+        assert not holding
+        second.check()
+        assert computed(second, PROMPT) == 1
+        assert not holding
+
+
+def test_rows_of_weights_that_may_have_changed_are_not_used(broker: brokers.Process) -> None:
+    with prefiller(), decoder() as second:
+        second.add_request("long", {"prompt_token_ids": PROMPT}, GREEDY)
+        wait_until(lambda: len(remote(second)._lines._holding) == 1)
+        second.reset_prefix_cache()
+        outputs = []
+        while second.core.has_unfinished():
+            outputs += second.step()
+        assert outputs[-1].outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+        assert outputs[-1].num_cached_tokens == remote(second).row_tokens == 0
+    with prefiller() as first, decoder() as second:
+        type(first.core).reset_prefix_cache.__wrapped__(first.core)  # type: ignore[attr-defined]
+        assert computed(second, PROMPTS[-1]) == len(PROMPT)
+        assert remote(second).lost == 0
 
 
 def test_short_prompts_and_those_in_memory_stay(broker: brokers.Process) -> None:
@@ -150,7 +356,7 @@ def test_with_nobody_to_ask_an_engine_computes_all_itself(broker: brokers.Proces
 
 
 _SCRIPT = f"""
-import asyncio, sys
+import asyncio, os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.engine.test_shared_prefixes import make_llm
 from vattn.engine import AsyncEngine
@@ -159,7 +365,14 @@ async def serve():
     async with AsyncEngine(make_llm(role="prefill")) as engine:
         if "stuck" in sys.argv:
             prefiller._HANGS = 0.5
-        if len(sys.argv) > 1:
+        if "cut" in sys.argv:
+            done = prefiller.Prefiller._done
+            def cut(self, writer, *what):
+                data = done(self, writer, *what)
+                writer.write(data[:len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            prefiller.Prefiller._done = cut
+        elif len(sys.argv) > 1:
             step = engine.core.step
             def slowly():
                 print("asked", file=sys.stderr, flush=True)
@@ -215,6 +428,14 @@ def test_who_waits_for_an_engine_that_ends_or_hangs_goes_on_alone(
         assert remote(second).handed == 1
         if how == signal.SIGKILL:
             wait_until(lambda: not list(places.folder().glob("*.prefill")))
+
+
+def test_rows_that_an_engine_was_sending_when_it_was_killed_are_computed(broker: brokers.Process) -> None:
+    with process("cut"), decoder() as second:
+        assert computed(second, PROMPT) == len(PROMPT) - rest(second, PROMPT).start
+        assert (remote(second).lost, remote(second).row_tokens) == (1, 0)
+        second.check()
+        wait_until(lambda: remote(second).prefillers == 0)
 
 
 def test_an_engine_whose_steps_do_not_end_is_not_waited_for(

@@ -145,6 +145,11 @@ class Prefixes(Decisions):
         before_last = token_ids[: len(token_ids) - 1]
         return self._bands.find(block_keys(root_key(salt), before_last, self._bands.block_tokens))
 
+    def most_kept(self, keys: Sequence[Key], token_ids: Sequence[int], salt: bytes) -> int:
+        """How many tokens after a prompt's cached prefix some idle slot keeps."""
+        kept, rest = self._slots.kept, self._rest(keys, token_ids, salt)
+        return max((kept.common(slot, *rest) for slot in kept.holders(*rest, _CANDIDATES)), default=0)
+
     def publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
         """Publishes the whole blocks of `token_ids`, the tokens of the slot's request up to some point.
 

@@ -49,6 +49,19 @@ def test_what_goes_on_differently_finds_what_is_the_same(common: int) -> None:
         cache.check()
 
 
+def test_it_can_be_counted_before() -> None:
+    with make() as cache:
+        assert cache.find_prefix(MORE, rows=True) == 0
+        slot = left(cache)
+        other = [*PROMPT[: WHOLE + 5], *range(2000, 2050)]
+        assert [cache.find_prefix(ids) for ids in (MORE, other)] == [WHOLE, WHOLE]
+        assert [cache.find_prefix(ids, rows=True) for ids in (MORE, other)] == [len(PROMPT), WHOLE + 5]
+        assert cache.find_prefix(PROMPT, rows=True) == len(PROMPT) - 1
+        assert cache.find_prefix(MORE, b"salt", rows=True) == 0
+        assert cache.admit(MORE) == (slot, len(PROMPT))
+        assert cache.find_prefix(MORE, rows=True) == WHOLE
+
+
 def test_the_last_token_is_always_computed() -> None:
     with make() as cache:
         slot = left(cache)
