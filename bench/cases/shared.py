@@ -5,12 +5,15 @@
               as after a reboot. Beside it an engine without a store, which computes all.
     replica   two engines, each a process, share the prefixes of one pool. The second gets a prompt with the same start.
     killed    the first engine is killed, and a new one gets such a prompt.
+    admission a cache gets a prompt that another process has published, or, in turn, one that lies in another slot of
+              its own: the milliseconds of its admission and first step, in which nothing is computed.
 
-Times are to the first token, by the request's own metrics, in engines that have computed another prompt before.
+Other times are to the first token, by the request's own metrics, in engines that have computed another prompt before.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -34,6 +37,7 @@ from bench.harness.processes import process
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from vattn import KVCache, KVConfig, PagePool
 from vattn.broker.control import Control
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.virtual import VirtualKV
@@ -49,6 +53,10 @@ _FILES = ("page cache", "disk")
 _POOL_BUDGET = 2**32
 _WHERE = {"replica": "a second replica", "killed": "an engine after the first was killed"}
 _SHARED_GOALS = {2048: 0.1, 8192: 0.05}  # by tokens
+_HITS = {"foreign": "another process", "local": "another slot"}  # whose pages they are
+_HIT_TOKENS, _HIT_PAGES = 2048, (65536, 4096)
+_HIT_GOAL_MS = 0.2
+_REST = 0.05  # seconds in which what was mapped ahead, or is given back, comes to its end
 
 
 def run(quick: bool) -> Report:
@@ -61,6 +69,8 @@ def run(quick: bool) -> Report:
         figures += _restart(model, length, rounds, series)
     for length in lengths:
         figures += _replicas(model, sizes, length, rounds, series)
+    for page_size in _HIT_PAGES:
+        figures += _admissions(page_size, 3 if quick else 40, series)
     return Report(
         parameters={
             "model": sizes,
@@ -96,6 +106,16 @@ def run(quick: bool) -> Report:
             )
             for row in figures
             if row["question"] == "replica"
+        ]
+        + [
+            Goal(
+                f"ms that {foreign['question']} takes more if the prefix is another process's",
+                float(foreign["TTFT ms"]) - float(local["TTFT ms"]),
+                "<=",
+                _HIT_GOAL_MS,
+            )
+            for foreign, local in itertools.pairwise(figures)
+            if (foreign["files"], local["files"]) == tuple(_HITS.values())
         ],
         series=series,
     )
@@ -185,6 +205,83 @@ def _replicas(
         }
         for name in _WHERE
     ]
+
+
+def _admissions(page_size: int, rounds: int, series: dict[str, list[float]]) -> list[Row]:
+    """What a hit of another process costs beside a local one. No prompt is admitted twice: it would be in place."""
+    length = _HIT_TOKENS
+    prompts = {name: [_numbered(name, number, length) for number in range(rounds + 1)] for name in _HITS}
+    seconds: dict[str, list[float]] = {name: [] for name in _HITS}
+    with (
+        serving_pool(_POOL_BUDGET) as pool,
+        process(_publish_rows, pool, page_size, prompts["foreign"]),
+        closing(_connect(pool, page_size)) as connected,
+        closing(_cache(connected, 3 * rounds + 3, length)) as cache,
+    ):
+        core = cache._core
+        assert isinstance(core, LentCore)
+        assert core.shares is not None
+        while not core.shares.peers:
+            time.sleep(_REST)
+        for prompt in prompts["local"]:
+            cache.step({(slot := cache.admit(prompt).reqid): length})
+            cache.commit(slot, prompt)
+        for number in range(rounds + 1):
+            for name in _HITS if number % 2 else reversed(_HITS):
+                prompt = [*prompts[name][number], number]
+                while core.publishing:
+                    time.sleep(_REST)
+                time.sleep(_REST)
+                began = time.perf_counter()
+                slot, cached = cache.admit(prompt)
+                cache.step({slot: len(prompt)})
+                seconds[name].append(time.perf_counter() - began)
+                assert cached == length
+    for name, each in seconds.items():
+        del each[0]  # the first one finds nothing prepared
+        series[f"{name} hit, pages of {page_size // 1024} KiB, {length} tokens, s"] = each
+    return [
+        {
+            "question": f"admission, pages of {page_size // 1024} KiB",
+            "shared tokens": length,
+            "files": where,
+            "cold TTFT ms": 0.0,
+            "cold TTFT ms, written": 0.0,
+            "TTFT ms": 1e3 * median(seconds[name]),
+            "ratio": median(a / b for a, b in zip(seconds[name], seconds["local"], strict=True)),
+            "tokens found": length,
+            "MiB on disk": 0.0,
+            "MiB of the prompt": 0.0,
+            "MiB of both": 0.0,
+        }
+        for name, where in _HITS.items()
+    ]
+
+
+def _numbered(name: str, number: int, length: int) -> list[int]:
+    rng = random.Random(f"{name} {number}")
+    return [rng.randrange(10**5) for _ in range(length)]
+
+
+def _connect(pool: str, page_size: int) -> PagePool:
+    return PagePool.connect(pool, page_size=page_size, fingerprint=bytes(32))
+
+
+def _cache(pool: PagePool, slots: int, length: int) -> KVCache:
+    shape: dict[str, Any] = {"num_layers": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+    return KVCache(KVConfig(**shape, max_batch_size=slots, max_context_len=2 * length, layout="layer"), pool=pool)
+
+
+def _publish_rows(ready: Connection, name: str, page_size: int, prompts: list[list[int]]) -> None:
+    """Publishes prompts, which nothing has computed, and does nothing more."""
+    with closing(_connect(name, page_size)) as pool, closing(_cache(pool, len(prompts), len(prompts[0]))) as cache:
+        for prompt in prompts:
+            cache.step({(slot := cache.admit(prompt).reqid): len(prompt)})
+            cache.commit(slot, prompt)
+        while pool.publishing:
+            time.sleep(_REST)
+        ready.send(None)
+        signal.pause()
 
 
 def _top(pool: str) -> dict[str, Any]:
