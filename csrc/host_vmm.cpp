@@ -804,19 +804,25 @@ int open_foreign_file(int granularity_log2, int descriptor) {
   return s.next_file++;
 }
 
-Handle foreign_memory(int granularity_log2, int number, off_t offset) {
+std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::vector<off_t>& offsets) {
   State& s = state();
+  std::vector<Handle> made;
+  made.reserve(offsets.size());
   const std::lock_guard lock(s.mutex);
   const int location = granularity_log2 | number << kFileShift;
   const off_t size = off_t{1} << granularity_log2;
   PhysicalFile& file = s.files.at(location);
-  struct stat now{};
-  if (!file.foreign || offset < 0 || offset % size || fstat(file.fd(), &now) != 0 || offset > now.st_size - size)
-    throw std::out_of_range("a page that the file does not have");
-  file.use(static_cast<std::size_t>(size));
-  const Handle made = s.next_handle++;
-  s.physical.emplace(made,
-                     Physical{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true});
+  struct stat now{};  // the file is sealed against becoming shorter
+  const bool known = file.foreign && fstat(file.fd(), &now) == 0;
+  for (const off_t offset : offsets)
+    if (!known || offset < 0 || offset % size || offset > now.st_size - size)
+      throw std::out_of_range("a page that the file does not have");
+  for (const off_t offset : offsets) {
+    const Physical page{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true};
+    s.physical.emplace_hint(s.physical.end(), s.next_handle, page);
+    file.use(static_cast<std::size_t>(size));
+    made.push_back(s.next_handle++);
+  }
   return made;
 }
 

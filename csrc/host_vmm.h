@@ -7,6 +7,8 @@
 
 #include <sys/types.h>
 
+#include <vector>
+
 #include "vmm.h"
 
 namespace vattn {
@@ -39,9 +41,9 @@ void close_host_file(int granularity_log2, int number);
 // A file of another process, which may be readable only; its number. The descriptor stays the caller's. Throws
 // std::system_error: it is no memfd, or it can be made shorter under its mappings.
 int open_foreign_file(int granularity_log2, int descriptor);
-// A page of such a file, referenced once; it is mapped, never created or given back. Throws std::out_of_range: the file
-// has no such page.
-Handle foreign_memory(int granularity_log2, int number, off_t offset);
+// Pages of such a file, each referenced once; they are mapped, never created or given back. Throws std::out_of_range:
+// the file does not have all of them.
+std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::vector<off_t>& offsets);
 // Where memory begins in its file. Throws std::out_of_range: it is no memory of a file, or is gone.
 off_t offset_in_file(Handle handle);
 // When this memory has no reference and no mapping left, its file keeps what is in it.

@@ -349,14 +349,17 @@ NB_MODULE(_native, m) {
           "add_foreign",
           [](PagePool& self, int file, const std::vector<off_t>& offsets, std::size_t lanes) {
             auto pages = std::make_shared<Pages>();
+            const std::vector<Handle> handles = foreign_memory(log2_of(self.page_size()), file, offsets);
+            std::size_t added = 0;
             try {
-              for (std::size_t i = 0; i < offsets.size(); ++i) {
-                if (i % lanes == 0) pages->columns.emplace_back();
-                const Handle handle = foreign_memory(log2_of(self.page_size()), file, offsets[i]);
+              for (const Handle handle : handles) {
+                if (added % lanes == 0) pages->columns.emplace_back().reserve(lanes);
                 pages->columns.back().push_back(self.add_foreign(handle));
+                ++added;
               }
             } catch (...) {
               remove_foreign(self, *pages);
+              for (; added < handles.size(); ++added) host_vmm().release(handles[added]);
               throw;
             }
             return pages;

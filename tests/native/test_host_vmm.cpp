@@ -962,9 +962,11 @@ TEST(foreign_memory_is_only_mapped) {
   CHECK_EQ(pwrite(descriptor, "x", 1, offset_in_file(mine)), 1);
   const int foreign = open_foreign_file(12, readable);
   close(readable);
-  const Handle theirs = foreign_memory(12, foreign, offset_in_file(mine));
-  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, 1 << 20));
-  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, 1));
+  const std::size_t handles = host_usage().handles;
+  const Handle theirs = foreign_memory(12, foreign, {offset_in_file(mine)}).at(0);
+  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, {offset_in_file(mine), 1 << 20}));
+  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, {1}));
+  CHECK_EQ(host_usage().handles, handles + 1);
   CHECK_THROWS(std::system_error, open_foreign_file(12, -1));
   CHECK_EQ(host_usage().physical_bytes, bytes);
   AllocationProp of_foreign = host_prop(12 | foreign << kFileShift);

@@ -21,6 +21,8 @@ from vattn.pool.journal import Change
 # Of a block: per kind of tensor, columns and lanes.
 Columns = Sequence[tuple[int, int]]
 
+_RUN = 64  # entries that are looked at together
+
 
 @dataclass(eq=False)
 class Peer:
@@ -140,21 +142,51 @@ class Shares:
         size = self.directory.shape.page_size
         return [(_native.host_file_descriptor(size, peer.file), os.dup(peer.directory.fileno())) for peer in self.peers]
 
-    def fetch(self, key: bytes, tokens: Sequence[int]) -> Foreign | None:
-        """The block of another process with this key and these tokens, pinned; None if there is none."""
-        for peer in self.peers:
-            number = peer.directory.find(key)
-            if number is None or not peer.directory.pin(number):
-                continue
-            peer.pins[number] += 1
-            entry = peer.directory.read(number)
-            if entry is not None and entry.key == key and entry.tokens == array("q", tokens):
-                with contextlib.suppress(IndexError):  # pages that its file does not have
-                    foreign = Foreign(peer, number, self._pages(peer, entry.offsets))
-                    self._fetched.add(foreign)
-                    return foreign
-            self._unpin(peer, number)
-        return None
+    def has(self, key: bytes) -> bool:
+        """Whether another process is said to have a block with this key; only `fetch` knows."""
+        return any(peer.directory.find(key) is not None for peer in self.peers)
+
+    def fetch(self, keys: Sequence[bytes], tokens: Sequence[int], start: int = 0) -> list[Foreign]:
+        """The blocks of other processes with these keys and tokens, pinned: from the first one on, as far as they go.
+
+        Args:
+            start: where the tokens of the first one begin.
+        """
+        size, found = self.directory.shape.block_tokens, list[Foreign]()
+        while len(found) < len(keys):
+            run, at = keys[len(found) : len(found) + _RUN], start + len(found) * size
+            fetched = next(filter(None, (self._fetch(peer, run, tokens, at) for peer in self.peers)), None)
+            if fetched is None:
+                break
+            found += fetched
+        return found
+
+    def _fetch(self, peer: Peer, keys: Sequence[bytes], tokens: Sequence[int], start: int) -> list[Foreign]:
+        """Those at the start of `fetch` whose entries are neighbours in one directory."""
+        first = peer.directory.find(keys[0])
+        count = 0 if first is None else peer.directory.alike(first, keys)
+        if first is None or not count:
+            return []
+        while not peer.directory.pin(first, count):
+            count //= 2
+            if not count:
+                return []
+        peer.pins.update(range(first, first + count))
+        size, found = self.directory.shape.block_tokens, list[Foreign]()
+        try:
+            for entry in peer.directory.read_all(first, count):
+                number, at = len(found), start + len(found) * size
+                ids = array("q", tokens[at : at + size])
+                if entry is None or entry.key != keys[number] or entry.tokens != ids:
+                    break
+                found.append(Foreign(peer, first + number, self._pages(peer, entry.offsets)))
+        except IndexError:  # pages that its file does not have
+            pass
+        finally:
+            self._fetched.update(found)
+            for number in range(first + len(found), first + count):
+                self._unpin(peer, number)
+        return found
 
     def release(self, foreign: Foreign) -> None:
         """Gives up pages that nothing holds or maps any more."""
@@ -162,6 +194,11 @@ class Shares:
             self._native.remove_foreign(pages)
         self._fetched.discard(foreign)
         self._unpin(foreign.peer, foreign.number)
+
+    def release_all_but(self, known: Iterable[Foreign]) -> None:
+        """Gives up what an interrupted call has fetched, and nobody knows of."""
+        for foreign in self._fetched.difference(known):
+            self.release(foreign)
 
     @property
     def foreign_pages(self) -> int:

@@ -7,6 +7,7 @@ request uses it, and a moment longer, so that its owner gets back what nobody us
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections import deque
@@ -71,18 +72,26 @@ class Exchange(Decisions):
         """
         if self._stopped or not self._shares.peers:
             return keys
-        size, found = self._bands.block_tokens, list(keys)
+        size, found, index = self._bands.block_tokens, list(keys), self._band.shared.index
         parent = keys[-1] if keys else root_key(salt)
-        for key in block_keys(parent, token_ids[len(keys) * size : -1], size):
-            if self._band.shared.index.get(key) is None:
-                start = len(found) * size
-                foreign = self._shares.fetch(key, token_ids[start : start + size])
-                if foreign is None:
+        following = block_keys(parent, token_ids[len(keys) * size : -1], size)
+        first = next(following, None)
+        if first is None or (index.get(first) is None and not self._shares.has(first)):
+            return keys
+        wanted = [first, *following]
+        for missing, run in itertools.groupby(wanted, key=lambda key: index.get(key) is None):
+            group = list(run)
+            if missing:
+                fetched = self._shares.fetch(group, token_ids, len(found) * size)
+                for key, foreign in zip(group, fetched, strict=False):
+                    block = PageBlock(depth=len(found), pages=foreign.pages, last_use=time.monotonic_ns(), foreign=True)
+                    self._foreign[block] = foreign
+                    self._band.shared.insert(change, block, key)
+                    found.append(key)
+                if len(fetched) < len(group):
                     break
-                block = PageBlock(depth=len(found), pages=foreign.pages, last_use=time.monotonic_ns(), foreign=True)
-                self._foreign[block] = foreign
-                self._band.shared.insert(change, block, key)
-            found.append(key)
+            else:
+                found += group
         return found
 
     def offer(self, blocks: Sequence[PageBlock], token_ids: Sequence[int]) -> None:
@@ -158,6 +167,7 @@ class Exchange(Decisions):
                 if not block.published and not block.slots:
                     del self._foreign[block]
                     self._shares.release(foreign)
+            self._shares.release_all_but(self._foreign.values())
         self._shares.forget_ended()
         self._count_pinned()
 

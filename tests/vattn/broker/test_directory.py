@@ -4,6 +4,7 @@ whoever is killed at whatever point.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import secrets
@@ -71,6 +72,45 @@ def test_a_block_that_somebody_has_pinned_is_not_given_up(mine: OwnDirectory) ->
         assert one.find(key(1)) is None
         assert one.read(number) is None
         assert mine.add(key(2), TOKENS, [0, PAGE]) == number
+
+
+def test_neighbours_are_pinned_and_read_together(mine: OwnDirectory) -> None:
+    numbers = [mine.add(key(1 + i), [i, 2, 3, 4], [0, PAGE]) for i in range(5)]
+    assert numbers == list(range(5))
+    with reader(mine) as other:
+        assert other.pin(1, 3)
+        assert mine.pinned() == {1, 2, 3}
+        assert [mine.remove(number) for number in range(5)] == [True, False, False, False, True]
+        other.unpin(2)
+        assert [mine.remove(number) for number in (1, 2, 3)] == [False, True, False]
+        entries = other.read_all(0, SHAPE.capacity + 3)
+        assert [number for number, entry in enumerate(entries) if entry is not None] == [1, 3]
+        assert len(entries) == SHAPE.capacity + 3
+        assert [entry.tokens[0] for entry in entries if entry] == [1, 3]
+
+
+def test_all_of_a_range_is_pinned_or_nothing(mine: OwnDirectory) -> None:
+    for i in range(4):
+        mine.add(key(1 + i), TOKENS, [0, PAGE])
+    with reader(mine) as other, closing(OwnDirectory(os.open(f"/proc/self/fd/{mine.fileno()}", os.O_RDWR))) as taker:
+        assert taker._lock(fcntl.F_WRLCK, 2)  # as in the midst of `remove`
+        assert not other.pin(0, 4)
+        assert taker.pinned() == set()
+        assert other.pin(0, 2)
+        assert taker.pinned() == {0, 1}
+
+
+def test_entries_are_alike_as_far_as_they_have_the_keys(mine: OwnDirectory) -> None:
+    keys = [key(i) for i in range(1, 7)]
+    for each in keys[:4]:
+        mine.add(each, TOKENS, [0, PAGE])
+    with reader(mine) as other:
+        assert other.alike(0, keys) == 4
+        assert other.alike(1, keys[1:3]) == 2
+        assert other.alike(1, keys) == 0
+        assert other.alike(SHAPE.capacity - 1, keys) == other.alike(SHAPE.capacity + 5, keys) == 0
+        mine.remove(2)
+        assert other.alike(0, keys) == 2
 
 
 def test_a_withdrawn_block_is_found_no_more_and_stays_pinned(mine: OwnDirectory) -> None:
@@ -328,22 +368,23 @@ class Sharing(RuleBasedStateMachine):
         each.seen = None if number is None else (place, number, content)
 
     @precondition(lambda self: any(each.seen for each in self.readers))
-    @rule()
-    def pin(self) -> None:
+    @rule(count=st.integers(1, 4))
+    def pin(self, count: int) -> None:
         for each in self.readers:
             if each.seen is None:
                 continue
             (place, number, content), each.seen = each.seen, None
-            if (place, number) in each.mapped:
-                continue
             view = each.views[place]
-            if not view.pin(number):
+            if not view.pin(number, count):
                 continue
-            entry = view.read(number)
-            if entry is None or entry.key != content_key(content) or entry.tokens[0] != content:
-                view.unpin(number)
-                continue
-            each.mapped[place, number] = content, list(entry.offsets)
+            for at, entry in enumerate(view.read_all(number, count), number):
+                if (place, at) in each.mapped:
+                    continue
+                wanted = content if at == number else entry and entry.tokens[0]
+                if entry is None or entry.key != content_key(wanted) or entry.tokens[0] != wanted:
+                    view.unpin(at)
+                    continue
+                each.mapped[place, at] = wanted, list(entry.offsets)
 
     @rule(who=which)
     def release(self, who: int) -> None:

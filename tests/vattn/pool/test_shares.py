@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import re
@@ -20,6 +21,8 @@ import vattn
 from tests.support import brokers, scripts
 from tests.support.effort import effort
 from tests.support.waiting import wait_until
+from vattn.broker.directory import Directory, OwnDirectory
+from vattn.pool import shares as shares_module
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
 
@@ -252,6 +255,77 @@ def test_a_collision_of_keys_is_a_miss(broker: brokers.Process, monkeypatch: pyt
         wanted = list(true(vattn.prefix.root_key(b""), PROMPT, BLOCK))
         monkeypatch.setattr("vattn.slots.exchange.block_keys", lambda *_: iter(wanted))
         assert b.compute([7, *PROMPT])[1] == 0
+
+
+def test_a_prefix_is_pinned_by_a_few_locks(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares_module, "_RUN", 8)
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        ranges, pin = [], Directory.pin
+        monkeypatch.setattr(Directory, "pin", lambda self, *which: ranges.append(which) or pin(self, *which))
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == len(PROMPT)
+        assert b.says(slot, PROMPT)
+        assert sum(count for _, count in ranges) == len(PROMPT) // BLOCK
+        assert len(ranges) == 3
+        assert len(a.shares.directory.pinned()) == len(PROMPT) // BLOCK
+
+
+@pytest.mark.parametrize("what", ["taken", "about to be taken", "of other tokens"])
+def test_a_block_that_leaves_while_a_prefix_is_looked_up_ends_it(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with engines("a", "b") as (a, b):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets()
+        alike, done = Directory.alike, []
+        mine = a.shares.directory
+        taker = OwnDirectory(os.open(f"/proc/self/fd/{mine.fileno()}", os.O_RDWR))
+
+        def then_it_leaves(self: Directory, number: int, keys: Any) -> int:
+            count = alike(self, number, keys)
+            if not done:
+                done.append(number)
+                if what == "taken":
+                    assert taker.remove(number + 7)
+                elif what == "about to be taken":
+                    assert taker._lock(fcntl.F_WRLCK, number + 7)
+                else:
+                    entry = mine.read(number + 7)
+                    assert entry is not None
+                    taker._write(number + 7, entry.key, entry.published, [7] * BLOCK, entry.offsets)
+            return count
+
+        monkeypatch.setattr(Directory, "alike", then_it_leaves)
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == 7 * BLOCK
+        assert b.says(slot, PROMPT)
+        assert len(taker.pinned()) == 7
+        b.kv.check()
+        taker.close()
+
+
+def test_what_an_interrupted_admission_has_fetched_is_given_back(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engines("a", "b") as (a, b):
+        a.publish(PROMPT)
+        b.meets()
+        fetch = Shares.fetch
+
+        def interrupted(self: Shares, *what: Any) -> Any:
+            fetch(self, *what)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Shares, "fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            b.kv.admit([*PROMPT, 1])
+        monkeypatch.undo()
+        wait_until(lambda: not a.shares.directory.pinned())
+        assert b.shares.foreign_pages == 0
+        assert b.compute([*PROMPT, 1])[1] == len(PROMPT)
+        b.kv.check()
 
 
 def test_its_owner_keeps_what_others_have_mapped_and_gets_back_what_nobody_has(broker: brokers.Process) -> None:
