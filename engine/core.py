@@ -28,6 +28,7 @@ from .config import EngineConfig
 from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
 from .kv.base import KVBackend
 from .kv.make import make_backend
+from .kv.rows import Rows
 from .kv.spec import KVSpec, PoolShare
 from .loading import LoadedModel
 from .metrics import Figures, Metric, counted, held
@@ -48,7 +49,6 @@ from .roles.decoder import RemotePrefills
 from .roles.line import rest_of
 from .scheduling.drafts import NgramProposer, SpeculationStats, SpeculativeConfig
 from .scheduling.record import StepRecord
-from .scheduling.rows import Rows
 from .scheduling.scheduler import Entry, Scheduler, StepPlan
 from .scheduling.static import StaticScheduler
 from .scheduling.stored import StoredPrefixes

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 from vattn.errors import VattnError
 
 from ..kv.base import KVBackend
+from ..kv.rows import Rows
 from ..requests.request import Request
-from ..scheduling.rows import Rows
 from .line import PATIENCE, Kind, LineError, Message, message, receive, rest_of
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from typing import Protocol
 from vattn.broker.places import credentials
 from vattn.errors import ConfigError, VattnError
 
+from ..kv.rows import contents
 from ..requests.outputs import RequestGroup, RequestOutput
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Rest
 from ..requests.sampling import SamplingParams
-from ..scheduling.rows import contents
 from .line import BEAT, Kind, LineError, message, receive
 
 logger = logging.getLogger(__name__)

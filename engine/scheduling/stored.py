@@ -27,8 +27,8 @@ from vattn.store.blockfile import KEY_BYTES, Block
 from vattn.store.folder import PrefixStore
 
 from ..kv.base import KVBackend
+from ..kv.rows import Rows, contents
 from ..requests.request import Request
-from .rows import Rows, contents
 
 logger = logging.getLogger(__name__)
 

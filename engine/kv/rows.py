@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vattn.attention import PackedBatch, Span
 
-from ..kv.base import KVBackend
+from .base import KVBackend
 
 
 class Rows:
