@@ -81,6 +81,7 @@ class Prefiller:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         self._stopped = asyncio.Event()
+        self._talks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="vattn-prefiller", daemon=True)
         self._thread.start()
 
@@ -101,9 +102,23 @@ class Prefiller:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self) -> None:
-        server = await asyncio.start_unix_server(self._talk, sock=self._listener)
+        server = await asyncio.start_unix_server(self._meet, sock=self._listener)
         async with server:
             await self._stopped.wait()
+            for talk in self._talks:
+                talk.cancel()
+            # What has just been accepted would stay open if its task were cancelled, or the server closed before it.
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others)
+
+    def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._stopped.is_set():
+            writer.close()
+            return
+        talk = asyncio.ensure_future(self._talk(reader, writer))
+        self._talks.add(talk)
+        talk.add_done_callback(self._talks.discard)
+        talk.add_done_callback(lambda _: writer.close())  # also of one that is cancelled before it begins
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one decoder until it ends, with which its jobs do."""
@@ -130,7 +145,6 @@ class Prefiller:
             beats.cancel()
             for task in [*jobs.values()]:
                 task.cancel()
-            writer.close()
 
     async def _compute(self, writer: asyncio.StreamWriter, job: int, salt: str, tokens: list[int]) -> None:
         answer = message(Kind.FAILED, job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -611,3 +612,23 @@ def test_what_a_role_needs(broker: brokers.Process, role: str, options: dict[str
 def test_a_role_that_is_not_known() -> None:
     with pytest.raises(ConfigError, match="role"):
         make_llm(role="prefil")
+
+
+def test_a_decoder_that_comes_as_a_prefiller_ends_leaves_no_socket(tmp_path: Path) -> None:
+    """Its connection is accepted, and cancelled before anything of it has run; a socket that is left is an error."""
+
+    class Unused:
+        async def add(self, prompt: Any, sampling_params: Any = None) -> Any:
+            raise AssertionError
+
+        def abort(self, request_id: str) -> None:
+            raise AssertionError
+
+    path = tmp_path / "prefiller"
+    for _ in range(25):
+        engine = Unused()
+        prefiller = prefilling.Prefiller(path, engine, sharing=b"model", waits=lambda: False, steps=lambda: 0)
+        with socket.socket(socket.AF_UNIX) as client:
+            wait_until(lambda client=client: client.connect_ex(str(path)) == 0)
+            prefiller.close()
+    gc.collect()
