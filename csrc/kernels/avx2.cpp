@@ -16,7 +16,7 @@ struct Avx2 {
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
   // Pairs take two registers, for their first and their second elements.
   static constexpr int kMaxRowsOfPairs = 4;
-  static constexpr int kFloatPanels = 5;  // fewest rows for which pairs become floats once, or 0
+  static constexpr int kFloatPanels = 9;  // fewest rows for which pairs become floats once, or 0
   static constexpr int kFloatWeights = 24;
   static constexpr int columns_of_pairs(int rows) { return rows == 1 ? 4 : 2; }
 
