@@ -390,7 +390,7 @@ def compare(record: Record) -> list[Comparison]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    figures = record["figures"]
+    figures = [row for row in record["figures"] if row["question"] in ("restart", *_WHERE)]
     lengths = sorted({row["shared tokens"] for row in figures})
     for files in _FILES:
         times = [row["TTFT ms"] for row in figures if row["files"] == files]
