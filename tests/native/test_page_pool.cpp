@@ -1,5 +1,6 @@
 // The books of physical pages.
 #include <algorithm>
+#include <ctime>
 #include <functional>
 #include <limits>
 #include <set>
@@ -252,7 +253,7 @@ TEST(random_operations_keep_the_law_and_undo_exactly) {
 // Made and dropped a hundred thousand times, where a pass over the budget would take minutes.
 TEST(a_pool_costs_nothing_for_its_budget) {
   constexpr std::size_t kBudget = PagePool::kForeign;
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();  // of this process, since others may have the machine
   for (int i = 0; i < 100'000; ++i) {
     PagePool pool(4096, kBudget);
     CHECK_EQ(pool.counts().absent, kBudget);
@@ -260,7 +261,7 @@ TEST(a_pool_costs_nothing_for_its_budget) {
     CHECK_EQ(pool.used(), 0u);
     pool.check();
   }
-  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
+  CHECK(std::clock() - start < 10 * CLOCKS_PER_SEC);
   PagePool pool(4096, kBudget);
   Ids created;
   CHECK_EQ(pool.take(3, nullptr, &created).back(), 2u);
