@@ -231,11 +231,11 @@ void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std
     return double{get(Type::kBFloat16, from.data() + 2 * i)};
   };
   const auto input = filled(n * in), weight = filled(out * in), bias = filled(out), other = filled(n * out);
-  const std::int64_t panels = (out + 15) / 16;
-  Guarded packed(static_cast<std::size_t>(panels * in / 2 * 64)), output(static_cast<std::size_t>(n * out * 2));
-  for (std::int64_t row = 0; row < panels * 16; ++row)
+  const std::int64_t lanes = kernels.lanes, panels = (out + lanes - 1) / lanes;
+  Guarded packed(static_cast<std::size_t>(panels * in / 2 * lanes * 4)), output(static_cast<std::size_t>(n * out * 2));
+  for (std::int64_t row = 0; row < panels * lanes; ++row)
     for (std::int64_t i = 0; i < in; ++i)
-      put(Type::kBFloat16, packed.data() + ((row / 16 * (in / 2) + i / 2) * 16 + row % 16) * 4 + i % 2 * 2,
+      put(Type::kBFloat16, packed.data() + ((row / lanes * (in / 2) + i / 2) * lanes + row % lanes) * 4 + i % 2 * 2,
           row < out ? get(Type::kBFloat16, weight->data() + 2 * (row * in + i)) : 0.0f);
   const auto* words = reinterpret_cast<const std::uint32_t*>(packed.data());
   compute(Linear{n, in, out, input->data(), in * 2, words, bias->data(), other->data(), output.data()}, kernels,
