@@ -16,9 +16,10 @@ struct Avx2 {
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
   // Pairs take two registers, for their first and their second elements.
   static constexpr int kMaxRowsOfPairs = 4;
-  static constexpr int kFloatPanels = 9;  // fewest rows for which pairs become floats once, or 0
-  static constexpr int kFloatWeights = 24;
   static constexpr int columns_of_pairs(int rows) { return rows == 1 ? 4 : 2; }
+  // Fewest rows for which pairs become floats once for all of them: of keys, and of weights.
+  static constexpr int kFloatPanels = 9;
+  static constexpr int kFloatWeights = 24;
 
   static __m256i lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static __m256i some(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes()); }

@@ -16,9 +16,10 @@ struct Avx512 {
   static constexpr int kMaxRows = 8;
   static constexpr int columns(int rows) { return rows <= 6 ? 4 : 2; }
   static constexpr int kMaxRowsOfPairs = 8;
-  static constexpr int kFloatPanels = 0;  // fewest rows for which pairs become floats once, or 0
-  static constexpr int kFloatWeights = 0;
   static constexpr int columns_of_pairs(int rows) { return rows <= 4 ? 4 : 2; }
+  // Pairs never become floats before they are multiplied: there are registers for both.
+  static constexpr int kFloatPanels = 0;
+  static constexpr int kFloatWeights = 0;
 
   static __mmask16 some(int count) {
     return static_cast<__mmask16>(count <= 0 ? 0 : count >= kLanes ? 0xffff : (1u << count) - 1);

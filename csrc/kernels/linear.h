@@ -24,7 +24,7 @@ struct LinearItem {
   std::int64_t row, num_rows;
   std::int64_t panel, num_panels;
   const float* input;  // all rows, as `Kernels::linear_row` writes them
-  float* sums;         // [num_rows, num_panels * 16]
+  float* sums;         // [num_rows, num_panels * lanes]
   const float* ones;   // [num_rows]
 };
 
