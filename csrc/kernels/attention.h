@@ -35,7 +35,7 @@ struct Attention {
   Rows key, value, key_scale, value_scale;
 
   // Requests: the slot of each, its length with the new tokens, and the first row of its queries; the last entry of
-  // `starts` is the number of rows. Without `starts`, each has one query.
+  // `starts` is the number of rows. Without `slots`, request i is in slot i; without `starts`, each has one query.
   int count;
   const std::int32_t* slots;
   const std::int32_t* lengths;
@@ -53,6 +53,7 @@ struct Attention {
   int threads;
 
   int group() const { return num_heads / num_kv_heads; }
+  int slot(int request) const { return slots ? slots[request] : request; }
 };
 
 // A part of the work: some query tokens of a request, some heads, and a stretch of its keys.

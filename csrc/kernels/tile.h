@@ -206,12 +206,12 @@ class Place {
   Place(const Attention& a, const Rows& rows, int request, int head, int first, const std::byte** room) {
     const std::byte* data = rows.data + head * rows.head_stride;
     if (!a.table) {
-      contiguous_ = {data + a.slots[request] * rows.slot_stride + first * rows.token_stride, rows.token_stride};
+      contiguous_ = {data + a.slot(request) * rows.slot_stride + first * rows.token_stride, rows.token_stride};
       return;
     }
     paged_ = {room, 0};
     const std::byte** end = room + kBlock;
-    const std::int32_t* table = a.table + a.slots[request] * a.table_stride;
+    const std::int32_t* table = a.table + a.slot(request) * a.table_stride;
     int block = first / a.block_size, rest = first % a.block_size;
     for (int left = smaller(kBlock, a.lengths[request] - first); left > 0; ++block, rest = 0) {
       const std::byte* at = data + table[block] * rows.slot_stride;

@@ -62,13 +62,11 @@ def attend(
             slot or block is outside of the tensors. Nothing has been written then.
     """
     with torch._C.DisableTorchFunctionSubclass():  # what is asked of a subclass is asked of the memory that it has
-        if slots is None and isinstance(lengths, Tensor):
-            slots = torch.arange(lengths.numel(), dtype=torch.int32)
         pair = _pair(scales)
         read = {"query": query, "key": key, "value": value, "lengths": lengths, "slots": slots, "starts": starts}
         read |= {"block_table": block_table, "sinks": sinks}
         read |= {} if pair is None else {"scales[0]": pair[0], "scales[1]": pair[1]}
-        optional = ("starts", "block_table", "sinks", "out")
+        optional = ("slots", "starts", "block_table", "sinks", "out")
         for name, tensor in (*read.items(), ("out", out)):
             if tensor is not None or name not in optional:
                 _check_memory(name, tensor)
@@ -111,13 +109,13 @@ def _check_memory(name: str, tensor: object) -> None:
         raise ConfigError(f"{name} is on {tensor.device}; these kernels run on CPUs")
     if tensor.is_neg() or tensor.is_conj():
         raise ConfigError(f"{name} is a view that torch negates when it is read; give {name}.resolve_neg()")
-    if max(tensor.shape, default=0) > _MOST:
-        raise ConfigError(f"{name} is {_shape(tensor)}; these kernels count up to {_MOST}")
+    last = tensor.storage_offset()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size > _MOST:
+            raise ConfigError(f"{name} is {_shape(tensor)}; these kernels count up to {_MOST}")
+        last += (size - 1) * stride
     if not tensor.numel():
         return
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
     try:
         there = tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= (last + 1) * tensor.element_size()
     except (RuntimeError, NotImplementedError):  # a tensor of torch.func, say
@@ -164,7 +162,7 @@ def _check_shapes(
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
-    slots: Tensor,
+    slots: Tensor | None,
     starts: Tensor | None,
     block_table: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
@@ -229,33 +227,33 @@ def _check_shapes(
 
 
 def _check_requests(
-    query: Tensor, key: Tensor, lengths: Tensor, slots: Tensor, starts: Tensor | None, block_table: Tensor | None
+    query: Tensor, key: Tensor, lengths: Tensor, slots: Tensor | None, starts: Tensor | None, block_table: Tensor | None
 ) -> None:
     """Refuses rows, lengths, slots and blocks that are not there."""
-    count = len(lengths)
+    count = lengths.shape[0]
     begin, end = (0, count) if starts is None else (int(starts[0]), int(starts[-1]))
     # Compared first: differences of wrong starts may wrap.
-    if begin != 0 or end != len(query) or (starts is not None and bool((starts[1:] <= starts[:-1]).any())):
+    if begin != 0 or end != query.shape[0] or (starts is not None and bool((starts[1:] <= starts[:-1]).any())):
         raise ConfigError(
             f"{len(query)} rows of queries, but {count} requests have rows {begin} to {end}; each request has one or "
             "more, and they follow each other"
         )
     if not count:
         return
-    new = 1 if starts is None else starts.diff()
     num_slots, room = key.shape[:2]
     if block_table is not None:
         num_slots, room = len(block_table), block_table.shape[1] * key.shape[1]
-    if bool((lengths < new).any()) or int(lengths.max()) > room:
+    least, most = int(lengths.min()), int(lengths.max())
+    if most > room or (least < 1 if starts is None else bool((lengths < starts.diff()).any())):
         raise ConfigError(
-            f"lengths from {int(lengths.min())} to {int(lengths.max())}; a length counts the new tokens, and there is "
-            f"room for {room}"
+            f"lengths from {least} to {most}; a length counts the new tokens, and there is room for {room}"
         )
-    if int(slots.min()) < 0 or int(slots.max()) >= num_slots:
-        raise ConfigError(f"slots from {int(slots.min())} to {int(slots.max())}; there are {num_slots}")
+    least, most = (0, count - 1) if slots is None else (int(slots.min()), int(slots.max()))
+    if least < 0 or most >= num_slots:
+        raise ConfigError(f"slots from {least} to {most}; there are {num_slots}")
     if block_table is not None:
         used = torch.arange(block_table.shape[1]) < -(-lengths[:, None] // key.shape[1])
-        blocks = block_table[slots][used]
+        blocks = (block_table[:count] if slots is None else block_table[slots])[used]
         if int(blocks.min()) < 0 or int(blocks.max()) >= len(key):
             raise ConfigError(
                 f"block_table names blocks from {int(blocks.min())} to {int(blocks.max())}; there are {len(key)}"
