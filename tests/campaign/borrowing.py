@@ -38,6 +38,7 @@ class Request:
         length: tokens whose rows are there.
         reached: the most tokens that it ever had.
         found: tokens that it began with, whoever has computed them.
+        committed: tokens in whole blocks that it has published, which a fork may have from whoever has published them.
     """
 
     stream: int
@@ -45,6 +46,7 @@ class Request:
     length: int
     reached: int
     found: int = 0
+    committed: int = 0
 
 
 @dataclass
@@ -209,6 +211,7 @@ class Borrowing:
         self._step(cache, slot, length)
         if rng.random() < 0.8:
             cache.it.commit(slot, tokens)
+            request.committed = length - length % cache.it.prefix_block_tokens
             self.calls += 1
 
     def _grow(self, cache: Cache) -> None:
@@ -228,7 +231,8 @@ class Borrowing:
             source = cache.requests[slot]
             made = cache.it.fork(slot)
             self.calls += 1
-            cache.requests[made] = replace(source, reached=source.length)
+            found = max(source.found, source.committed)
+            cache.requests[made] = replace(source, reached=source.length, found=found)
             self._see(cache, made)
 
     def _retract(self, cache: Cache) -> None:
