@@ -115,6 +115,8 @@ class BatchRows:
                 done.append(cache)
         except BaseException:
             if length:
+                if done:
+                    self.start = max(self.start, length)  # forth again, they give back what was behind it
                 for cache in done:
                     cache.step(self._all(before))
             raise

@@ -7,7 +7,7 @@ import copy
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -532,6 +532,35 @@ def test_after_an_interrupted_crop_windows_are_whole(monkeypatch: pytest.MonkeyP
             assert torch.equal(shown(other, 1)[0], keys[:, :, -19:])
             other.check()
         del taken
+
+
+@pytest.mark.parametrize("call", ["copy", "reorder"])
+def test_a_crop_that_is_taken_back_moves_where_windows_begin(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Going back and forth again, windows give back what was before them at the lower length."""
+    with mixed(max_batch_size=4) as cache:
+        keys = torch.randn(2, HEADS, 190, 64)
+        for part in (keys[:, :, :20], keys[:, :, 20:]):
+            for layer in range(2):
+                cache.update(part, part, layer)
+        true, calls = BatchRows._windows, itertools.count(1)
+
+        def interrupted_behind(self: BatchRows) -> Iterator[tuple[vattn.KVCache, int]]:
+            yield from true(self)
+            if next(calls) == 2:  # they have been asked, and have gone back
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BatchRows, "_windows", interrupted_behind)
+            cache.crop(-10)
+        assert cache.get_seq_length() == 190
+        assert cache._storage.first_kept(1) == 180 - 19  # to read before it would be a fault
+        with copy.copy(cache) if call == "copy" else contextlib.nullcontext(cache) as other:
+            if call != "copy":
+                other.reorder_cache(torch.tensor([1, 0]))
+                keys = keys.flip(0)
+            assert torch.equal(shown(other, 0)[0], keys)
+            assert torch.equal(shown(other, 1)[0], keys[:, :, -19:])
+            other.check()
 
 
 def test_a_copy_after_several_crops_has_what_windows_kept() -> None:
