@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vattn.cache import KVCache
-from vattn.errors import InvalidLength, NoFreeSlot
+from vattn.errors import InvalidLength, NoFreeSlot, VattnError
 
 
 class BatchRows:
@@ -101,7 +101,7 @@ class BatchRows:
         Raises:
             InvalidLength: a window there reaches tokens whose memory was given back. Nothing changed.
         """
-        before, done = self.length, list[KVCache]()
+        before, start, done = self.length, self.start, list[KVCache]()
         for cache, window in self._windows():
             if length and max(0, length - window + 1) < self._first.get(cache, 0):
                 raise InvalidLength(
@@ -109,14 +109,18 @@ class BatchRows:
                     f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
                     "reset"
                 )
+        if length:
+            # From its first step on, whatever comes of it: a window that has gone back, and forth again or not, gives
+            # back what was before it at this length.
+            self.start = max(start, length)
         try:
             for cache, _ in self._windows():
                 cache.step(self._all(length))
                 done.append(cache)
-        except BaseException:
+        except BaseException as error:
             if length:
-                if done:
-                    self.start = max(self.start, length)  # forth again, they give back what was behind it
+                if not done and isinstance(error, VattnError):  # refused
+                    self.start = start
                 for cache in done:
                     cache.step(self._all(before))
             raise

@@ -563,6 +563,30 @@ def test_a_crop_that_is_taken_back_moves_where_windows_begin(monkeypatch: pytest
             other.check()
 
 
+def test_an_update_follows_an_interrupted_crop_of_a_recorded_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that have gone back cannot go back to where the recording began."""
+    config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=2)
+    with vattn.VirtualCache(config, max_batch_size=2, **OPTIONS) as cache:
+        keys = torch.randn(2, HEADS, 100, 64)
+        cache.update(keys[:, :, :20], keys[:, :, :20], 0)
+        cache.activate_past_recording()
+        cache.crop(18)
+        cache.update(keys[:, :, 18:90], keys[:, :, 18:90], 0)
+        true = BatchRows.go_back
+
+        def interrupted_after(rows: BatchRows, length: int) -> None:
+            true(rows, length)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BatchRows, "go_back", interrupted_after)
+            cache.crop(72)
+        assert cache.get_seq_length() == 90
+        cache.update(keys[:, :, 90:], keys[:, :, 90:], 0)
+        assert torch.equal(shown(cache, 0)[0], keys[:, :, -1:])
+        cache.check()
+
+
 def test_a_copy_after_several_crops_has_what_windows_kept() -> None:
     """With windows only: each crop moves where queries start, and with that what is given back."""
     config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=40)
