@@ -98,7 +98,8 @@ class World:
         self._names = iter(range(1 << 30))
         self._seen: dict[str, list[tuple[int, ...]]] = {}  # by salt, all tokens that the prefix cache may know
         self._fault: str | None = None  # of the next forward pass
-        self._events: dict[tuple[str, str], int] = {}  # places for an interrupt in a call, as far as is known
+        # Places for an interrupt in a call, as far as is known.
+        self._events = {("constructor", "call"): 500, ("constructor", "check"): 1200}
         self._refusals = 0  # calls of `prepare` that will be refused
         self._tenant: vattn.KVCache | None = None  # takes pages of the engine's pool
         self._squeezed = False
@@ -119,6 +120,7 @@ class World:
         self.reference = engine_reference
         self.family = rng.choice(list(engine_reference.FAMILIES))
         self.model = _models(self.family)
+        self._traits = _traits(self.model)
         self.options = self._draw_options()
         self._prefixes = [self._draw_tokens(rng.randint(50, 110)) for _ in range(3)]
         before, headroom = books.read(), scheduler.HEADROOM_TOKENS
@@ -136,19 +138,22 @@ class World:
         gc.collect()
         if left := books.left(before):
             raise Found("something is left behind an engine that was closed", left)
-        if self.model.config._attn_implementation == "vattn":
-            raise Found("a closed engine leaves its attention in the model", "")
+        self._check_model("a closed engine")
 
     def _make(self) -> bool:
-        """Makes the engine, at times after one whose constructor was interrupted."""
+        """Makes the engine, at times after some whose constructors were interrupted."""
         from vattn import LLM
 
-        if self.rng.random() < 0.1:
+        for _ in range(self.rng.choice((0, 0, 1, 4))):
+            self.calls += 1
             try:
                 self._interrupted("constructor", lambda: LLM(self.model, **self.options).close())
             except KeyboardInterrupt:
                 self.counts["interrupted constructors"] += 1
+            except vattn.ConfigError:  # as below
+                break
             gc.collect()
+            self._check_model("an interrupted constructor")
         self.calls += 1
         try:
             self.llm = LLM(self.model, **self.options)
@@ -166,6 +171,13 @@ class World:
             self.model.get_output_embeddings().register_forward_hook(self._score),
         ]
         return True
+
+    def _check_model(self, after: str) -> None:
+        """The model was given as an object, so it is left as it was."""
+        found = _traits(self.model)
+        if changed := {name for name in found | self._traits if found.get(name) != self._traits.get(name)}:
+            what = "its attention in the model" if changed == {"attention"} else "the model changed"
+            raise Found(f"{after} leaves {what}", f"{sorted(changed)[:5]}")
 
     @property
     def _backend(self) -> str:
@@ -316,10 +328,12 @@ class World:
         event = rng.choice(["call", "check"])
         known = self._events.get((what, event), 2000)
         nth = rng.choice([rng.randint(1, known), int(known ** rng.random()), known - int(200 ** rng.random())])
+        if rng.random() < 0.1:  # a longer call may have more of them
+            nth = rng.randint(known, 2 * known)
         try:
             return interrupted(function, event, max(1, nth), rng.choice(["raise", "signal"]))
         finally:
-            if (events := interrupted.events) < nth or rng.random() < 0.1:  # type: ignore[attr-defined]
+            if (events := interrupted.events) < nth or nth > known:  # type: ignore[attr-defined]
                 self._events[what, event] = max(1, events)
 
     def _mend(self) -> None:
@@ -883,6 +897,16 @@ def _common(tokens: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other))
     )
+
+
+def _traits(model: Any) -> dict[str, Any]:
+    """By name, what an engine may change in a model: its attention, what its modules are and have, and its weights."""
+    traits: dict[str, Any] = {"attention": model.config._attn_implementation}
+    for name, module in model.named_modules():
+        traits[f"module {name}"] = type(module), sorted(vars(module))
+    for name, weight in model.named_parameters():
+        traits[f"weight {name}"] = weight.shape, weight.dtype, weight.double().sum().item()
+    return traits
 
 
 _made: dict[str, Any] = {}

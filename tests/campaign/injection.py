@@ -36,22 +36,23 @@ def _after_calls(code: CodeType) -> dict[int, bool]:
     return found
 
 
-def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "raise") -> Any:
+def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "raise", part: str = "") -> Any:
     """Calls a function, with a KeyboardInterrupt at the nth event in code of vattn.
 
     Args:
         event: "call": where a Python function is entered; "check": behind what is no Python function, as well. CPython
             handles signals there, and nowhere else but where a loop goes on.
         how: "raise": the exception itself; "signal": SIGINT, which code may hold off.
+        part: of the library, whose events alone count: a folder, or a file; all of it by default.
     """
-    left = nth
+    left, counted = nth, os.path.join(LIBRARY, part)
     entered: set[FrameType] = set()  # those that called a Python function with the instruction before
 
     def trace(frame: FrameType, kind: str, arg: Any) -> Any:
         nonlocal left
         if kind == "call" and frame.f_back is not None and frame.f_code.co_name not in ("__init__", "__new__"):
             entered.add(frame.f_back)
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        if not frame.f_code.co_filename.startswith(counted):
             return None
         counts = kind == "call"
         if kind == "opcode":

@@ -34,6 +34,9 @@ from tests.support.faults import FaultyTable
 
 _PAGE = 4096
 _MOST_ROWS = 8
+# Calls that are interrupted, and those that follow them, by how often.
+_TORN = {"crop": 8, "move": 2, "update": 2, "assign": 1, "write": 1, "trim": 1, "reset": 1}
+_MEETING = {"move": 6, "crop": 1, "update": 1, "duplicate": 1, "trim": 1}
 
 
 def new(seed: int, rows: int, heads: int, tokens: int, dims: Sequence[tuple[int, int]], dtype: torch.dtype) -> Any:
@@ -166,6 +169,10 @@ class World:
     bystander: int = 0  # its length
     focus: str = ""  # the cache of the last operation
     lost: tuple[str, int] | None = None  # the cache that the last operation lost the rows of, and how many
+    tearing: bool = False  # the next call is interrupted, if it can be
+    staying: bool = False  # operations keep to one cache
+    places: Counter[tuple[str, str]] = field(default_factory=Counter)  # for an interrupt in a call, as far as is known
+    place: tuple[str, str] = ("", "")  # of the last call that was torn: the call, and the kind of event
 
     # The script
 
@@ -316,7 +323,8 @@ class World:
         allowed = [*expected]
         if not under.ample:
             allowed.append(vattn.OutOfPages)
-        wrapped = self.interrupted(code) if self.rng.random() < 0.04 else None
+        tearing, self.tearing = self.tearing, False
+        wrapped = self.interrupted(code, torn=tearing) if tearing or self.rng.random() < 0.04 else None
         if wrapped is not None:
             code = wrapped
         elif fails and under.pooled and self.faulty and self.rng.random() < 0.25:
@@ -354,13 +362,20 @@ class World:
             return False
         finally:
             self.armed = False
+            if tearing and wrapped is not None:
+                self.note_places()
         under.plain = after
         if moves:
             self.leave(name, before)
         return True
 
-    def interrupted(self, code: str) -> str | None:
-        """A call that is interrupted somewhere, if it has so many places; None where that cannot be written."""
+    def interrupted(self, code: str, *, torn: bool = False) -> str | None:
+        """A call that is interrupted somewhere, if it has so many places; None where that cannot be written.
+
+        Args:
+            torn: in code of `vattn.hf`, at any of its places alike: they are few beside those of the caches below, and
+                what has to change together is changed between them.
+        """
         (statement,) = ast.parse(code).body
         target, call = "", code
         if isinstance(statement, ast.Assign):
@@ -375,7 +390,16 @@ class World:
         elif not isinstance(statement, ast.Expr):
             return None
         event, how = self.rng.choice(("call", "check")), self.rng.choice(("raise", "signal"))
+        if torn:
+            self.place = _word(code), event
+            nth = self.rng.randint(1, 20 + self.places[self.place] * 5 // 4)  # a longer call shows more of them
+            return f"{target}interrupted(lambda: {call}, {event!r}, {nth}, {how!r}, 'hf')"
         return f"{target}interrupted(lambda: {call}, {event!r}, {int(10 ** self.rng.uniform(0, 3.3))}, {how!r})"
+
+    def note_places(self) -> None:
+        """Learns how far the call that was torn came."""
+        events: int = interrupted.events  # type: ignore[attr-defined]
+        self.places[self.place] = max(self.places[self.place], events)
 
     def emptied(self, plain: Plain) -> Plain:
         return Plain(plain.windows, plain.dims, plain.dtype, plain.coded, None, 0, plain.recording)
@@ -423,6 +447,7 @@ class World:
             if failed:
                 raise Found("a failed call leaves layers of different lengths", f"{sorted(lengths)}")
             self.run(f"{name}.reset()")  # a forward pass did not end
+            self.leave(name, under.plain)
             candidates = [self.emptied(under.plain)]
         for plain in candidates:
             if self.holds(name, plain):
@@ -541,7 +566,7 @@ class World:
 
     def pick(self, names: list[str]) -> str:
         """One of them; mostly the one of the operation before, so that operations meet."""
-        if self.focus not in names or self.rng.random() < 0.25:
+        if self.focus not in names or (not self.staying and self.rng.random() < 0.25):
             self.focus = self.rng.choice(names)
         return self.focus
 
@@ -561,6 +586,7 @@ class World:
         if self.filled():
             choices += [(5, self.crop), (10, self.move), (1, self.reset), (3, self.assign), (4, self.write)]
             choices += [(4, self.keep), (2.5, self.duplicate), (1, self.unfinished), (2, self.read), (1, self.ask)]
+            choices.append((3, self.tear))
         if self.kept:
             choices += [(3, self.write_kept), (3, self.drop_kept)]
         if self.loose:
@@ -654,7 +680,7 @@ class World:
         name = self.pick(self.filled())
         under = self.caches[name]
         count = under.plain.rows
-        way = rng.choice(("reorder", "reorder", "repeat", "select", "mask"))
+        way = rng.choice(("reorder", "reorder", "repeat", "select", "mask") if count > 1 else ("repeat", "select"))
         if way == "repeat":
             times = rng.choice((1, 2, 2, 3))
             rows = [row for row in range(count) for _ in range(times)]
@@ -679,6 +705,27 @@ class World:
         refused = [vattn.ConfigError] if len(rows) > (under.most or _MOST_ROWS) else []
         if self.attempt(name, code, after, expected=refused, moves=True, empties=True) and refused:
             raise Found("more rows than max_batch_size", code)
+
+    def tear(self) -> None:
+        """Interrupted calls on one cache, each between two that are not: what it left half done, the last one meets."""
+        rng = self.rng
+        filled = self.filled()
+        windowed = [name for name in filled if self.caches[name].plain.windowed]  # they go back before all is decided
+        self.focus = rng.choice(windowed if windowed and rng.random() < 0.7 else filled)
+        self.staying = True
+        for _ in range(rng.randint(2, 6)):
+            for calls in ({"update": 1}, _TORN, _MEETING):
+                if not self.caches[self.focus].plain.length:
+                    calls = {"update": 1}
+                (call,) = rng.choices(list(calls), list(calls.values()))
+                self.tearing, self.lost = calls is _TORN, None
+                getattr(self, call)()
+                self.tearing = False
+                if self.caches[self.focus].closed:  # where a call has failed
+                    self.staying = False
+                    return
+                self.look()
+        self.staying = False
 
     def reset(self) -> None:
         name = self.pick(self.filled())

@@ -134,6 +134,11 @@ def memory_stays_short() -> None:
     _rewrite(_storage(), "settle", ("<= max(self.lengths) == self._rows", "<= max(self.lengths) >= self._rows"))
 
 
+@mutation("virtual cache", "after a crop that did not end windows begin where rows did", "virtual_cache")
+def back_and_forth() -> None:
+    _rewrite(_rows(), "go_back", ("self.start = max(start, length)", "pass"))
+
+
 @mutation("virtual cache", "after an interrupted crop windows begin where rows did", "virtual_cache")
 def windows_begin_with_rows() -> None:
     _rewrite(_storage(), "first_kept", ("min(self._rows.start, self.lengths[index])", "self._rows.start"))
