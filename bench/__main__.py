@@ -42,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--publish", action="store_true", help="update the documents' claims and plots from the committed records"
     )
     parser.add_argument("--quick", action="store_true", help="few and small cases: does it run? Not for figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there, or print it for -")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the record there, of several into that folder, or print it for -",
+    )
     parser.add_argument("--check", action="store_true", help="with --publish: write nothing, fail if anything is stale")
     args = parser.parse_args(argv)
 
@@ -50,20 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give either NAMEs or one of --all, --list and --publish")
     if unknown := [name for name in args.names if name not in found]:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(found)}")
-    if args.json and len(args.names) != 1:
-        parser.error("--json takes the record of one benchmark: give one NAME")
+    if args.json and (args.list or args.publish):
+        parser.error("--json belongs to benchmarks that are run: give NAMEs or --all")
     if args.check and not args.publish:
         parser.error("--check belongs to --publish")
 
     if args.list:
         for name, case in found.items():
-            print(f"{name:15}{case.about}")
+            print(f"{name:18}{case.about}")
         return 0
     if args.publish:
         return publish(_ROOT, check=args.check)
     if len(args.names) == 1:
         return run(found[args.names[0]], quick=args.quick, file=args.json)
-    return run_apart(args.names or list(found), quick=args.quick)
+    return run_apart(args.names or list(found), quick=args.quick, folder=args.json)
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
@@ -103,12 +108,18 @@ def run(case: Case, *, quick: bool, file: Path | None = None) -> int:
     return 0
 
 
-def run_apart(names: Sequence[str], *, quick: bool) -> int:
-    """Runs benchmarks one after another, each in a process of its own, so that none finds the memory of another."""
+def run_apart(names: Sequence[str], *, quick: bool, folder: Path | None = None) -> int:
+    """Runs benchmarks one after another, each in a process of its own, so that none finds the memory of another.
+
+    Each writes its record to a folder, if there is one, when it ends, so a run that is cut off keeps those before it.
+    For the folder `-`, each prints it.
+    """
     failed = []
     for name in names:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", "bench", name, *(["--quick"] if quick else [])]
+        if folder is not None:
+            command += ["--json", str(folder if folder == Path("-") else folder.absolute() / f"{name}.json")]
         if subprocess.run(command, cwd=_ROOT, check=False).returncode:
             failed.append(name)
     if failed:

@@ -37,6 +37,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "batching",
         "prefix",
         "shared",
+        "shared_restart",
+        "shared_admission",
         "pool",
         "roles",
         "speculate",

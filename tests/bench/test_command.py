@@ -35,13 +35,32 @@ def test_all_runs_every_case_in_a_process_and_says_which_failed(
     assert ran == [["step"], ["decode"]]
 
 
+def test_several_records_go_to_a_folder_each_as_its_benchmark_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "records"
+    places = []
+
+    def fake(arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        places.append(arguments[arguments.index("--json") + 1])
+        return subprocess.CompletedProcess(arguments, returncode=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.subprocess, "run", fake)
+    assert main(["step", "decode", "--json", "records"]) == 0
+    assert places == [str(folder / "step.json"), str(folder / "decode.json")]
+    places.clear()
+    assert main(["step", "decode", "--json", "-"]) == 0
+    assert places == ["-", "-"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ([], "give either NAMEs or one of --all, --list and --publish"),
         (["step", "--all"], "give either NAMEs"),
         (["steps"], "no benchmark is called steps; there are ablation, "),
-        (["--all", "--json", "x"], "--json takes the record of one benchmark"),
+        (["--list", "--json", "x"], "--json belongs to benchmarks that are run"),
         (["step", "--check"], "--check belongs to --publish"),
     ],
 )
