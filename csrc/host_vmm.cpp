@@ -814,10 +814,8 @@ std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::
   PhysicalFile& file = s.files.at(location);
   struct stat now{};  // the file is sealed against becoming shorter
   const bool known = file.foreign && fstat(file.fd(), &now) == 0;
-  for (const off_t offset : offsets)
-    if (!known || offset < 0 || offset % size || offset > now.st_size - size)
-      throw std::out_of_range("a page that the file does not have");
   for (const off_t offset : offsets) {
+    if (!known || offset < 0 || offset % size || offset > now.st_size - size) break;
     const Physical page{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true};
     s.physical.emplace_hint(s.physical.end(), s.next_handle, page);
     file.use(static_cast<std::size_t>(size));

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -147,6 +148,37 @@ Stats call_stats(const Driver& driver) {
 void remove_foreign(PagePool& pool, const Pages& pages) {
   for (const std::vector<PageId>& column : pages.columns)
     for (const PageId page : column) host_vmm().release(pool.remove_foreign(page));
+}
+
+std::vector<std::shared_ptr<Pages>> add_foreign(PagePool& self, int file, const nb::bytes& offsets,
+                                                const std::vector<std::pair<std::size_t, std::size_t>>& shape) {
+  std::size_t block = 0;
+  for (const auto& [columns, lanes] : shape) block += columns * lanes;
+  std::vector<off_t> wanted(offsets.size() / sizeof(off_t));
+  std::memcpy(wanted.data(), offsets.c_str(), wanted.size() * sizeof(off_t));
+  const std::vector<Handle> handles = foreign_memory(log2_of(self.page_size()), file, wanted);
+  const std::size_t whole = block ? handles.size() / block * block : 0;
+  std::vector<std::shared_ptr<Pages>> found;
+  std::size_t added = 0;
+  try {
+    found.reserve(block ? whole / block * shape.size() : 0);
+    while (added < whole)
+      for (const auto& [columns, lanes] : shape) {
+        const auto& pages = found.emplace_back(std::make_shared<Pages>());
+        pages->columns.reserve(columns);
+        for (std::size_t column = 0; column < columns; ++column) {
+          pages->columns.emplace_back().reserve(lanes);
+          for (std::size_t lane = 0; lane < lanes; ++lane, ++added)
+            pages->columns.back().push_back(self.add_foreign(handles[added]));
+        }
+      }
+  } catch (...) {
+    for (const auto& pages : found) remove_foreign(self, *pages);
+    for (; added < handles.size(); ++added) host_vmm().release(handles[added]);
+    throw;
+  }
+  for (std::size_t rest = whole; rest < handles.size(); ++rest) host_vmm().release(handles[rest]);
+  return found;
 }
 
 nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, std::size_t index, int device_type,
@@ -326,12 +358,15 @@ NB_MODULE(_native, m) {
           "transaction"_a, "count"_a, "Gives the memory of up to `count` free pages back; how many.")
       .def(
           "hold",
-          [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
-            for (const auto& column : pages.columns)
-              for (const PageId page : column) self->retain(page);
+          [](std::shared_ptr<PagePool> self, Transaction& transaction,
+             const std::vector<std::shared_ptr<Pages>>& pages) {
+            for (const auto& each : pages)
+              for (const auto& column : each->columns)
+                for (const PageId page : column) self->retain(page);
             transaction.on_revert([self, pages] {
-              for (const auto& column : pages.columns)
-                for (const PageId page : column) self->drop(page);
+              for (const auto& each : pages)
+                for (const auto& column : each->columns)
+                  for (const PageId page : column) self->drop(page);
             });
           },
           "transaction"_a, "pages"_a, "Adds a reference to each, that they stay whether a slot has them or not.")
@@ -345,27 +380,11 @@ NB_MODULE(_native, m) {
             });
           },
           "transaction"_a, "pages"_a, "Takes those references back.")
-      .def(
-          "add_foreign",
-          [](PagePool& self, int file, const std::vector<off_t>& offsets, std::size_t lanes) {
-            auto pages = std::make_shared<Pages>();
-            const std::vector<Handle> handles = foreign_memory(log2_of(self.page_size()), file, offsets);
-            std::size_t added = 0;
-            try {
-              for (const Handle handle : handles) {
-                if (added % lanes == 0) pages->columns.emplace_back().reserve(lanes);
-                pages->columns.back().push_back(self.add_foreign(handle));
-                ++added;
-              }
-            } catch (...) {
-              remove_foreign(self, *pages);
-              for (; added < handles.size(); ++added) host_vmm().release(handles[added]);
-              throw;
-            }
-            return pages;
-          },
-          "file"_a, "offsets"_a, "lanes"_a,
-          "Pages of a foreign file, by column, then lane, which are to be mapped read-only. Nobody holds them yet.")
+      .def("add_foreign", &add_foreign, "file"_a, "offsets"_a, "shape"_a,
+           "Pages of a foreign file, which are to be mapped read-only, of blocks that each have columns and lanes of\n"
+           "several kinds: per block and kind, for as many blocks as the file has. Nobody holds them yet. `offsets` "
+           "are\n"
+           "numbers of 8 bytes, by block, kind, column, then lane.")
       .def("remove_foreign", &remove_foreign, "pages"_a, "Removes foreign pages that nothing holds or maps any more.")
       .def(
           "offsets",

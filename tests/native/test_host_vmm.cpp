@@ -964,8 +964,11 @@ TEST(foreign_memory_is_only_mapped) {
   close(readable);
   const std::size_t handles = host_usage().handles;
   const Handle theirs = foreign_memory(12, foreign, {offset_in_file(mine)}).at(0);
-  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, {offset_in_file(mine), 1 << 20}));
-  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, {1}));
+  const std::vector<Handle> again = foreign_memory(12, foreign, {offset_in_file(mine), 1 << 20, offset_in_file(mine)});
+  CHECK_EQ(again.size(), std::size_t{1});
+  CHECK_EQ(vmm.release(again.at(0)), kSuccess);
+  for (const off_t wrong : {off_t{1}, off_t{-4096}, off_t{1} << 20})
+    CHECK_EQ(foreign_memory(12, foreign, {wrong}).size(), std::size_t{0});
   CHECK_EQ(host_usage().handles, handles + 1);
   CHECK_THROWS(std::system_error, open_foreign_file(12, -1));
   CHECK_EQ(host_usage().physical_bytes, bytes);

@@ -162,7 +162,7 @@ class Directory:
         return int(number) if number < self.shape.capacity else None
 
     def alike(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many entries from this number on are said to have these keys, in order; only `read` knows.
+        """How many entries from this number on are said to have these keys, in order; only `offsets` knows.
 
         What is published together has neighbouring numbers, and is pinned and read together, which takes a few system
         calls in place of some per entry.
@@ -173,13 +173,33 @@ class Directory:
 
     def read(self, number: int) -> Entry | None:
         """An entry; None if there is none of this number."""
-        return self.read_all(number, 1)[0]
+        data = os.pread(self._file, self.shape.entry_bytes, self._at(number))
+        body = data[: self._body]
+        if len(data) < self.shape.entry_bytes or data[self._body :] != _digest(body):
+            return None
+        numbers = array("q", body[KEY_BYTES:])
+        tokens = 1 + self.shape.block_tokens
+        return Entry(body[:KEY_BYTES], numbers[0], numbers[1:tokens], numbers[tokens:])
 
-    def read_all(self, number: int, count: int) -> list[Entry | None]:
-        """So many entries from this number on."""
-        size = self.shape.entry_bytes
-        data = os.pread(self._file, count * size, self._at(number))
-        return [self._entry(data[at : at + size]) for at in range(0, count * size, size)]
+    def offsets(self, number: int, keys: Sequence[bytes], tokens: bytes) -> list[bytes]:
+        """Where the pages lie of the entries from this number on, as far as these have the keys and tokens, in order:
+        numbers of 8 bytes, as `tokens` are.
+        """
+        size, body, start = self.shape.entry_bytes, self._body, KEY_BYTES + 8
+        data = os.pread(self._file, len(keys) * size, self._at(number))
+        length, found = 8 * self.shape.block_tokens, list[bytes]()
+        for at, its, key in zip(
+            range(0, len(data), size), range(0, len(tokens) - length + 1, length), keys, strict=False
+        ):
+            entry = data[at : at + body]
+            if (
+                not entry.startswith(key)
+                or not entry.startswith(tokens[its : its + length], start)
+                or data[at + body : at + size] != _digest(entry)
+            ):
+                break
+            found.append(entry[start + length :])
+        return found
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """All entries, with their numbers."""
@@ -211,14 +231,6 @@ class Directory:
     def ended(self) -> bool:
         """Whether there is no entry, and will be none."""
         return bool(self._get(_ENDED))
-
-    def _entry(self, data: bytes) -> Entry | None:
-        body = data[: self._body]
-        if len(data) < self.shape.entry_bytes or data[self._body :] != _digest(body):
-            return None
-        numbers = array("q", body[KEY_BYTES:])
-        tokens = 1 + self.shape.block_tokens
-        return Entry(body[:KEY_BYTES], numbers[0], numbers[1:tokens], numbers[tokens:])
 
     def _lock(self, kind: int, number: int, count: int = 1) -> bool:
         try:

@@ -40,7 +40,7 @@ class Peer:
     withdrawals: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Foreign:
     """Pages of another process, which stay as they are until they are released."""
 
@@ -172,16 +172,16 @@ class Shares:
             if not count:
                 return []
         peer.pins.update(range(first, first + count))
-        size, found = self.directory.shape.block_tokens, list[Foreign]()
+        found: list[Foreign] = []
         try:
-            for entry in peer.directory.read_all(first, count):
-                number, at = len(found), start + len(found) * size
-                ids = array("q", tokens[at : at + size])
-                if entry is None or entry.key != keys[number] or entry.tokens != ids:
-                    break
-                found.append(Foreign(peer, first + number, self._pages(peer, entry.offsets)))
-        except IndexError:  # pages that its file does not have
-            pass
+            ids = array("q", tokens[start : start + count * self.directory.shape.block_tokens]).tobytes()
+            offsets = peer.directory.offsets(first, keys[:count], ids)
+            pages = self._native.add_foreign(peer.file, b"".join(offsets), self._columns)
+            kinds = len(self._columns)
+            found += [
+                Foreign(peer, first + number, tuple(pages[number * kinds : (number + 1) * kinds]))
+                for number in range(len(pages) // kinds)
+            ]
         finally:
             self._fetched.update(found)
             for number in range(first + len(found), first + count):
@@ -227,19 +227,6 @@ class Shares:
         for held in (self.left, self._returned, self._lingering):
             held.clear()
         self.directory.leave()
-
-    def _pages(self, peer: Peer, offsets: array[int]) -> tuple[_native.Pages, ...]:
-        pages, start = [], 0
-        try:
-            for columns, lanes in self._columns:
-                end = start + columns * lanes
-                pages.append(self._native.add_foreign(peer.file, offsets[start:end].tolist(), lanes))
-                start = end
-        except BaseException:
-            for each in pages:
-                self._native.remove_foreign(each)
-            raise
-        return tuple(pages)
 
     def _unpin(self, peer: Peer, number: int) -> None:
         peer.pins[number] -= 1

@@ -245,17 +245,17 @@ class SharedBlocks:
             change.on_revert(self.index.take_out, block)
             self.index.publish(block, key)
             published.append(block)
-            for pages in block.pages:
-                self._pool.hold(change.transaction, pages)
+            self._pool.hold(change.transaction, block.pages)
         return published
 
-    def insert(self, change: Change, block: PageBlock, key: Key) -> None:
-        """Publishes a block that no slot has, whose key is not in the index."""
-        change.on_revert(self.index.take_out, block)
-        self.index.publish(block, key)
-        for pages in block.pages:
-            self._pool.hold(change.transaction, pages)
-        self._recount(block)
+    def insert(self, change: Change, blocks: Sequence[PageBlock], keys: Iterable[Key]) -> None:
+        """Publishes blocks that no slot has, and whose keys are not in the index."""
+        change.on_revert(self._take_out, blocks)
+        for block, key in zip(blocks, keys, strict=False):
+            self.index.publish(block, key)
+        self._pool.hold(change.transaction, [pages for block in blocks for pages in block.pages])
+        for block in blocks:
+            self._recount(block)
 
     def yields(self, block: PageBlock) -> bool:
         """Whether memory is had by evicting a cached block: it is this process's, and no other one has it mapped, nor
@@ -270,8 +270,7 @@ class SharedBlocks:
     def unpublish(self, change: Change, block: PageBlock) -> None:
         """Has no other process find a block, which stays what it is here."""
         if not self.yields(block):
-            for pages in block.pages:
-                self._pool.hold(change.transaction, pages)
+            self._pool.hold(change.transaction, block.pages)
             self._withdraw(change, block)
 
     def retract(self, change: Change, block: PageBlock) -> None:
@@ -388,6 +387,11 @@ class SharedBlocks:
         number = block.entry
         change.set(block, "entry", None)
         self.shares.withdraw(change, number, block.pages)
+
+    def _take_out(self, blocks: Iterable[PageBlock]) -> None:
+        """Undoes `insert`."""
+        for block in blocks:
+            self.index.take_out(block)
 
     def _restore(self, block: PageBlock) -> None:
         """Undoes `evict`: puts a block back into the index, under an unfindable key if its own is taken by then."""

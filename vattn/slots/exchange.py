@@ -83,11 +83,14 @@ class Exchange(Decisions):
             group = list(run)
             if missing:
                 fetched = self._shares.fetch(group, token_ids, len(found) * size)
-                for key, foreign in zip(group, fetched, strict=False):
-                    block = PageBlock(depth=len(found), pages=foreign.pages, last_use=time.monotonic_ns(), foreign=True)
-                    self._foreign[block] = foreign
-                    self._band.shared.insert(change, block, key)
-                    found.append(key)
+                now = time.monotonic_ns()
+                blocks = [
+                    PageBlock(depth=depth, pages=foreign.pages, last_use=now, foreign=True)
+                    for depth, foreign in enumerate(fetched, len(found))
+                ]
+                self._foreign.update(zip(blocks, fetched, strict=True))
+                self._band.shared.insert(change, blocks, group)
+                found += group[: len(fetched)]
                 if len(fetched) < len(group):
                     break
             else:

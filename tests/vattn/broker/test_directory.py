@@ -8,6 +8,7 @@ import fcntl
 import os
 import random
 import secrets
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -83,10 +84,39 @@ def test_neighbours_are_pinned_and_read_together(mine: OwnDirectory) -> None:
         assert [mine.remove(number) for number in range(5)] == [True, False, False, False, True]
         other.unpin(2)
         assert [mine.remove(number) for number in (1, 2, 3)] == [False, True, False]
-        entries = other.read_all(0, SHAPE.capacity + 3)
+        entries = [other.read(number) for number in range(SHAPE.capacity + 3)]
         assert [number for number, entry in enumerate(entries) if entry is not None] == [1, 3]
-        assert len(entries) == SHAPE.capacity + 3
         assert [entry.tokens[0] for entry in entries if entry] == [1, 3]
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "a key", "tokens", "a byte", "removed", "too few tokens", "the end"])
+def test_offsets_go_as_far_as_keys_and_tokens_and_checksums_agree(mine: OwnDirectory, wrong: str) -> None:
+    count = SHAPE.capacity if wrong == "the end" else 6
+    blocks = [[i, 2, 3, 4] for i in range(count)]
+    for i, tokens in enumerate(blocks):
+        mine.add(key(1 + i), tokens, [2 * i * PAGE, (2 * i + 1) * PAGE])
+    keys = [key(1 + i) for i in range(count)]
+    ids = array("q", [token for tokens in blocks for token in tokens])
+    expected = {"nothing": 6, "too few tokens": 5, "the end": count}.get(wrong, 3)
+    if wrong == "a key":
+        keys[3] = key(99)
+    elif wrong == "tokens":
+        ids[3 * 4 + 3] = 7
+    elif wrong == "a byte":  # of an offset, which no key vouches for
+        os.pwrite(mine.fileno(), b"\x01", mine._at(3) + SHAPE.entry_bytes - 16 - 8)
+    elif wrong == "removed":
+        assert mine.remove(3)
+    elif wrong == "too few tokens":
+        del ids[-1:]
+    elif wrong == "the end":
+        keys, ids = [*keys, key(99)], ids + array("q", [count, 2, 3, 4])
+    with reader(mine) as other:
+        found = other.offsets(0, keys, ids.tobytes())
+        assert [list(array("q", each)) for each in found] == [
+            [2 * i * PAGE, (2 * i + 1) * PAGE] for i in range(expected)
+        ]
+        assert len(other.offsets(2, keys[2:], ids[8:].tobytes())) == max(0, expected - 2)
+        assert other.offsets(SHAPE.capacity + 3, keys, ids.tobytes()) == []
 
 
 def test_all_of_a_range_is_pinned_or_nothing(mine: OwnDirectory) -> None:
@@ -377,7 +407,7 @@ class Sharing(RuleBasedStateMachine):
             view = each.views[place]
             if not view.pin(number, count):
                 continue
-            for at, entry in enumerate(view.read_all(number, count), number):
+            for at, entry in ((at, view.read(at)) for at in range(number, number + count)):
                 if (place, at) in each.mapped:
                     continue
                 wanted = content if at == number else entry and entry.tokens[0]

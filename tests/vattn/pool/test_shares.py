@@ -272,7 +272,7 @@ def test_a_prefix_is_pinned_by_a_few_locks(broker: brokers.Process, monkeypatch:
         assert len(a.shares.directory.pinned()) == len(PROMPT) // BLOCK
 
 
-@pytest.mark.parametrize("what", ["taken", "about to be taken", "of other tokens"])
+@pytest.mark.parametrize("what", ["taken", "about to be taken", "of other tokens", "of no pages"])
 def test_a_block_that_leaves_while_a_prefix_is_looked_up_ends_it(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -294,7 +294,12 @@ def test_a_block_that_leaves_while_a_prefix_is_looked_up_ends_it(
                 else:
                     entry = mine.read(number + 7)
                     assert entry is not None
-                    taker._write(number + 7, entry.key, entry.published, [7] * BLOCK, entry.offsets)
+                    tokens, offsets = list(entry.tokens), list(entry.offsets)
+                    if what == "of other tokens":
+                        tokens[-1] += 1
+                    else:
+                        offsets[-1] = PAGE << 40  # which the file does not have
+                    taker._write(number + 7, entry.key, entry.published, tokens, offsets)
             return count
 
         monkeypatch.setattr(Directory, "alike", then_it_leaves)

@@ -83,7 +83,7 @@ def test_pages_that_somebody_holds_are_left_alone_until_they_are_let_go() -> Non
     for column in (0, 1):
         world.words(0, column)[:] = [7] * world.page_words
     held = world.space.pages(0, 0, 1)
-    world.run(lambda t: world.pool.hold(t, held), lambda t: world.space.shrink(t, 0, 2))
+    world.run(lambda t: world.pool.hold(t, [held]), lambda t: world.space.shrink(t, 0, 2))
     world.run(lambda t: world.space.attach(t, 1, [held]))
     assert set(world.words(1, 0)) == {7}
     world.run(lambda t: world.space.shrink(t, 1, 1))
