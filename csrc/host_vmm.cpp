@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -150,7 +151,7 @@ struct State {
   std::mutex mutex;
   std::map<int, PhysicalFile> files;  // by the location's id: the granularity, and the file's number
   int next_file = 1;
-  std::map<Handle, Physical> physical;
+  std::unordered_map<Handle, Physical> physical;
   std::map<Address, Reservation> reservations;
   Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
   std::size_t kernel_mappings = 0;
@@ -332,7 +333,7 @@ void forget_file(State& s, std::map<int, PhysicalFile>::iterator file) {
   s.files.erase(file);
 }
 
-void forget(State& s, std::map<Handle, Physical>::iterator it) {
+void forget(State& s, std::unordered_map<Handle, Physical>::iterator it) {
   if (it->second.references + it->second.mappings > 0) return;
   bool foreign = false;
   if (it->second.own >= 0) {
@@ -817,7 +818,7 @@ std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::
   for (const off_t offset : offsets) {
     if (!known || offset < 0 || offset % size || offset > now.st_size - size) break;
     const Physical page{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true};
-    s.physical.emplace_hint(s.physical.end(), s.next_handle, page);
+    s.physical.emplace(s.next_handle, page);
     file.use(static_cast<std::size_t>(size));
     made.push_back(s.next_handle++);
   }
