@@ -1,8 +1,8 @@
 """Runs scripts in processes of their own, without the seconds in which each would import torch and transformers.
 
 A server that has imported them forks for each script. The fork runs it as `python -c` does, and ends as an interpreter
-ends, but for the destructors of libraries that were loaded before, which take longer than most scripts. vattn is not
-imported before the script does it.
+ends, but for the modules and the destructors of libraries that were loaded before: to clear those takes longer than
+most scripts. vattn is not imported before the script does it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What the script printed, and its exit status: negative is the signal that ended it. A warning is an error.
 
-    `variables` are added to the environment. `to_the_end` runs the destructors of torch's libraries, too.
+    `variables` are added to the environment. `to_the_end` clears torch's modules, too, and runs its destructors.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -185,7 +185,17 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
     return vars(main)
 
 
+def _leave_standing(names: list[str]) -> None:
+    """Takes these modules from the interpreter, which at its end would copy their pages to clear them."""
+    for name in names:
+        if module := sys.modules.pop(name, None):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+
+
 if __name__ == "__main__":
+    preloaded: list[str] = []
+    atexit.register(_leave_standing, preloaded)  # the first to be registered is the last to be called
+
     import torch  # noqa: F401
 
     if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models
@@ -193,4 +203,6 @@ if __name__ == "__main__":
 
     gc.freeze()  # a collection in a fork would copy all the pages that it looks at
     if request := _next_script():
+        if not request.get("to_the_end"):
+            preloaded += sys.modules.keys() - {"sys", "builtins", "__main__"}
         exec(compile(request["script"], "<string>", "exec"), _become(request))
