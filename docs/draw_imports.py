@@ -118,7 +118,8 @@ def _imported(package: str, tree: ast.Module, types: bool) -> Iterator[str]:
             source = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{source}.{alias.name}" for alias in node.names)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child)
+            if not isinstance(child, ast.expr):  # imports are statements
+                yield from visit(child)
 
     yield from visit(tree)
 
