@@ -46,23 +46,35 @@ def broker() -> Iterator[brokers.Process]:
 
 @contextlib.contextmanager
 def prefiller(**options: Any) -> Iterator[LLM]:
-    """An engine that takes prompts, in a thread with an event loop."""
+    """An engine that takes prompts, in a thread with an event loop. What ends it early is raised here."""
     llm = make_llm(role="prefill", **options)
     ready, end = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
 
     async def serve() -> None:
         async with AsyncEngine(llm):
             ready.set()
             await asyncio.to_thread(end.wait)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    def run_it() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run_it)
     thread.start()
     ready.wait()
     try:
-        yield llm
+        if not errors:
+            yield llm
     finally:
         end.set()
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager
