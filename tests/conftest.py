@@ -21,11 +21,19 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests first: one that starts last keeps a worker busy after the others are done. Long ones if asked for."""
+    """The slowest tests first: one that starts last keeps a worker busy after the others are done. Long ones if asked
+    for.
+    """
     if not LONG:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=_seconds, reverse=True)
+
+
+def _seconds(item: pytest.Item) -> float:
+    """What a test takes, as its mark says."""
+    slow = item.get_closest_marker("slow")
+    return 0 if slow is None else slow.args[0] if slow.args else 2
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,9 +29,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Some start servers, or need ten seconds even so.
+# Some start servers or engines in processes of their own, or need five seconds even so.
 MARKS = dict.fromkeys(("plugin", "shared_budget"), NEEDS_VLLM) | dict.fromkeys(
-    ("serving", "threads", "throughput", "roles"), pytest.mark.long
+    ("mla", "reserve", "roles", "serving", "shared", "simulate", "speculate", "threads", "throughput"), pytest.mark.long
 )
 
 

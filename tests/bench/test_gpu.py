@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
+@pytest.mark.slow(6)
 def test_parts_run_over_the_stub(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")
     names = effort(["strides"], ["strides", "attention"])
@@ -112,6 +113,7 @@ for locked in (True, False):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: bench/gpu.sh measures it")
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
+@pytest.mark.slow(8)
 def test_stalls_shows_a_driver_whose_map_calls_stall_launches() -> None:
     """With a lock in the driver, launches stall, and the report shows it; without one, none stalls."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")

@@ -11,17 +11,17 @@ from tests.support.paths import ROOT
 # Calls on the public interface, per mode: less than a minute in all.
 BUDGETS = effort(
     {
-        "random": 6_000,
-        "fuzz": 2_000,
-        "interrupts": 1_500,
-        "faults": 800,
-        "processes": 10_000,
-        "windows": 1_500,
-        "virtual_cache": 700,
-        "engine": 300,
-        "attention": 1_500,
-        "broker": 100,
-        "store": 100,
+        "random": 4_000,
+        "fuzz": 1_000,
+        "interrupts": 750,
+        "faults": 400,
+        "processes": 5_000,
+        "windows": 750,
+        "virtual_cache": 350,
+        "engine": 150,
+        "attention": 750,
+        "broker": 50,
+        "store": 50,
     },
     {
         "random": 60_000,
@@ -55,14 +55,14 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("mode", BUDGETS)
 def test_a_short_campaign_finds_nothing(mode: str) -> None:
     options = ("--mode", mode, "--calls", str(BUDGETS[mode]), "--seed", "1", "--shrink-seconds", "30")
     assert "0 found" in run("tests.campaign", *options)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @pytest.mark.parametrize(
     ("mutation", "mode", "seed"),
     [

@@ -34,6 +34,7 @@ def test_every_answer_of_the_queue_ends_by_itself_and_lengths_differ_widely() ->
     assert "Oslo" in outputs[2].outputs[0].text  # the capital of Norway
 
 
+@pytest.mark.slow(7)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("budget", [run.BUDGET, pytest.param("1GiB", marks=pytest.mark.long)])
 def test_by_default_virtual_needs_hardly_more_memory_than_paged(budget: str) -> None:
@@ -59,6 +60,7 @@ def test_by_default_virtual_needs_hardly_more_memory_than_paged(budget: str) -> 
     assert sum(virtual.decodes) == sum(paged.decodes) > 300
 
 
+@pytest.mark.slow(15)
 @pytest.mark.usefixtures("one_thread")
 def test_the_demo_agrees_with_transformers_and_draws_its_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

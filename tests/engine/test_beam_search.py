@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support.backends import MAIN_GROWING_KVS, chosen
+from tests.support.backends import KVS, MAIN_GROWING_KVS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
@@ -88,8 +88,7 @@ def same(output: BeamSearchOutput, sequences: list[list[int]], logprobs: list[fl
     assert [found.cum_logprob for found in output.sequences] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("width", [2, 3, 8])
+@pytest.mark.parametrize(("kv", "width", "caching"), covering(KVS, [2, 3, 8], [True, False]))
 def test_the_same_beams_as_transformers(kv: str, width: int, caching: bool) -> None:
     records = []
     prompts = [PROMPT, SHORT]
@@ -113,16 +112,19 @@ def test_other_families(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"length_penalty": 0.0},
-        {"length_penalty": -2.0},
-        {"length_penalty": 3.0},
-        {"temperature": 0.3},
-        {"temperature": 2.0, "ignore_eos": True},
-        {"beam_width": 1},
-    ],
+    ("kv", "options"),
+    covering(
+        KVS,
+        [
+            {},
+            {"length_penalty": 0.0},
+            {"length_penalty": -2.0},
+            {"length_penalty": 3.0},
+            {"temperature": 0.3},
+            {"temperature": 2.0, "ignore_eos": True},
+            {"beam_width": 1},
+        ],
+    ),
 )
 def test_the_same_beams_as_without_a_cache(kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences that end at different lengths; nothing is lost by ending where no beam can win any more."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.backends import chosen
+from tests.support.backends import KVS, chosen
+from tests.support.effort import covering
 from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, InvalidRequest, RequestOutput, RequestOutputKind, SamplingParams
 
@@ -34,8 +35,7 @@ def plain_logprobs(tokens: list[int]) -> Tensor:
     return logprobs
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [4, 64])
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize(("kv", "max_num_batched_tokens", "temperature"), covering(KVS, [4, 64], [0, 1.0]))
 def test_logprobs_as_a_plain_forward_has_them(kv: str, max_num_batched_tokens: int, temperature: float) -> None:
     prompts = make_prompts([11, 7])
     params = [

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import stub_cuda
+from tests.support.effort import effort
 from tests.support.paths import ROOT
+from tests.support.target import EXAMPLES
 from tests.support.waiting import SECONDS
 
 INNER = "tests/stub_cuda/inner"
@@ -45,13 +47,14 @@ def run(arguments: list[str], **options: int) -> subprocess.CompletedProcess[str
     environment = stub_cuda.environment(**options, **({"granularity_log2": 12} if small else {"devices": 2}))
     if small:
         environment["VATTN_TEST_DEVICE"] = "cuda"
+        environment.setdefault("VATTN_TEST_EXAMPLES", str(effort(10, EXAMPLES)))  # the host's run tries more
     options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300"]  # which test hangs, if one does
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the stub needs a C++ compiler (g++)")
-@pytest.mark.slow
+@pytest.mark.slow(40)
 @pytest.mark.parametrize("part", PARTS)
 def test_over_the_stub(part: str) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed: pip install 'vattn[cuda]'")

@@ -170,17 +170,18 @@ def expected(family: str, prompt: list[int], max_tokens: int, found: list[int] |
     Tokens that were `found` are accepted after one pass of the model over all of them, without a cache, in place of a
     pass per token: each must be the most likely one after those before it.
     """
-    if found and len(found) == max_tokens and _most_likely(family, prompt, found) == found:
+    if found and len(found) == max_tokens and _most_likely(family, tuple(prompt), tuple(found)) == found:
         return list(found)
     return list(_expected(family, tuple(prompt), max_tokens))
 
 
-def _most_likely(family: str, prompt: list[int], tokens: list[int]) -> list[int]:
+@functools.cache
+def _most_likely(family: str, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
     """The model's first choice in the place of each of `tokens`."""
     model = make_model(family)
     assert model.config._attn_implementation != "vattn", "the reference would run the code under test"
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+        logits = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits[0]
     choices: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
     return choices
 

@@ -11,7 +11,7 @@ from tests.support.effort import effort
 from tests.support.servers import Server
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_a_mixed_day(server: Server) -> None:
     day = asyncio.run(live(server, minutes=effort(0, 1), seed=5, wave_seconds=effort(1.0, 4.0)))
     assert day.seen["requests"] == day.seen["answered"] + day.seen["left"]

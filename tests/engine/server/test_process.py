@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support import scripts
 from tests.support.effort import effort
 from tests.support.servers import MODEL, Server, metric, running
 from tests.support.waiting import SECONDS, wait_until
@@ -116,7 +116,7 @@ def test_200_long_requests_cancelled_at_once(cancelling: Server) -> None:
 @pytest.mark.slow
 def test_many_streams(server: Server) -> None:
     """No error, and the second time they take no more memory than the first."""
-    count = effort(150, 1000)
+    count = effort(100, 1000)
     body = {**SHORT, "max_tokens": 6, "stream": True, "stream_options": {"include_usage": True}}
 
     async def test() -> None:
@@ -529,7 +529,7 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
 serve(EngineConfig(model="x"), ServerSettings())
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found = scripts.run(code)
     assert found.returncode == 1
     assert "ConfigError: the server needs" in found.stderr
     assert "pip install 'vattn[server]'" in found.stderr

@@ -27,7 +27,7 @@ def client(server: servers.Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Process, tmp_path: Path) -> None:
     """Each borrows what its requests need, gives it up when others need it, and answers as it does alone."""
     prompt = "One memory for all engines of a machine. " * 20
@@ -79,7 +79,7 @@ def test_two_servers_of_a_model_and_one_of_another_share_a_pool(pool: brokers.Pr
         assert pool.problems() == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_a_second_server_of_a_model_computes_no_prompt_of_the_first(pool: brokers.Process) -> None:
     """Nor does one that is started again after the first was killed."""
     prompt = "One prompt for all replicas of a model. " * 30
@@ -106,7 +106,7 @@ def test_a_second_server_of_a_model_computes_no_prompt_of_the_first(pool: broker
         assert pool.problems() == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_one_server_answers_with_prompts_that_another_one_computes(pool: brokers.Process) -> None:
     """And goes on alone, with the same answers, when that is killed."""
     prompts = [f"{number}: one server for prompts, one for answers. " * 20 for number in range(4)]

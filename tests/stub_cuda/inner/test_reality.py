@@ -265,7 +265,7 @@ def test_memory_runs_out_in_every_call_that_may_report_it(stub: Stub, call: str,
     calls = stub.calls(call) - before
     assert not said
     assert calls
-    for nth in range(1, calls + 1, effort(max(1, calls // 5), 1)):
+    for nth in range(1, calls + 1, effort(max(1, calls // 3), 1)):
         before = stub.calls(call)
         stub.fail(call, nth, 2)
         use(attempt, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import kernel_fakes
-from tests.support.backends import chosen
+from tests.support.backends import KVS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import make_model
 from vattn import KVConfig, attention
@@ -101,9 +102,11 @@ def batches(packed: bool) -> Iterator[PackedBatch]:
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(
-    ("name", "window", "softcap", "packed"), covering(KERNELS, [None, 1, 20, 1000], [None, 2.0], [True, False])
+    ("kernel_and_kv", "window", "softcap", "packed"),
+    covering([*itertools.product(KERNELS, KVS)], [None, 1, 20, 1000], [None, 2.0], [True, False]),
 )
-def test_equals_sdpa(name: str, kv: str, window: int | None, softcap: float | None, packed: bool) -> None:
+def test_equals_sdpa(kernel_and_kv: tuple[str, str], window: int | None, softcap: float | None, packed: bool) -> None:
+    name, kv = kernel_and_kv
     if name == "torch_flash" and softcap is not None:
         pytest.skip("it has none")
     kernel_fakes.need_operator_for(name, kv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.effort import covering
 from vattn import attention
 from vattn.attention import AttentionParams, PackedBatch, Span, SpanColumns
 from vattn.attention.native import Native
@@ -63,22 +65,24 @@ def by_hand(query: Tensor, store: Store, batch: PackedBatch, params: AttentionPa
     return output
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("v_dim", [8, 12])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 7, 18, 19, 1000])
-@pytest.mark.parametrize("order", ["packed", "mixed", "singles last"])
+@pytest.mark.parametrize(
+    ("rows", "softcap", "with_sinks", "window"),
+    covering(
+        list(itertools.product([1, 3], [8, 12], ["packed", "mixed", "singles last"])),
+        [None, 2.0],
+        [False, True],
+        [None, 1, 7, 18, 19, 1000],
+    ),
+)
 def test_against_the_definition(
     kernel: attention.Attention,
-    group: int,
-    v_dim: int,
+    rows: tuple[int, int, str],
     softcap: float | None,
     with_sinks: bool,
     window: int | None,
-    order: str,
 ) -> None:
     """Decodes, a first chunk and later chunks in one batch, with every option and in any order."""
+    group, v_dim, order = rows
     spans = [Span(0, 0, 1), Span(3, 12, 30), Span(1, 40, 41), Span(2, 0, 19), Span(4, 62, 64)]
     if order == "mixed":
         batch = PackedBatch(tuple(spans))

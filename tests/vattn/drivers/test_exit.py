@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import scripts, target
+from tests.support.effort import effort
 
 pytestmark = target.host_only
 
@@ -46,7 +47,6 @@ def start(body):
     ],
 )
 def test_daemon_threads_at_exit(script: str) -> None:
-    # Some of these fail only sometimes.
-    for _ in range(2):
+    for _ in range(effort(1, 10)):  # some of these fail only sometimes
         done = scripts.run(SETUP + script, to_the_end=True)
         assert (done.returncode, done.stderr) == (0, "")

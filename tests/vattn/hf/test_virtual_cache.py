@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
 from tests.support import target
+from tests.support.effort import covering
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_model, make_prompts
 from vattn import cpu
@@ -338,8 +339,10 @@ def forward(model: transformers.PreTrainedModel, cache: Any, tokens: int, seed: 
     return logits
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
-@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize(
+    ("copied", "family"),
+    covering([None, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ["mistral-window", "gemma3"]),
+)
 def test_recording_lets_a_crop_go_back_as_far_as_a_dynamic_cache(family: str, copied: Any) -> None:
     """Several forward passes beyond the window, then a crop that takes all of them back, again and again."""
     model = make_model(family)
@@ -600,6 +603,7 @@ def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTra
             torch.testing.assert_close(got, model(part, past_key_values=reference).logits)
 
 
+@pytest.mark.long  # to load dynamo and to trace takes twenty seconds
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tensor) -> None:

@@ -111,7 +111,7 @@ def test_a_call_that_is_interrupted_anywhere_has_happened_or_not(name: str, wind
 
     # All function entries of short calls, and evenly spread ones of long ones.
     total = count_entries(name, window, overlap)
-    for entry in range(0, total, max(1, total // effort(20, 60))):
+    for entry in range(0, total, max(1, total // effort(10, 60))):
         scene = Scene(window, overlap)
         ended = interrupted(lambda scene=scene: CALLS[name](scene), entry)  # type: ignore[misc]
         scene.cache.check()

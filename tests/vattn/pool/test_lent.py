@@ -592,7 +592,7 @@ def test_processes_that_are_killed_at_random_lose_nothing_of_others(broker: brok
     try:
         for name in "abc":
             start(name)
-        while kills < effort(6, 1000):
+        while kills < effort(4, 1000):
             event, name = rng.random(), rng.choice("abc")
             threading.Event().wait(rng.random() * 0.2)
             for other, process in running.items():

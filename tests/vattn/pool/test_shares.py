@@ -563,7 +563,7 @@ def test_processes_that_are_killed_at_random_serve_nothing_wrong(broker: brokers
     try:
         for name in "abc":
             start(name)
-        for _ in range(effort(12, 1000)):
+        for _ in range(effort(8, 1000)):
             time.sleep(rng.random() * 0.5)
             for other, process in running.items():
                 if not os.path.exists(f"/proc/{process.pid}/exe"):
