@@ -152,14 +152,14 @@ def test_preempted_requests_with_shared_prefixes(kv: str, mode: str) -> None:
     prompts = [PREFIX[:40] + tail for tail in make_prompts([4, 5, 6, 7])]
     with make_llm("llama", kv, max_num_seqs=1) as llm:
         budget = 20 * 128 * llm.token_bytes // 10
+    want = [expected("llama", prompt, 100) for prompt in prompts]
     options = {"max_model_len": 170, "memory_budget": budget, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     with make_llm("llama", kv, preemption_mode=mode, **options) as llm:
         sampling = SamplingParams(temperature=0, max_tokens=100)
         for _ in range(2):
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             llm.check()
-            got = tokens(outputs)
-            assert got == [expected("llama", prompt, 100, found) for prompt, found in zip(prompts, got, strict=True)]
+            assert tokens(outputs) == want
         assert llm.core.kv.available() == llm.core.kv.total()
 
 
