@@ -116,7 +116,8 @@ def _round(
     model = qwen2(**sizes)
 
     def first(question: str, length: int, pids: list[int]) -> None:
-        with engine(model, length, kv_pool=pool, kv_share_prefixes=True) as llm:
+        # As long a context as the other's: pages and layout follow from it, and only equal ones can be shared.
+        with engine(model, max(starts), kv_pool=pool, kv_share_prefixes=True) as llm:
             shares = _shares(llm)
             while not shares.peers:
                 time.sleep(_MOMENT)
