@@ -364,7 +364,7 @@ class Interrupter:
 
 
 def moments(call: Callable[[], object]) -> list[int]:
-    """An entry of each function that a call enters, in the middle of it, by number; half of `EXAMPLES` at most."""
+    """An entry of each function that a call enters, in the middle of it, by number; not all."""
     counter = Interrupter()
     with counter.watching():
         call()
@@ -372,7 +372,7 @@ def moments(call: Callable[[], object]) -> list[int]:
     for number, code in enumerate(counter.entered, start=1):
         places.setdefault(code, []).append(number)
     middles = sorted(numbers[len(numbers) // 2] for numbers in places.values())
-    return middles[:: -(-2 * len(middles) // EXAMPLES)]
+    return middles[:: -(-effort(2, 1) * len(middles) // EXAMPLES)]
 
 
 def small_llm(kv: str, **keywords: Any) -> LLM:

@@ -301,7 +301,7 @@ def assert_right(run: Run, jobs: Sequence[Job], want: Tokens) -> None:
 
 
 # With the default of 50 examples; mode `engine` of the campaign runs for as long as asked.
-COUNTS = dict.fromkeys(("virtual", "paged", PAGED_WINDOWS), 3 * EXAMPLES) | {
+COUNTS = dict.fromkeys(("virtual", "paged", PAGED_WINDOWS), effort(3, 5) * EXAMPLES) | {
     "dynamic": 2 * EXAMPLES,
     "static": 2 * EXAMPLES,
 }
