@@ -188,11 +188,18 @@ class Prefiller:
 
 
 def _listen(path: Path) -> socket.socket:
+    """A socket that listens by the time its path is there: decoders remove one that refuses them, as of a process that
+    was killed.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    early = path.with_suffix(".early")
     try:
-        listener.bind(str(path))
-        path.chmod(0o700)
+        listener.bind(str(early))
+        early.chmod(0o700)
+        listener.listen()
+        early.rename(path)
     except OSError as error:
         listener.close()
+        early.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be used for prompts of other engines: {error}") from error
     return listener

@@ -488,6 +488,21 @@ def test_another_engine_is_found_when_it_starts(broker: brokers.Process, caplog:
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
+def test_a_socket_listens_before_decoders_can_see_it(tmp_path: Path) -> None:
+    path = tmp_path / "some.prefill"
+    with contextlib.closing(prefilling._listen(path)), socket.socket(socket.AF_UNIX) as decoder:
+        decoder.connect(str(path))
+        assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_socket_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "some.prefill"
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        prefilling._listen(path)
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_prompts_go_to_the_engine_that_has_least_to_do(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
