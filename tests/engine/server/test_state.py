@@ -266,7 +266,8 @@ def offered(store: Path) -> set[str]:
     async def look() -> str:
         service = make("virtual", kv_pool=brokers.NAME, kv_store=store, role="decode")
         try:
-            await service.state.read()
+            while (await service.state.read())["kv_pool"]["free"] is None:  # a broker may be slow to answer
+                await asyncio.sleep(0.05)
         finally:
             await service.engine.shutdown(timeout=0)
         return service.metrics.text().decode()
