@@ -381,10 +381,9 @@ NB_MODULE(_native, m) {
           },
           "transaction"_a, "pages"_a, "Takes those references back.")
       .def("add_foreign", &add_foreign, "file"_a, "offsets"_a, "shape"_a,
-           "Pages of a foreign file, which are to be mapped read-only, of blocks that each have columns and lanes of\n"
-           "several kinds: per block and kind, for as many blocks as the file has. Nobody holds them yet. `offsets` "
-           "are\n"
-           "numbers of 8 bytes, by block, kind, column, then lane.")
+           "Pages of a foreign file, which are to be mapped read-only: per block and kind, for as many blocks as\n"
+           "the file has. Nobody holds them yet. `shape` is columns and lanes per kind; `offsets` are numbers of\n"
+           "8 bytes, by block, kind, column, then lane.")
       .def("remove_foreign", &remove_foreign, "pages"_a, "Removes foreign pages that nothing holds or maps any more.")
       .def(
           "offsets",
