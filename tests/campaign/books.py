@@ -103,7 +103,7 @@ def _differences(before: Books, now: Books, ignore: Collection[str]) -> str:
         old, new = getattr(before, name), getattr(now, name)
         if isinstance(old, Counter):
             wrong += [f"{name}: {new[what] - old[what]:+} of {what}" for what in old | new if new[what] != old[what]]
-        elif old != new:
+        elif new > old or (new < old and name != "threads"):  # one from before may have ended meanwhile
             wrong.append(f"{name}: {old} -> {new}")
     return "; ".join(wrong)
 
