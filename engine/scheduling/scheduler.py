@@ -8,6 +8,9 @@ again, with a copy of its cache if copying is cheaper than recomputing.
 Why it cannot deadlock or thrash: a request that would not fit an empty cache is refused on arrival; a request is
 preempted only for one of a higher rank, and ranks never change, so the highest-ranked request always gets the memory it
 needs, and finishes. No request is admitted in a step that preempts, nor without headroom for some more tokens.
+
+Of a pool that other caches use, it gets what they leave: a request that has the engine for itself and does not fit
+beside them loses its slot and begins anew, step by step, until they give memory back.
 """
 
 from __future__ import annotations
