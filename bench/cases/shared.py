@@ -19,13 +19,12 @@ import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from bench.harness import theme
-from bench.harness.first_token import TAIL, engine, first_token, tokens
+from bench.harness.first_token import TAIL, beside_cold, engine, first_token, series_name, tokens
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.pools import serving_pool
 from bench.harness.processes import process
@@ -60,11 +59,7 @@ def run(quick: bool) -> Report:
         {
             "question": question,
             "shared tokens": length,
-            "cold TTFT ms": 1e3 * median(series[_name("cold", length)]),
-            "TTFT ms": 1e3 * median(series[_name(question, length)]),
-            "ratio": median(
-                a / b for a, b in zip(series[_name(question, length)], series[_name("cold", length)], strict=True)
-            ),
+            **beside_cold(series, question, length),
             **found[question, length],
         }
         for length in lengths
@@ -123,7 +118,7 @@ def _round(
                 time.sleep(_MOMENT)
             tail = tokens(random.Random(f"{question} {length}"), TAIL, sizes["vocab_size"])
             seconds, cached = first_token(llm, [*starts[length], *tail])
-            series.setdefault(_name(question, length), []).append(seconds)
+            series.setdefault(series_name(question, length), []).append(seconds)
             prompt = shares.foreign_pages * shares.directory.shape.page_size
             found[question, length] = {
                 "tokens found": cached,
@@ -133,7 +128,7 @@ def _round(
 
     with serving_pool(_BUDGET) as pool, process(_compute, pool, sizes, starts) as (pid, answers):
         for length, seconds in answers.recv().items():
-            series.setdefault(_name("cold", length), []).append(seconds)
+            series.setdefault(series_name("cold", length), []).append(seconds)
         for length in starts:
             first("replica", length, [os.getpid(), pid])
         os.kill(pid, signal.SIGKILL)
@@ -195,17 +190,15 @@ def _shared_bytes(pid: int) -> int:
     return total
 
 
-def _name(what: str, length: int) -> str:
-    return f"{what}, {length} tokens, s"
-
-
 def compare(record: Record) -> list[Comparison]:
     return [
         Comparison(
             f"The first token of a prompt of which {row['shared tokens']:,} tokens are in another engine's memory "
             f"takes {{}} times as long as one that is computed, in {_WHERE[row['question']]}",
             record,
-            by_round(record, _name(row["question"], row["shared tokens"]), _name("cold", row["shared tokens"])),
+            by_round(
+                record, series_name(row["question"], row["shared tokens"]), series_name("cold", row["shared tokens"])
+            ),
             higher_is_better=False,
             of="rounds",
         )

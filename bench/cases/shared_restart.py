@@ -16,14 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from bench.harness import theme
-from bench.harness.first_token import TAIL, engine, first_token, tokens
+from bench.harness.first_token import TAIL, beside_cold, engine, first_token, series_name, tokens
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.pools import serving_pool
 from bench.harness.ratios import Comparison, by_round
@@ -51,11 +50,7 @@ def run(quick: bool) -> Report:
         {
             "files": files,
             "shared tokens": length,
-            "cold TTFT ms": 1e3 * median(series[_name("cold", length)]),
-            "TTFT ms": 1e3 * median(series[_name(files, length)]),
-            "ratio": median(
-                a / b for a, b in zip(series[_name(files, length)], series[_name("cold", length)], strict=True)
-            ),
+            **beside_cold(series, files, length),
             **found[files, length],
         }
         for length in lengths
@@ -96,7 +91,7 @@ def _round(
 
     def first(llm: LLM, what: str, length: int) -> int:
         seconds, cached = first_token(llm, [*starts[length], *_tokens(model, f"{what} {length}", TAIL)])
-        series.setdefault(_name(what, length), []).append(seconds)
+        series.setdefault(series_name(what, length), []).append(seconds)
         return cached
 
     with tempfile.TemporaryDirectory() as folder:
@@ -136,17 +131,15 @@ def _tokens(model: PreTrainedModel, seed: str, count: int) -> list[int]:
     return tokens(random.Random(seed), count, model.config.vocab_size)
 
 
-def _name(what: str, length: int) -> str:
-    return f"{what}, {length} tokens, s"
-
-
 def compare(record: Record) -> list[Comparison]:
     return [
         Comparison(
             f"After a restart, the first token of a prompt of which {row['shared tokens']:,} tokens are stored takes "
             f"{{}} times as long as one that is computed, if they are read from the {row['files']}",
             record,
-            by_round(record, _name(row["files"], row["shared tokens"]), _name("cold", row["shared tokens"])),
+            by_round(
+                record, series_name(row["files"], row["shared tokens"]), series_name("cold", row["shared tokens"])
+            ),
             higher_is_better=False,
             of="rounds",
         )

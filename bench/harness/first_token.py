@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from bench.harness.report import Row
 from vattn.engine import LLM, SamplingParams
 
 # Tokens that follow the shared start of a prompt.
@@ -35,3 +37,18 @@ def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
 def tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
     """Random token ids."""
     return [rng.randrange(vocabulary) for _ in range(count)]
+
+
+def series_name(what: str, length: int) -> str:
+    """Of the seconds to the first token after a start of so many tokens, by round."""
+    return f"{what}, {length} tokens, s"
+
+
+def beside_cold(series: Mapping[str, Sequence[float]], what: str, length: int) -> Row:
+    """A row's times to the first token, of a prompt that is computed and of one whose start is found."""
+    cold, found = series[series_name("cold", length)], series[series_name(what, length)]
+    return {
+        "cold TTFT ms": 1e3 * median(cold),
+        "TTFT ms": 1e3 * median(found),
+        "ratio": median(a / b for a, b in zip(found, cold, strict=True)),
+    }
