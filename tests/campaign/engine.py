@@ -23,7 +23,7 @@ import torch
 
 import vattn
 from tests.campaign import books
-from tests.campaign.injection import interrupted
+from tests.campaign.injection import events, interrupted
 from tests.campaign.play import Played
 from tests.campaign.world import Found
 
@@ -333,8 +333,8 @@ class World:
         try:
             return interrupted(function, event, max(1, nth), rng.choice(["raise", "signal"]))
         finally:
-            if (events := interrupted.events) < nth or nth > known:  # type: ignore[attr-defined]
-                self._events[what, event] = max(1, events)
+            if (count := events()) < nth or nth > known:
+                self._events[what, event] = max(1, count)
 
     def _mend(self) -> None:
         """What the next call on the engine does: and this one does nothing else."""

@@ -36,6 +36,14 @@ def _after_calls(code: CodeType) -> dict[int, bool]:
     return found
 
 
+_counted = [0]
+
+
+def events() -> int:
+    """How many events the last call of `interrupted` had, up to the interrupt."""
+    return _counted[0]
+
+
 def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "raise", part: str = "") -> Any:
     """Calls a function, with a KeyboardInterrupt at the nth event in code of vattn.
 
@@ -76,4 +84,4 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
     finally:
         sys.settrace(None)
         entered.clear()  # CPython 3.11 loses count of a generator's frame that is held when its entry raises
-        interrupted.events = nth - left  # type: ignore[attr-defined]
+        _counted[0] = nth - left

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import vattn
-from tests.campaign.injection import interrupted
+from tests.campaign.injection import events, interrupted
 from tests.campaign.operations import Commit, Operation, Step
 from tests.campaign.play import Played, play
 from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config, repeats
@@ -108,10 +108,9 @@ def interrupt_one(rng: random.Random, config: Config, drawer: Source, *, points:
         interrupt = Interrupted(target.cache, target, event, nth, how)
         return play(config, lambda world: [*prefix, interrupt, *suffix])
 
-    interrupted.events = 0  # type: ignore[attr-defined]
     done = first.plus(whole).plus(at(1 << 60))
-    events = interrupted.events  # type: ignore[attr-defined]
-    for nth in sorted(rng.sample(range(1, events + 1), min(repeats(config, points), events))):
+    places = events()
+    for nth in sorted(rng.sample(range(1, places + 1), min(repeats(config, points), places))):
         done = done.plus(at(nth))
         if done.kind:
             break

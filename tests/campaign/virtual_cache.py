@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
 from tests.campaign import books
-from tests.campaign.injection import interrupted
+from tests.campaign.injection import events, interrupted
 from tests.campaign.plain import Plain, same
 from tests.campaign.play import Played, journal
 from tests.campaign.world import Found, Stopped, left, usage
@@ -398,8 +398,7 @@ class World:
 
     def note_places(self) -> None:
         """Learns how far the call that was torn came."""
-        events: int = interrupted.events  # type: ignore[attr-defined]
-        self.places[self.place] = max(self.places[self.place], events)
+        self.places[self.place] = max(self.places[self.place], events())
 
     def emptied(self, plain: Plain) -> Plain:
         return Plain(plain.windows, plain.dims, plain.dtype, plain.coded, None, 0, plain.recording)
