@@ -9,8 +9,9 @@ Why it cannot deadlock or thrash: a request that would not fit an empty cache is
 preempted only for one of a higher rank, and ranks never change, so the highest-ranked request always gets the memory it
 needs, and finishes. No request is admitted in a step that preempts, nor without headroom for some more tokens.
 
-Of a pool that other caches use, it gets what they leave: a request that has the engine for itself and does not fit
-beside them loses its slot and begins anew, step by step, until they give memory back.
+Of a pool that other caches use, it gets what they leave: a request that runs alone and does not fit beside them is in
+the plan nevertheless. What then happens is for whoever is told that its memory cannot be had: preempted for itself, it
+would begin anew again and again, and never get further.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class Scheduler:
             while request.slot is not None and (claim := self.kv.needed(end, request.slot)):
                 if free is None:
                     free = self.kv.available()
-                if claim <= free:
+                if claim <= free or len(self.running) == 1:
                     free -= claim
                     claims[request] = claim
                     break

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import vattn
 from tests.support.backends import KVS, MAIN_GROWING_KVS, chosen
 from tests.support.effort import covering
+from tests.support.tenants import tenant
 from tests.support.tiny_models import expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import LLM, BeamSearchOutput, BeamSearchParams, InvalidRequest, SamplingParams, StepRecord
 from vattn.engine.beam_search import make_beams
@@ -177,26 +177,10 @@ def test_memory_for_one_beam_at_a_time(mode: str) -> None:
     with make_llm(
         "virtual", preemption_mode=mode, on_step=lambda record: preempted.append(record.num_preempted)
     ) as llm:
-        cache = llm.core.kv.cache  # type: ignore[attr-defined]
-        cache._owns_pool = False  # so that it does not take the pages of another for lost ones
-        pool = cache._pool
-        config = vattn.KVConfig(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=pool.page_size // 64,
-            v_head_dim=0,
-            dtype="float64",
-            max_batch_size=1,
-            max_context_len=8 * pool.total_pages,
-            page_size=pool.page_size,
-        )
-        with vattn.KVCache(config, pool=pool) as other:
-            left = llm.core.kv.needed(len(PROMPT) + 8) + 1
-            other.step({other.alloc_reqid(): 8 * (pool.total_pages - left)})
+        with tenant(llm, leaving=llm.core.kv.needed(len(PROMPT) + 8) + 1):
             output = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))[0]
             llm.check()
         idle(llm)
-        cache._owns_pool = True
     same(output, *transformers_beams("llama", tuple(PROMPT), 3, 8))
     assert any(preempted)
 

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from tests.support.backends import chosen
 from tests.support.interruption import entries, interrupted
+from tests.support.tenants import tenant
 from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
 from vattn.engine import (
     LLM,
@@ -393,6 +394,39 @@ def test_a_backend_that_refuses_more_than_it_said(kv: str, most: int, monkeypatc
             assert isinstance(output.error, OutOfPages)
         else:
             assert output.outputs[0].token_ids == expected("llama", prompt, 8)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(100, 4), (50, 50)], ids=["prompt", "answer"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True], ids=["alone", "caching"])
+def test_a_request_that_does_not_fit_beside_other_caches_fails(
+    prompt: int, max_tokens: int, mode: str, caching: bool
+) -> None:
+    """In the step that finds out: begun anew, it would get no further, for as long as they hold the memory."""
+    long, short = make_prompts([prompt, 6])
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    options = {
+        "kv_options": {"page_size": 4096},
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "preemption_mode": mode,
+        "enable_prefix_caching": caching,
+    }
+    with make_llm("virtual", **options) as llm:
+        with tenant(llm, leaving=llm.core.kv.needed(70)):
+            llm.add_request("long", long, params)
+            llm.add_request("short", short, GREEDY)
+            outputs = {}
+            for _ in range(100):
+                outputs |= {output.request_id: output for output in llm.step() if output.finished}
+            llm.check()
+        assert_idle(llm)
+        again = llm.generate([long], params, use_tqdm=False)[0]
+    error = outputs["long"].error
+    assert isinstance(error, OutOfPages)
+    assert "of a budget of" in str(error)
+    assert outputs["short"].outputs[0].token_ids == expected("llama", short, 8)
+    assert again.outputs[0].token_ids == expected("llama", long, max_tokens)
 
 
 def test_an_interrupt_leaves_a_clean_engine(kv: str) -> None:
