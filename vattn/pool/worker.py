@@ -61,9 +61,10 @@ class Worker:
             self._undo.clear()
 
     def forget_last(self) -> None:
-        """Submits an empty transaction, so that the thread drops the last one, which holds the address space of a cache
-        that has left.
+        """Drops what holds the address space of a cache that has left: undo functions, and the last transaction, which
+        the thread drops for the next one, an empty one.
         """
+        self.forget_done()
         self.mapper.submit(_native.Transaction())
 
     def stock(self, wanted: int) -> None:

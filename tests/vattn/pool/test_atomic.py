@@ -221,6 +221,21 @@ def test_a_cache_that_is_dropped_is_collected_whatever_it_did_last() -> None:
     assert threads() == before
 
 
+def test_a_closed_cache_leaves_no_address_space_whatever_the_worker_was_at() -> None:
+    """Its last pages go in the background; on a pool that nobody calls for a while."""
+    table = FaultyTable()
+    pool = vattn.PagePool(BUDGET, device=DEVICE, page_size=PAGE, table=table.addresses)
+    cache = make(pool=pool, sliding_window=16, deferred_reclamation=False, eager_pages=0)
+    reqid = cache.alloc_reqid()
+    cache.step({reqid: 100})
+    table.delay = 0.01
+    cache.step({reqid: 200})
+    cache.free_reqid(reqid)
+    cache.close()
+    wait_until(lambda: table.ended["cuMemAddressFree"] == table.calls["cuMemAddressReserve"] > 0)
+    pool.close()
+
+
 def test_a_finaliser_that_runs_inside_a_call_frees_its_slot_with_the_next_one() -> None:
     with make() as cache:
         mine, its = cache.alloc_reqid(), cache.alloc_reqid()
