@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,11 +54,11 @@ def find(package: ModuleType) -> dict[str, Case]:
         ValueError: a file lacks `ABOUT` or `run`.
     """
     paths = sorted(path for folder in package.__path__ for path in Path(folder).glob("[!_]*.py"))
-    return {path.stem: _read(path, package.__name__) for path in paths}
+    return {path.stem: _read(path, package.__name__, path.read_text()) for path in paths}
 
 
-def _read(path: Path, package: str) -> Case:
-    source = path.read_text()
+@functools.cache  # one command may look more than once, and syntax trees of all cases take tenths of a second
+def _read(path: Path, package: str, source: str) -> Case:
     tree = ast.parse(source)
     constants: dict[str, Any] = {}
     functions: dict[str, ast.FunctionDef] = {}
@@ -73,5 +74,6 @@ def _read(path: Path, package: str) -> Case:
             f"{path} has no {' and no '.join(missing)}: every case needs ABOUT, a one-line string, and run(quick)"
         )
     draw = functions.get("draw")
-    draw_source = None if draw is None else ast.get_source_segment(source, draw)
+    # As `ast.get_source_segment`, which splits the source anew, character by character.
+    draw_source = None if draw is None else "\n".join(source.split("\n")[draw.lineno - 1 : draw.end_lineno])
     return Case(path.stem, f"{package}.{path.stem}", constants, draw_source, ast.get_docstring(tree) or "")

@@ -49,7 +49,8 @@ def watching(server: Server) -> Iterator[Iterator[dict[str, Any]]]:
     Raises:
         TooManyWatchers: others see them.
     """
-    with httpx.stream("GET", f"{server.url}/dashboard/events", headers=KEY, timeout=SECONDS) as answer:
+    url = f"{server.url}/dashboard/events"
+    with httpx.stream("GET", url, headers=KEY, verify=server.verify, timeout=SECONDS) as answer:
         if answer.status_code == 503:
             raise TooManyWatchers
         assert answer.status_code == 200, answer.read()

@@ -22,7 +22,8 @@ CHAT: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
 
 @pytest.fixture
 def client(server: Server) -> Any:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    http = openai.DefaultHttpxClient(verify=server.verify)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as made:
         yield made
 
 

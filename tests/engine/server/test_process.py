@@ -39,7 +39,7 @@ def wait_until_idle(server: Server) -> None:
         return {name: server.metric(name) for name in GAUGES}
 
     wait_until(lambda: not any(gauges().values()), gauges, every=0.1)
-    memory = httpx.get(f"{server.url}/health", params={"memory": 1}).json()["memory"]
+    memory = httpx.get(f"{server.url}/health", params={"memory": 1}, verify=server.verify).json()["memory"]
     assert memory["used_bytes"] == memory["live_bytes"] == 0
     if pages := memory.get("pages"):
         assert pages["owned"] == pages["other"] == 0
@@ -48,7 +48,7 @@ def wait_until_idle(server: Server) -> None:
 
 def wait_until_unfinished(server: Server, count: int) -> None:
     def load() -> object:
-        return httpx.get(f"{server.url}/load", timeout=SECONDS).json()
+        return httpx.get(f"{server.url}/load", verify=server.verify, timeout=SECONDS).json()
 
     wait_until(lambda: load() == {"server_load": count}, load, every=0.02)
 
