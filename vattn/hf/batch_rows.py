@@ -88,7 +88,7 @@ class BatchRows:
                 if done:
                     self.start = start  # what was behind it may have been given back
                 for cache in caches[:done]:
-                    cache.step(self._all(before))
+                    self._take_back(cache, start, before, length)
             raise
         if not length:
             self._first.clear()
@@ -109,34 +109,42 @@ class BatchRows:
                     f"copied since, and got the last {window} tokens only in layers with that window; crop before, or "
                     "reset"
                 )
+        # From the first step on, whatever comes of it. A window that has gone back, and forth again or not, gives back
+        # what was before it at this length; and rows may get different tokens from there on.
+        equal = self._equal
         if length:
-            # From its first step on, whatever comes of it: a window that has gone back, and forth again or not, gives
-            # back what was before it at this length.
             self.start = max(start, length)
+        self._equal = [[min(tokens, length) for tokens in row] for row in equal]
         try:
             for cache, _ in self._windows():
                 cache.step(self._all(length))
                 done.append(cache)
         except BaseException as error:
+            if not done and isinstance(error, VattnError):  # refused
+                self.start, self._equal = start, equal
             if length:
-                if not done and isinstance(error, VattnError):  # refused
-                    self.start = start
                 for cache in done:
                     cache.step(self._all(before))
             raise
-        self._equal = [[min(tokens, length) for tokens in row] for row in self._equal]
 
     def _step(self, cache: KVCache, start: int, before: int, length: int) -> None:
         """Backs `length` tokens of every row in a cache that backs `before`, which can go back to `start` then."""
-        if not start < before < length or _window(cache) is None:
-            cache.step(self._all(length))
-            return
-        cache.step(self._all(start))  # a step can be taken back to where it began
         try:
+            if start < before < length and _window(cache) is not None:
+                cache.step(self._all(start))  # a step can be taken back to where it began
             cache.step(self._all(length))
         except BaseException:
-            cache.step(self._all(before))
+            self._take_back(cache, start, before, length)
             raise
+
+    def _take_back(self, cache: KVCache, start: int, before: int, length: int) -> None:
+        """Undoes `_step`, how far it came: by way of its start, since a window gives back what was before its last step
+        began.
+        """
+        if start < before < length and _window(cache) is not None:
+            cache.step(self._all(start))
+        if before < length:
+            cache.step(self._all(before))
 
     def release_past(self) -> None:
         """Rows that are longer after the next step cannot go back behind their present length."""
@@ -173,7 +181,7 @@ class BatchRows:
             OutOfPages, DriverError: a row could not be replaced; all rows are empty now.
         """
         assert len(sources) <= self.capacity
-        length, old = self.length, self.count
+        length, old, count = self.length, self.count, len(sources)
         equal = [[length if a == b else self._equal[a][b] for b in sources] for a in sources]
         moves = {row: source for row, source in enumerate(sources) if row != source}
         start = min((self._equal[row][source] if row < old else 0 for row, source in moves.items()), default=length)
@@ -197,7 +205,7 @@ class BatchRows:
         except BaseException:
             self._abandon()
             raise
-        self.count, self._equal = len(sources), equal
+        self.count, self._equal = count, equal  # no call is between what was done and this: nor can a signal be
 
     def trim(self) -> int:
         """Returns the memory of unused and of empty rows to the machine, and the number of its bytes."""

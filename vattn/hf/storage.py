@@ -292,6 +292,7 @@ class Storage:
         if self._lent and any(window is not None for window in self._windows.values()):
             self._detach()  # memory behind the window is given back
         recording = any(self.recording)
+        self.end = -1
         if start < self._rows.length:
             self._rows.step(start, recording=recording)
         self._rows.step(start + tokens, recording=recording)
@@ -388,7 +389,11 @@ class Storage:
         view = self.views[index]
         assert view is not None
         with torch.no_grad():
-            view.store_part(which, new, first)
+            try:
+                view.store_part(which, new, first)
+            except BaseException:  # an interrupt, maybe after the scales and before the codes
+                view.store_part(which, new, first)
+                raise
 
     def _shows(self, index: int, which: int, first: int, rows: Tensor) -> bool:
         """Whether rows are this layer's present memory of K (0) or V (1) from token `first` on."""
@@ -434,6 +439,7 @@ class Storage:
     def settle(self) -> None:
         """Makes the caches back what the layers hold, after tokens were discarded or a call was interrupted."""
         if self._rows is not None and not self._rows.start <= max(self.lengths) == self._rows.length:
+            self.end = -1
             self._rows.step(max(self.lengths))
 
     # Rows
@@ -479,6 +485,7 @@ class Storage:
             self._move(range(batch), 0)
         else:
             shown, none = self._shown(), [None] * len(self.views)
+            self.end = -1
             self._rows.step(0)
             self.views = [*none]  # the next update shows what an interrupt leaves out
             self._rows.resize(batch)

@@ -587,6 +587,94 @@ def test_an_update_follows_an_interrupted_crop_of_a_recorded_past(monkeypatch: p
         cache.check()
 
 
+@contextlib.contextmanager
+def interrupting(owner: type, method: str, last: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """Within it, an interrupt comes when a method has been called so many times."""
+    true, calls = getattr(owner, method), itertools.count(1)
+
+    def interrupted_after(*arguments: Any, **keywords: Any) -> Any:
+        result = true(*arguments, **keywords)
+        if next(calls) == last:
+            raise error
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        patch.setattr(owner, method, interrupted_after)
+        yield
+
+
+def test_rows_are_told_apart_after_an_interrupted_crop() -> None:
+    """They were alike in the tokens that are gone."""
+    config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=40)
+    with vattn.VirtualCache(config, max_batch_size=2, **OPTIONS) as cache:
+        cache.update(*[torch.randn(1, HEADS, 20, 64)] * 2, 0)
+        cache.batch_repeat_interleave(2)
+        with interrupting(vattn.KVCache, "step", 1):
+            cache.crop(-20)
+        keys = torch.randn(2, HEADS, 20, 64)
+        cache.update(keys, keys, 0)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        assert torch.equal(cache.layers[0].keys, keys[[0, 0]])
+
+
+@pytest.mark.parametrize("last", range(1, 5))
+def test_a_recorded_past_survives_an_interrupted_update(last: int) -> None:
+    """Each of two caches goes back to where the recording began, and forth again."""
+    config = MistralConfig(num_hidden_layers=2, num_attention_heads=HEADS, sliding_window=20)
+    keys = [torch.randn(2, HEADS, 120, dim, generator=torch.Generator().manual_seed(dim)) for dim in (64, 16)]
+    with vattn.VirtualCache(config, max_batch_size=2, **OPTIONS) as cache:
+
+        def update(first: int, end: int) -> None:
+            for layer, each in enumerate(keys):
+                cache.update(*[each[:, :, first:end]] * 2, layer)
+
+        cache.activate_past_recording()
+        for first, end in itertools.pairwise((0, 5, 40, 110)):
+            update(first, end)
+        assert len(cache._storage.open_caches()) == 2
+        with interrupting(vattn.KVCache, "step", last):
+            update(110, 115)
+        cache.check()
+        update(110, 115)
+        for end in (115, 50):
+            cache.crop(end)
+            for layer, each in enumerate(keys):
+                assert torch.equal(shown(cache, layer)[0], each[:, :, end - 19 : end])
+
+
+@pytest.mark.parametrize("between", ["trim", "refused update"])
+def test_memory_follows_an_interrupted_update(between: str) -> None:
+    """What the interrupted one has prepared is gone when an update of the same length comes."""
+    with mixed(max_batch_size=2) as cache:
+        keys = torch.randn(2, HEADS, 101, 64)
+        for layer in range(2):
+            cache.update(*[keys[:, :, :100]] * 2, layer)
+        with interrupting(type(cache._storage), "advance", 1):
+            cache.update(*[keys[:, :, 100:]] * 2, 0)
+        if between == "trim":
+            cache.trim()
+        else:
+            with interrupting(BatchRows, "step", 1):
+                cache.update(*[torch.randn(2, HEADS, 5, 64)] * 2, 0)
+        for layer in range(2):
+            cache.update(*[keys[:, :, 100:]] * 2, layer)
+        assert cache._storage._rows is not None
+        assert cache._storage._rows.length == 101
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(cache.layers[0].keys, keys.flip(0))
+
+
+def test_an_interrupted_assignment_of_codes_leaves_codes_and_scales_of_one_tensor() -> None:
+    with mixed(max_batch_size=2, kv_cache_dtype="int8") as cache:
+        keys, others = torch.randn(2, HEADS, 30, 64), 100 * torch.randn(2, HEADS, 30, 64)
+        for layer in range(2):
+            cache.update(keys, keys, layer)
+        with interrupting(torch.Tensor, "copy_", 1):
+            cache.layers[0].keys = others
+        found = cache.layers[0].keys
+        assert any(torch.allclose(found, each, rtol=0, atol=float(each.abs().max()) / 100) for each in (keys, others))
+
+
 def test_a_copy_after_several_crops_has_what_windows_kept() -> None:
     """With windows only: each crop moves where queries start, and with that what is given back."""
     config = MistralConfig(num_hidden_layers=1, num_attention_heads=HEADS, sliding_window=40)
