@@ -79,14 +79,15 @@ class BatchRows:
             self.go_back(length)
         start = min(self.start, length) if recording else min(before, length)
         caches = [cache for cache in self._caches if length >= before or _window(cache) is None]
+        held, self.start = self.start, max(self.start, start)  # from the first step on, whatever comes of it
         try:
             for cache in caches:
                 self._step(cache, start, before, length)
                 done += 1
-        except BaseException:
+        except BaseException as error:
+            if not done and isinstance(error, VattnError):  # refused
+                self.start = held
             if length > before:
-                if done:
-                    self.start = start  # what was behind it may have been given back
                 for cache in caches[:done]:
                     self._take_back(cache, start, before, length)
             raise
@@ -138,12 +139,12 @@ class BatchRows:
             raise
 
     def _take_back(self, cache: KVCache, start: int, before: int, length: int) -> None:
-        """Undoes `_step`, how far it came: by way of its start, since a window gives back what was before its last step
-        began.
+        """Undoes `_step`, how far it came. A window gives back what was before the last step began, also by a step that
+        goes nowhere: so none is made without need, and others by way of the start.
         """
         if start < before < length and _window(cache) is not None:
             cache.step(self._all(start))
-        if before < length:
+        if before < length and cache.length(0) != before:
             cache.step(self._all(before))
 
     def release_past(self) -> None:

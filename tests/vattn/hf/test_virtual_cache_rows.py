@@ -642,6 +642,22 @@ def test_a_recorded_past_survives_an_interrupted_update(last: int) -> None:
                 assert torch.equal(shown(cache, layer)[0], each[:, :, end - 19 : end])
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_copy_after_an_interrupted_update_has_what_windows_kept(last: int) -> None:
+    """Those of some caches have moved on."""
+    config = MistralConfig(num_hidden_layers=2, num_attention_heads=HEADS, sliding_window=9)
+    keys = [torch.randn(2, HEADS, 136, dim, generator=torch.Generator().manual_seed(dim)) for dim in (64, 16)]
+    with vattn.VirtualCache(config, max_batch_size=2, **OPTIONS) as cache:
+        for first, end in itertools.pairwise((0, 70, 103)):
+            for layer, each in enumerate(keys):
+                cache.update(*[each[:, :, first:end]] * 2, layer)
+        with interrupting(vattn.KVCache, "step", last):
+            cache.update(*[keys[0][:, :, 103:]] * 2, 0)
+        with copy.copy(cache) as other:
+            for layer, each in enumerate(keys):
+                assert torch.equal(other.layers[layer].keys, each[:, :, 95:103])
+
+
 @pytest.mark.parametrize("between", ["trim", "refused update"])
 def test_memory_follows_an_interrupted_update(between: str) -> None:
     """What the interrupted one has prepared is gone when an update of the same length comes."""
