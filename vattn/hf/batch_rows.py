@@ -14,6 +14,7 @@ blocks would have to be stepped back before they could be written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -162,6 +163,11 @@ class BatchRows:
             for row in range(self.count):
                 cache.unshare(row)
         self._equal = [[0] * self.count for _ in range(self.count)]
+
+    def check(self) -> None:
+        """Asserts that no rows count as the same in tokens that they do not have."""
+        most = max(itertools.chain.from_iterable(self._equal), default=0)
+        assert most <= self.length, f"rows count as the same in {most} tokens, of {self.length}"
 
     def arrived(self, start: int) -> None:
         """Records that tokens were copied in: in layers with a window only those that queries from `start` on see."""

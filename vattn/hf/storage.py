@@ -252,6 +252,14 @@ class Storage:
         self.check_open()
         return list(dict.fromkeys(place.cache for place in self._places.values()))
 
+    def check(self) -> None:
+        """As `VirtualCache.check`."""
+        for cache in self.open_caches():
+            cache.check()
+        if self._rows is not None:
+            self._rows.check()
+            assert self.end in (-1, self._rows.length), f"{self.end} tokens have memory, not {self._rows.length}"
+
     # Tokens
 
     def observe(self, index: int, key: Tensor, value: Tensor) -> View:
@@ -319,18 +327,18 @@ class Storage:
                 self._detach()
             elif self._lent:
                 self._move(range(self.count), 0)
-        rows = self._rows
+        rows, self.end = self._rows, -1
         shorter = rows is not None and longest < rows.length
         if rows is not None and shorter and longest:
             rows.go_back(longest)
-        before = self.lengths, self.ungraded, self.end
-        self.lengths, self.ungraded, self.end = after, ungraded, -1
+        before = self.lengths, self.ungraded
+        self.lengths, self.ungraded = after, ungraded
         try:
             if rows is not None and shorter:  # even if all layers have windows and are back already: queries start here
                 rows.step(longest)
             self.settle()
         except VattnError:
-            self.lengths, self.ungraded, self.end = before
+            self.lengths, self.ungraded = before
             raise
         if rows is not None and any(self.recording):
             rows.release_past()

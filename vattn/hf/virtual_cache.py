@@ -214,9 +214,10 @@ class VirtualCache(DynamicCache):
         return self._storage.stats()
 
     def check(self) -> None:
-        """Asserts that all pages are where the cache's records say (`KVCache.check`)."""
-        for cache in self._storage.open_caches():
-            cache.check()
+        """Asserts that all pages are where the cache's records say (`KVCache.check`), and that the next update has the
+        memory that it is believed to have.
+        """
+        self._storage.check()
 
     def trim(self) -> int:
         """Returns memory without tokens to the machine, and the number of its bytes."""
