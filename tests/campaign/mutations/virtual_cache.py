@@ -148,7 +148,28 @@ def windows_begin_with_rows() -> None:
 
 @mutation("virtual cache", "what a refused update gave back is shown", "virtual_cache")
 def shown_after_refusal() -> None:
-    _rewrite(_rows(), "step", ("if done:\n", "if False:\n"))
+    _rewrite(_rows(), "step", ("max(self.start, start)", "self.start"))
+
+
+@mutation("virtual cache", "an update has the memory that an interrupted one had", "virtual_cache")
+def memory_of_another() -> None:
+    for name in ("settle", "advance"):
+        _rewrite(_storage(), name, ("self.end = -1", "pass"))
+
+
+@mutation("virtual cache", "rows are alike in tokens that a crop has taken", "virtual_cache")
+def alike_beyond() -> None:
+    _rewrite(_rows(), "go_back", ("[[min(tokens, length) for tokens in row] for row in equal]", "equal"))
+
+
+@mutation("virtual cache", "a recorded past is lost with an interrupted update", "virtual_cache")
+def past_is_lost() -> None:
+    _rewrite(_rows(), "_take_back", ("start < before < length", "False"))
+
+
+@mutation("virtual cache", "an interrupted assignment leaves codes and scales of two tensors", "virtual_cache")
+def torn_codes() -> None:
+    _rewrite(_storage(), "assign", ("view.store_part(which, new, first)\n            raise", "raise"))
 
 
 @mutation(None, "a tensor that was taken changes with a crop", "virtual_cache")
