@@ -76,6 +76,9 @@ class BatchRows:
             InvalidLength: as `go_back`.
         """
         before, done = self.length, 0
+        if not before:  # a call that emptied them may have been interrupted
+            self.start = 0
+            self._first.clear()
         if length < before:
             self.go_back(length)
         start = min(self.start, length) if recording else min(before, length)

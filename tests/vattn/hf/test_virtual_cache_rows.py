@@ -617,6 +617,23 @@ def test_rows_are_told_apart_after_an_interrupted_crop() -> None:
         assert torch.equal(cache.layers[0].keys, keys[[0, 0]])
 
 
+def test_rows_go_back_after_an_interrupted_reset() -> None:
+    """They do not share windows any more."""
+    with mixed(max_batch_size=2) as cache:
+        for tokens in (60, 40):
+            for layer in range(2):
+                cache.update(*[torch.randn(2, HEADS, tokens, 64)] * 2, layer)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        with interrupting(vattn.KVCache, "step", 2):
+            cache.reset()
+        keys = torch.randn(2, HEADS, 33, 64)
+        for layer in range(2):
+            cache.update(keys, keys, layer)
+        cache.crop(-2)
+        for layer, first in enumerate((0, 12)):
+            assert torch.equal(cache.layers[layer].keys, keys[:, :, first:31])
+
+
 @pytest.mark.parametrize("last", range(1, 5))
 def test_a_recorded_past_survives_an_interrupted_update(last: int) -> None:
     """Each of two caches goes back to where the recording began, and forth again."""
