@@ -366,7 +366,9 @@ class World:
             return False
         self.table.failed = None  # it counts once, but for a pool that a cache left meanwhile
         self.failures += 1
-        return isinstance(error, vattn.DriverError) or isinstance(error.__cause__, vattn.DriverError)
+        # OutOfPages as well: pages that were to go in the background and are back are missing elsewhere.
+        failures = vattn.DriverError | vattn.OutOfPages
+        return isinstance(error, failures) or isinstance(error.__cause__, vattn.DriverError)
 
     @staticmethod
     def lengths(each: CacheUnderTest) -> dict[int, int]:
