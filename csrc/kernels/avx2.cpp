@@ -12,7 +12,7 @@ namespace {
 struct Avx2 {
   using F = __m256;
   static constexpr int kLanes = 8;
-  static constexpr int kMaxRows = 6;
+  static constexpr int kMaxRows = 6, kMaxRowsInPlace = 6;
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
   // Pairs take two registers, for their first and their second elements.
   static constexpr int kMaxRowsOfPairs = 4;

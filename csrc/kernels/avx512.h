@@ -14,7 +14,9 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   // Tiles of rows by vectors whose sums stay in the 32 registers.
   static constexpr int kMaxRows = 8;
-  static constexpr int columns(int rows) { return rows <= 6 ? 4 : 2; }
+  // Four vectors of values that lie side by side are read at once, which memory likes better than two and two.
+  static constexpr int kMaxRowsInPlace = 7;
+  static constexpr int columns(int rows) { return rows <= 7 ? 4 : 2; }
   static constexpr int kMaxRowsOfPairs = 8;
   static constexpr int columns_of_pairs(int rows) { return rows <= 4 ? 4 : 2; }
   // Pairs never become floats before they are multiplied: there are registers for both.
@@ -56,13 +58,15 @@ struct Avx512 {
     return _mm512_mask_mov_ps(set(-__builtin_inff()), some(last) & static_cast<__mmask16>(~some(first)), x);
   }
 
-  static F exp2(F x) {
+  static F exp2(F x) { return exp2(x, kExp2); }
+  template <int kTerms>
+  static F exp2(F x, const float (&coefficients)[kTerms]) {
     x = _mm512_max_ps(set(-200), x);  // in this order NaN stays NaN, and -inf becomes 0
     const F whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F rest = _mm512_sub_ps(x, whole);
-    F y = set(kExp2[0]);
+    F y = set(coefficients[0]);
 #pragma GCC unroll 8
-    for (int i = 1; i < 7; ++i) y = fma(y, rest, set(kExp2[i]));
+    for (int i = 1; i < kTerms; ++i) y = fma(y, rest, set(coefficients[i]));
     return _mm512_scalef_ps(y, whole);
   }
 

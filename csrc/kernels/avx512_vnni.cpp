@@ -132,10 +132,13 @@ struct Quads {
     x[3] = _mm512_shuffle_f32x4(high, high2, 0xdd);
   }
 
-  static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
+  static F exp2(F x) { return Isa::exp2(x); }
+  template <class Weight>
+  static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {
+    F weights[kBlock / Isa::kLanes];
     F most = Isa::zero(), poison = Isa::zero();
     for (int i = 0; i < vectors; ++i) {
-      const F x = Isa::load(weights + i * Isa::kLanes);
+      const F x = weights[i] = weight(i);
       most = Isa::max(most, x);
       poison = Isa::fma(x, Isa::zero(), poison);
     }
@@ -146,7 +149,7 @@ struct Quads {
     std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
     std::byte* low = high + kBlock;
     for (int i = 0; i < vectors; ++i) {
-      const __m512i x = _mm512_cvtps_epu32(Isa::mul(Isa::load(weights + i * Isa::kLanes), inverse));
+      const __m512i x = _mm512_cvtps_epu32(Isa::mul(weights[i], inverse));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high) + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(low) + i, _mm512_cvtepi32_epi8(x));
     }

@@ -11,7 +11,7 @@ struct Portable {
   struct F {
     float x[kLanes];
   };
-  static constexpr int kMaxRows = 4;
+  static constexpr int kMaxRows = 4, kMaxRowsInPlace = 4;
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
 
   template <class Function>

@@ -125,9 +125,13 @@ struct FloatOperands {
     });
     return 1;
   }
-  static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
-    for (int i = 0; i < vectors * Isa::kLanes; i += Isa::kLanes)
-      Isa::store(reinterpret_cast<float*>(out) + i, Isa::load(weights + i), Isa::kLanes);
+  // 2^x, as exact as packed weights are.
+  static F exp2(F x) { return Isa::exp2(x); }
+  // `weight(i)` is asked once for each vector.
+  template <class Weight>
+  static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {
+    for (int i = 0; i < vectors; ++i)
+      Isa::store(reinterpret_cast<float*>(out) + i * Isa::kLanes, weight(i), Isa::kLanes);
     return 1;
   }
 };
@@ -258,6 +262,7 @@ class Place {
 template <class Isa>
 struct Panels {
   static constexpr int kTogether = 1;  // vectors
+  static constexpr int kMaxRows = Isa::kMaxRows;
   const std::uint32_t* data;
   std::int64_t stride;
 
@@ -274,6 +279,7 @@ template <class Kind, class Rows>
 struct Values {
   using Isa = typename Kind::Isa;
   static constexpr int kTogether = Kind::kVectors;
+  static constexpr int kMaxRows = Isa::kMaxRowsInPlace;
   const Rows& rows;
   int count;
   const std::byte* zeros;  // in place of what comes after the last row
@@ -345,7 +351,7 @@ void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right&
 // How many rows of sums fit beside what comes together.
 template <class Product, class Right>
 constexpr int most_rows() {
-  int rows = Product::kMaxRows;
+  int rows = smaller(Product::kMaxRows, Right::kMaxRows);
   while (Product::columns(rows) < Right::kTogether) --rows;
   return rows;
 }
@@ -505,22 +511,27 @@ struct Softmax {
     return here > maximum ? here : maximum;
   }
 
-  // The share that is left of what was weighed with an earlier maximum.
-  static F rescale(F earlier, F maximum, float factor) {
-    return Isa::exp2(Isa::mul(Isa::sub(earlier, maximum), Isa::set(factor)));
-  }
+  // How far a score lies below the maximum, to base 2. The difference comes first: of products, whose roundings grow
+  // with the scores, the largest would not be the maximum.
+  static F below(F score, F maximum, float factor) { return Isa::mul(Isa::sub(score, maximum), Isa::set(factor)); }
 
-  // Limited scores become weights, times the values' scales if there are any. Returns the weights' sum. The difference
-  // comes first: of products, whose roundings grow with the scores, the largest would not be the maximum.
-  static float weights(float* scores, const float* scales, int vectors, float factor, float maximum) {
+  // The share that is left of what was weighed with an earlier maximum.
+  static F rescale(F earlier, F maximum, float factor) { return Isa::exp2(below(earlier, maximum, factor)); }
+
+  // Packs the weights of limited scores, times the values' scales if there are any. Returns the factor of the packed
+  // row, and adds the weights to `total`.
+  template <class Kind>
+  static float weights(const float* scores, const float* scales, int vectors, float factor, float maximum,
+                       std::uint32_t* out, float& total) {
     F sum = Isa::zero();
-    for (int i = 0; i < vectors; ++i) {
-      F x = rescale(Isa::load(scores + i * kLanes), Isa::set(maximum), factor);
+    const auto weight = [&](int i) {
+      const F x = Kind::exp2(below(Isa::load(scores + i * kLanes), Isa::set(maximum), factor));
       sum = Isa::add(sum, x);
-      if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
-      Isa::store(scores + i * kLanes, x, kLanes);
-    }
-    return Isa::sum(sum);
+      return scales ? Isa::mul(x, Isa::load(scales + i * kLanes)) : x;
+    };
+    const float packed = Kind::pack_weights(vectors, weight, out);
+    total += Isa::sum(sum);
+    return packed;
   }
 };
 
@@ -662,10 +673,10 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
       }
       for (int r = 0; r < rows; ++r) {
-        float* weights = s.scores + r * kBlock;
-        total[r] = total[r] * s.rescale[r] + Softmax<Isa>::weights(weights, value_scales, full, factor, s.next[r]);
         maximum[r] = s.next[r];
-        s.next[r] = Kind::pack_weights(weights, full, s.weights + r * kWeightStride);
+        total[r] *= s.rescale[r];
+        s.next[r] = Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor, maximum[r],
+                                                         s.weights + r * kWeightStride, total[r]);
       }
 
       const auto weigh = [&](const auto& right, int first, int columns) {

@@ -41,8 +41,10 @@ struct Widened : Neighbours<Isa_> {
   static int query_stride(int head_dim) { return head_dim; }
   static int query_gap(int head_dim) { return head_dim / 2; }
   static constexpr int kWeightGap = 0;
-  static float pack_weights(const float* weights, int vectors, std::uint32_t* out) {
-    return FloatOperands<Isa>::pack_weights(weights, vectors, out);
+  static F exp2(F x) { return Isa::exp2(x); }
+  template <class Weight>
+  static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {
+    return FloatOperands<Isa>::pack_weights(vectors, weight, out);
   }
 
   static void values(const std::byte* const* rows, int, int first, int rest, F (&out)[2]) {
