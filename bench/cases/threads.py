@@ -2,8 +2,8 @@
 
 Own result: `LLM(num_threads="auto")` is as fast as the best number on an idle machine, and beside a busy process it
 computes with the cores that are left, instead of waiting in every product for a thread that has none. Each engine has a
-process of its own, which keeps eight requests running; the busy processes start and end while it does. `passive`
-threads sleep while they wait (`OMP_WAIT_POLICY`).
+process of its own, which keeps eight requests running. On the idle machine they take turns of a second; then each
+computes while a busy process starts and ends. `passive` threads sleep while they wait (`OMP_WAIT_POLICY`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
 
 from bench.harness.ratios import Comparison, rows
@@ -37,37 +38,40 @@ def run(quick: bool) -> Report:
     kinds: list[tuple[str, str]] = [("1", ""), (str(cores), ""), (str(cores), "passive"), ("auto", "")]
     if quick:
         kinds = kinds[::3]
-    warm, idle, busy, after = (0.5, 0.5, 0.5, 0.5) if quick else (3.0, 8.0, 12.0, 12.0)
+    warm, turn, rounds, busy, after = (0.5, 0.2, 2, 0.5, 0.5) if quick else (3.0, 1.0, 9, 12.0, 12.0)
     figures: list[Row] = []
     series: dict[str, list[float]] = {}
     for model in models:
-        for count, policy in kinds:
-            with _engine(model, count, policy) as engine:
-                started = engine.start()
-                time.sleep(warm)
-                moments = [time.monotonic()]
-                time.sleep(idle)
-                moments.append(time.monotonic())
+        with ExitStack() as stack:
+            engines = {kind: stack.enter_context(_engine(model, *kind)) for kind in kinds}
+            for engine in engines.values():
+                engine.rate(warm)
+            order, idle = list(engines), {kind: list[float]() for kind in kinds}
+            for _ in range(rounds):
+                order.append(order.pop(0))
+                for kind in order:
+                    idle[kind].append(engines[kind].rate(turn))
+            for (count, policy), engine in engines.items():
                 with _busy_processes():
-                    time.sleep(busy)
-                    moments.append(time.monotonic())
-                time.sleep(after)
-                moments.append(time.monotonic())
-            name = f"{model}, {count}{' ' * bool(policy)}{policy}"
-            seen = engine.tokens
-            rates = [_rate(seen, *pair) for pair in itertools.pairwise(moments)]
-            figures.append(
-                {
-                    "model": model,
-                    "threads": count,
-                    "waiting": policy or "default",
-                    "idle tokens/s": rates[0],
-                    "beside tokens/s": rates[1],
-                    "after tokens/s": rates[2],
-                }
-            )
-            ends = [started + (i + 1) / 2 for i in range(int(2 * (moments[-1] - started)))]
-            series[name] = [_rate(seen, end - 0.5, end) for end in ends]
+                    beside = engine.run(busy)
+                afterwards = engine.run(after)
+                figures.append(
+                    {
+                        "model": model,
+                        "threads": count,
+                        "waiting": policy or "default",
+                        "idle tokens/s": median(idle[count, policy]),
+                        "beside tokens/s": _rate(beside, busy),
+                        "after tokens/s": _rate(afterwards, after),
+                    }
+                )
+                name = f"{model}, {count}{' ' * bool(policy)}{policy}"
+                series[f"{name}, idle"] = idle[count, policy]
+                series[name] = [
+                    _rate(seen, end, end - 0.5)
+                    for seen, seconds in ((beside, busy), (afterwards, after))
+                    for end in (0.5 * (i + 1) for i in range(int(2 * seconds)))
+                ]
 
     def find(model: str, count: str) -> Row:
         return next(r for r in figures if (r["model"], r["threads"], r["waiting"]) == (model, count, "default"))
@@ -89,7 +93,8 @@ def run(quick: bool) -> Report:
             "prompt and output tokens": f"{_PROMPT} and {_OUTPUT}",
             "cores": cores,
             "busy processes": _BUSY,
-            "seconds idle, beside, after": f"{idle:g}, {busy:g}, {after:g}",
+            "idle": f"{rounds} turns of {turn:g} s",
+            "seconds beside, after": f"{busy:g}, {after:g}",
         },
         figures=figures,
         goals=goals,
@@ -97,30 +102,31 @@ def run(quick: bool) -> Report:
     )
 
 
-class _Engine:
-    """An engine in a process of its own.
+# Tokens so far, and seconds since a run began.
+Seen = list[tuple[float, int]]
 
-    Attributes:
-        tokens: pairs of `time.monotonic()` and the tokens so far; after its end.
-    """
+
+class _Engine:
+    """An engine in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.tokens: list[tuple[float, int]] = []
-
-    def start(self) -> float:
-        """Waits until it is ready; returns the time."""
-        assert self.process.stdout is not None
-        if json.loads(self.process.stdout.readline()) != "ready":
+        self._process = process
+        if self._read() != "ready":
             raise RuntimeError("the engine's process did not start")
-        return time.monotonic()
 
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.tokens = [(moment, tokens) for moment, tokens in json.loads(self.process.stdout.read())]
-        self.process.wait()
+    def run(self, seconds: float) -> Seen:
+        """Has it compute; returns what it had computed when."""
+        assert self._process.stdin is not None
+        print(json.dumps(seconds), file=self._process.stdin, flush=True)
+        return [(moment, tokens) for moment, tokens in self._read()]
+
+    def rate(self, seconds: float) -> float:
+        """Has it compute; returns tokens per second."""
+        return _rate(self.run(seconds), seconds)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
 
 @contextmanager
@@ -133,9 +139,9 @@ def _engine(model: str, count: str, policy: str) -> Iterator[_Engine]:
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            engine = _Engine(process)
-            yield engine
-            engine.end()
+            yield _Engine(process)
+            assert process.stdin is not None
+            process.stdin.close()
         except BaseException:
             process.kill()
             raise
@@ -152,22 +158,20 @@ def _busy_processes() -> Iterator[None]:
             process.wait()
 
 
-def _rate(seen: list[tuple[float, int]], start: float, end: float) -> float:
+def _rate(seen: Seen, end: float, start: float = 0.0) -> float:
     """Tokens per second between two moments; a step that lies across one counts in proportion."""
 
     def at(moment: float) -> float:
         for (t0, n0), (t1, n1) in itertools.pairwise(seen):
             if t0 <= moment <= t1:
                 return n0 + (n1 - n0) * (moment - t0) / (t1 - t0)
-        return seen[0][1] if moment < seen[0][0] else seen[-1][1]
+        return seen[-1][1]
 
     return (at(end) - at(start)) / (end - start)
 
 
 def _compute(name: str, count: str) -> None:
-    """Keeps requests running until standard input ends; then prints how many tokens there were at which moments."""
-    import select
-
+    """Keeps requests running for the seconds of each line of standard input, and prints what it computed when."""
     import numpy as np
 
     from bench.demo_queue import MODEL
@@ -187,18 +191,18 @@ def _compute(name: str, count: str) -> None:
         **options,
     ) as llm:
         print(json.dumps("ready"), flush=True)
-        tokens, seen = 0, [(time.monotonic(), 0)]
-        while not select.select([sys.stdin], [], [], 0)[0]:
-            while llm.core.num_groups < _REQUESTS:
-                ids = rng.integers(3, llm.core.loaded.vocab_size, _PROMPT).tolist()
-                llm.add_request(llm.core.new_id(), {"prompt_token_ids": ids}, params)
-            before = llm.core.figures.generation_tokens
-            llm.step()
-            tokens += llm.core.figures.generation_tokens - before
-            if time.monotonic() - seen[-1][0] >= 0.02:
-                seen.append((time.monotonic(), tokens))
-        seen.append((time.monotonic(), tokens))
-    print(json.dumps(seen), flush=True)
+        for line in sys.stdin:
+            start, end, tokens = time.monotonic(), json.loads(line), 0
+            seen: Seen = [(0.0, 0)]
+            while seen[-1][0] < end:
+                while llm.core.num_groups < _REQUESTS:
+                    ids = rng.integers(3, llm.core.loaded.vocab_size, _PROMPT).tolist()
+                    llm.add_request(llm.core.new_id(), {"prompt_token_ids": ids}, params)
+                before = llm.core.figures.generation_tokens
+                llm.step()
+                tokens += llm.core.figures.generation_tokens - before
+                seen.append((time.monotonic() - start, tokens))
+            print(json.dumps(seen), flush=True)
 
 
 def compare(record: Record) -> list[Comparison]:
@@ -220,10 +224,12 @@ def compare(record: Record) -> list[Comparison]:
 
 def draw(axes: Any, record: Record) -> None:
     for name, rates in record["series"].items():
-        if name.startswith(record["figures"][0]["model"]):
+        if name.startswith(record["figures"][0]["model"]) and not name.endswith(", idle"):
             axes.plot([(i + 1) / 2 for i in range(len(rates))], rates, label=name.partition(", ")[2])
     axes.set_title("The engine's own choice of threads, while another process comes and goes")
-    axes.set(xlabel="seconds; another process computes in between", ylabel="tokens/s, demo's model", ylim=(0, None))
+    axes.set(
+        xlabel="seconds; another process computes until the middle", ylabel="tokens/s, demo's model", ylim=(0, None)
+    )
 
 
 if __name__ == "__main__":
