@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -295,7 +295,7 @@ class EngineConfig:
         options = self.kv_options
         if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
             raise ConfigError(f"kv_options is {shown(options)}; give a mapping of options of KVConfig")
-        for name in ("skip_tokenizer_init", "trust_remote_code", "enable_prefix_caching", "enforce_eager"):
+        for name in (each.name for each in fields(self) if isinstance(each.default, bool)):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {shown(value)}; give True or False")

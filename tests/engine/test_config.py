@@ -91,3 +91,11 @@ def test_the_longest_request() -> None:
         EngineConfig(model="m").resolved_max_model_len(None)
     with pytest.raises(ConfigError, match="give at most 16"):
         EngineConfig(model="m", max_model_len=32).resolved_max_model_len(16)
+
+
+def test_a_switch_is_true_or_false() -> None:
+    switches = [each.name for each in fields(EngineConfig) if isinstance(each.default, bool)]
+    assert "kv_share_prefixes" in switches
+    for name in switches:
+        with pytest.raises(ConfigError, match=f"{name} is 'no'; give True or False"):
+            EngineConfig("some/model", **{name: "no"})  # type: ignore[arg-type]
