@@ -10,7 +10,7 @@ from importlib import metadata
 import torch
 
 from vattn import _native, attention, cpu
-from vattn.broker.control import Control
+from vattn.broker.control import Control, summary
 from vattn.broker.places import pools
 from vattn.cores import cores, free_cores, thread_counts
 from vattn.drivers import cuda, host
@@ -79,11 +79,7 @@ def _pools() -> list[str]:
         except (VattnError, OSError) as error:
             lines.append(f"{name}  no: {error}")
             continue
-        borrowers = ", ".join(each["name"] + " (lost)" * each["lost"] for each in top["borrowers"]) or "nobody"
-        lines.append(
-            f"{name}  ok: {format_bytes(top['budget'])} on {top['device']}, {format_bytes(max(0, top['free']))} free; "
-            f"borrowed by {borrowers}"
-        )
+        lines.append(f"{name}  ok: {summary(top)}")
         lines += [f"  wrong: {problem}" for problem in problems]
     return lines or ["none; vattn pool serve NAME --budget SIZE makes one"]
 

@@ -20,23 +20,16 @@ from vattn.errors import ConfigError
 
 from ..checks import checked_whole
 from .extras import require_server_extra
-from .flags import Commands, Help
+from .flags import Commands, Help, flag_name
 from .load import add_sample_flags, make_samples, write_json
+from .sampling_flags import SAMPLING
 
 if TYPE_CHECKING:
     from ..loadgen.client import Target
     from ..loadgen.summary import Timing
 
 # Fields of a request that are sent only where they are given: the server has its own defaults.
-_SAMPLING = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-}
+_SENT = {name: option for name, option in SAMPLING.items() if name not in ("max_tokens", "min_tokens")}
 
 
 def add_to(commands: Commands) -> None:
@@ -67,8 +60,8 @@ def add_to(commands: Commands) -> None:
     traffic.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
     sampling = parser.add_argument_group("sampling; the server's defaults otherwise")
-    for name, kind in _SAMPLING.items():
-        sampling.add_argument("--" + name.replace("_", "-"), type=kind)
+    for name, option in _SENT.items():
+        sampling.add_argument(flag_name(name, option), type=option.parse, help=option.help)
     sampling.add_argument("--ignore-eos", action="store_true", help="answers have exactly the length asked for")
     sampling.add_argument("--extra-body", type=json.loads, metavar="JSON", help="further fields of each request")
 
@@ -145,7 +138,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
             raise ConfigError(f"{args.base_url} lists no model; give one with --model")
         model = model or next(iter(listed))
         tokenizer = tokenizer or listed.get(model, {}).get("root") or model
-    fields = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    fields = {name: getattr(args, name) for name in _SENT if getattr(args, name) is not None}
     if args.ignore_eos:
         fields["ignore_eos"] = True
     target = Target(

@@ -152,8 +152,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from vattn.broker.control import summary
     from vattn.broker.places import folder, pools
-    from vattn.units import format_bytes
 
     for name in pools():
         try:
@@ -163,8 +163,7 @@ def _list(args: argparse.Namespace) -> int:
         except VattnError as error:
             print(f"{name}: {error}")
         else:
-            borrowers = ", ".join(each["name"] for each in top["borrowers"]) or "nobody"
-            print(f"{name}: {format_bytes(top['budget'])}, {format_bytes(top['free'])} free; borrowed by {borrowers}")
+            print(f"{name}: {summary(top)}")
     if not list(pools()):
         print(f"no pools in {folder()}")
     return 0

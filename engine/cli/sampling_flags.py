@@ -6,8 +6,9 @@ import argparse
 from typing import Any
 
 from ..options import Option
+from .flags import flag_name
 
-_SAMPLING = {
+SAMPLING = {
     "max_tokens": Option(doc="maximum number of output tokens", parse=int),
     "min_tokens": Option(doc="minimum number of output tokens", parse=int),
     "temperature": Option(doc="0 is greedy", parse=float),
@@ -24,9 +25,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, m
     """Add the flags of `SamplingParams`, with the defaults of this command."""
     group = parser.add_argument_group("sampling")
     defaults: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
-    for name, option in _SAMPLING.items():
+    for name, option in SAMPLING.items():
         help = option.help + (f" (default: {defaults[name]})" if name in defaults else "")
-        group.add_argument("--" + name.replace("_", "-"), type=option.parse, default=argparse.SUPPRESS, help=help)
+        group.add_argument(flag_name(name, option), type=option.parse, default=argparse.SUPPRESS, help=help)
     group.add_argument(
         "--stop",
         action="append",
@@ -40,5 +41,5 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, temperature: float, m
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `SamplingParams` that were given, over the defaults of the command."""
-    names = (*_SAMPLING, "stop", "ignore_eos", "seed")
+    names = (*SAMPLING, "stop", "ignore_eos", "seed")
     return {**args.sampling, **{name: getattr(args, name) for name in names if hasattr(args, name)}}

@@ -48,21 +48,14 @@ class Intake:
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
-    def make_group(
-        self, request_id: str, prompt: Prompt, sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
-    ) -> RequestGroup:
-        """The requests for one prompt, one for each of its completions.
-
-        Raises:
-            InvalidRequest: says what is wrong, with the prompt or with what `sampling` asks of this model.
-        """
-        (group,) = self.make_groups({request_id: prompt}, sampling, kind=kind, priority=priority)
-        return group
-
     def make_groups(
         self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
     ) -> list[RequestGroup]:
-        """As `make_group` for each of several prompts, by the names of their requests."""
+        """The requests for prompts, by their names: one for each completion.
+
+        Raises:
+            InvalidRequest: says what is wrong, with a prompt or with what `sampling` asks of this model.
+        """
         sampling = as_params(sampling)
         rank = whole(priority)
         if rank is None or not -LARGEST <= rank <= LARGEST:

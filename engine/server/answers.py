@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from ..requests.outputs import CompletionOutput, RequestOutput
 from .errors import json_response
+from .logprobs import prompt_logprobs
 from .protocol import CompletionRequest, Sampling
 from .service import Run
 from .streams import Parts, event, parts
@@ -67,6 +68,18 @@ def ending(completion: CompletionOutput, body: Sampling) -> dict[str, Any]:
         fields["stop_reason"] = completion.stop_reason
     if body.return_token_ids:
         fields["token_ids"] = completion.token_ids
+    return fields
+
+
+def of_prompt(output: RequestOutput, body: Sampling) -> dict[str, Any]:
+    """What was asked for about the prompt."""
+    fields: dict[str, Any] = {}
+    if body.return_token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(
+            output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
+        )
     return fields
 
 

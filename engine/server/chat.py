@@ -10,10 +10,10 @@ from fastapi.responses import Response
 from ..requests.outputs import CompletionOutput, RequestOutput
 from ..requests.prompts import TokenizedPrompt
 from ..requests.sampling import SamplingParams
-from .answers import answered, ending, head, stream, usage_of, weight
+from .answers import answered, ending, head, of_prompt, stream, usage_of, weight
 from .bodies import described
 from .errors import bad
-from .logprobs import chat_logprobs, prompt_logprobs
+from .logprobs import chat_logprobs
 from .params import sampling_params
 from .protocol import ChatRequest, ChatResponse
 from .service import Service
@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
             _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})
             for completion in output.outputs
         )
-        answer = {**start, "choices": choices, "usage": usage_of(finals), **_of_prompt(output, body)}
+        answer = {**start, "choices": choices, "usage": usage_of(finals), **of_prompt(output, body)}
         return answered(answer, weight(finals, body))
 
     return routes
@@ -75,7 +75,7 @@ class _Chunks:
             delta: dict[str, Any] = {"content": completion.text} if completion.text or going_on else {}
             extra = {}
             if completion.index not in self._begun:
-                extra = {} if self._begun else _of_prompt(output, self._body)
+                extra = {} if self._begun else of_prompt(output, self._body)
                 self._begun.add(completion.index)
                 delta = {"role": "assistant", "content": completion.text}
             chunks.append({"choices": [_choice(completion, self._body, {"delta": delta})], **extra})
@@ -87,15 +87,3 @@ def _choice(completion: CompletionOutput, body: ChatRequest, what: dict[str, Any
     if body.logprobs:
         logprobs = chat_logprobs(completion.token_ids, completion.logprobs or (), body.top_logprobs or 0)
     return {"index": completion.index, **what, "logprobs": logprobs, **ending(completion, body)}
-
-
-def _of_prompt(output: RequestOutput, body: ChatRequest) -> dict[str, Any]:
-    """What was asked for about the prompt."""
-    fields: dict[str, Any] = {}
-    if body.return_token_ids:
-        fields["prompt_token_ids"] = output.prompt_token_ids
-    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(
-            output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
-        )
-    return fields

@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from ..requests.outputs import CompletionOutput, RequestOutput
 from ..requests.prompts import TokenizedPrompt
 from ..requests.sampling import SamplingParams
-from .answers import answered, ending, head, stream, usage_of, weight
+from .answers import answered, ending, head, of_prompt, stream, usage_of, weight
 from .bodies import described
-from .logprobs import TextLogprobs, prompt_logprobs
+from .logprobs import TextLogprobs
 from .params import sampling_params
 from .protocol import CompletionRequest, CompletionResponse, GenerateRequest, GenerateResponse
 from .service import Service
@@ -127,13 +127,7 @@ class _Completion:
                 self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text.of_token)
             choice["logprobs"] = self._logprobs[index].piece(pairs)
         choice |= ending(completion, body)
-        if body.return_token_ids and first:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(
-                output.prompt_logprobs, output.prompt_token_ids, body.prompt_logprobs
-            )
-        return choice
+        return choice | of_prompt(output, body) if first else choice
 
 
 def _text(service: Service, prompt: TokenizedPrompt) -> str:

@@ -144,14 +144,12 @@ class Exporter(Collector):
             return
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
             yield self._gauge(name, "Share of the cache that running requests hold, 0 to 1.", memory["usage"])
-        family = GaugeMetricFamily(
+        kinds = ("reserved", "physical", "used", "live")
+        yield self._family(
             "vattn:memory_bytes",
             "Bytes of the cache: address space, memory, used, live.",
-            labels=["model_name", "kind"],
+            [Gauge("vattn:memory_bytes", {"kind": kind}, memory[f"{kind}_bytes"]) for kind in kinds],
         )
-        for kind in ("reserved", "physical", "used", "live"):
-            family.add_metric([self._model_name, kind], memory[f"{kind}_bytes"])
-        yield family
         for kind, count in memory.get("pages", {}).items():
             yield self._gauge(f"vattn:pages_{kind}", f"Pages: {kind}.", count)
         driver = self.held["driver"]
@@ -161,11 +159,7 @@ class Exporter(Collector):
         yield self._counter("vattn:wait_seconds", "Seconds that steps waited for it.", driver["wait_seconds"])
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        return self._family(name, help, [Gauge(name, {}, value)])
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        return self._family(name, help, [Counter(name, {}, value)])

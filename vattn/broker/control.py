@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from vattn.broker.places import socket_path
 from vattn.broker.wire import Reader, WireError, encode
 from vattn.errors import ConfigError, VattnError
+from vattn.units import format_bytes
 
 _SECONDS = 10.0  # in which a broker answers
+
+
+def summary(top: Mapping[str, Any]) -> str:
+    """A pool on one line, from the broker's answer to `top`."""
+    borrowers = ", ".join(each["name"] + " (lost)" * each["lost"] for each in top["borrowers"]) or "nobody"
+    free = format_bytes(max(0, top["free"]))
+    return f"{format_bytes(top['budget'])} on {top['device']}, {free} free; borrowed by {borrowers}"
 
 
 class Control:

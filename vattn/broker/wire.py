@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 VERSION: Final = 2  # of the protocol
@@ -48,16 +48,8 @@ def _flag(value: object) -> bool:
     return type(value) is bool
 
 
-def _optional_size(value: object) -> bool:
-    return value is None or _size(value)
-
-
-def _optional_number(value: object) -> bool:
-    return value is None or _number(value)
-
-
-def _optional_text(value: object) -> bool:
-    return value is None or _text(value)
+def _optional(holds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or holds(value)
 
 
 def _urgency(value: object) -> bool:
@@ -82,7 +74,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "device": _text,
         "page": _size,
         "at_least": _size,
-        "at_most": _optional_size,  # None: the whole budget
+        "at_most": _optional(_size),  # None: the whole budget
         "lease": _size,  # that it has of an earlier broker of this pool
     },
     # What it has, and wants. `ack` is the number of the broker's last message that was dealt with.
@@ -95,7 +87,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "owned": _size,
         "parked": _size,
         "cached": _size,
-        "oldest": _optional_number,  # when the cached block to be evicted next was last used: nanoseconds, monotonic
+        "oldest": _optional(_number),  # when the cached block to be evicted next was last used: nanoseconds, monotonic
         "shared": _size,  # of others, which count there
     },
     # The descriptor of its directory comes with it: others may map what is published there.
@@ -121,7 +113,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "at_most": _size,
         "wish": _number,  # that this answers
         "short": _flag,  # there is no more to be had for now
-        "give": _optional_size,  # the level that the borrower is asked to come down to
+        "give": _optional(_size),  # the level that the borrower is asked to come down to
         "stage": _stage,  # by giving up no more than this
     },
     # Descriptors of the memory and the directory of another process come with it, which can only be read.
@@ -129,8 +121,8 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "refused": {"why": _text},
     # From `vattn pool`, and the answers.
     "top": {},
-    "limit": {"name": _text, "at_least": _optional_size, "at_most": _optional_size},
-    "reclaim": {"name": _optional_text, "stage": _stage},
+    "limit": {"name": _text, "at_least": _optional(_size), "at_most": _optional(_size)},
+    "reclaim": {"name": _optional(_text), "stage": _stage},
     "check": {},
     "answer": {"result": _table},
 }

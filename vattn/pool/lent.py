@@ -179,17 +179,18 @@ class LentCore(Core):
         self.borrower.close()
         if shares is not None:
             shares.directory.close()
+        self._drop_met()
+
+    def refuse_in_child(self) -> None:
+        super().refuse_in_child()
+        self._drop_met()
+
+    def _drop_met(self) -> None:
         while self._met:
             for descriptor in self._met.popleft():
                 os.close(descriptor)
 
     # Prefixes that processes share
-
-    def refuse_in_child(self) -> None:
-        super().refuse_in_child()
-        while self._met:
-            for descriptor in self._met.popleft():
-                os.close(descriptor)
 
     def share(self, shares: Shares, sharing: Sharing) -> None:
         """Has others find what a cache publishes, and the cache what they do."""

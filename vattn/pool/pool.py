@@ -60,14 +60,8 @@ class PagePool:
         peers: Sequence[int] = (),
         table: dict[str, int] | None = None,
     ) -> None:
-        leftovers.take_back()
-        check_choice("guard", guard, ("zero", "strict"))
         check_choice("handle_type", handle_type, ("none", "posix_fd", "fabric"))
-        check_choice("zero_on_free", zero_on_free, (True, False))
-        source = drivers.find(device)
-        if isinstance(page_size, str) and page_size == "auto":
-            page_size = source.default_page_size
-        page_size = check_int("page_size", page_size, at_least=1, at_most=2**40)
+        source, page_size = _checked(device, page_size, guard, zero_on_free)
         driver = source.open(page_size, guard=guard, handle_type=handle_type, peers=peers, table=table)
         size = parse_bytes(budget, "budget")
         if size < page_size:
@@ -115,13 +109,7 @@ class PagePool:
         Raises:
             ConfigError: no broker serves the pool, it refuses, or an argument is not possible.
         """
-        leftovers.take_back()
-        check_choice("guard", guard, ("zero", "strict"))
-        check_choice("zero_on_free", zero_on_free, (True, False))
-        source = drivers.find(device)
-        if isinstance(page_size, str) and page_size == "auto":
-            page_size = source.default_page_size
-        size = check_int("page_size", page_size, at_least=1, at_most=2**40)
+        source, page_size = _checked(device, page_size, guard, zero_on_free)
         if fingerprint is not None:
             if not isinstance(fingerprint, bytes) or len(fingerprint) != 32:
                 raise ConfigError(f"fingerprint is {shown(fingerprint)}; give 32 bytes, such as a hash")
@@ -130,7 +118,7 @@ class PagePool:
         lent = lend(
             name,
             source,
-            size,
+            page_size,
             label=label or f"process-{os.getpid()}",
             at_least=0 if at_least == 0 else parse_bytes(at_least, "at_least"),
             at_most=None if at_most is None else parse_bytes(at_most, "at_most"),
@@ -197,3 +185,15 @@ class PagePool:
             StreamCapturing: a dropped cache left pages behind, and a stream is capturing a CUDA graph.
         """
         self._core.close()
+
+
+def _checked(
+    device: str | torch.device, page_size: int | Literal["auto"], guard: drivers.Guard, zero_on_free: bool
+) -> tuple[drivers.Device, int]:
+    """The device and the page size of a new pool, after what dropped caches left behind was taken back."""
+    leftovers.take_back()
+    check_choice("guard", guard, ("zero", "strict"))
+    check_choice("zero_on_free", zero_on_free, (True, False))
+    source = drivers.find(device)
+    size = source.default_page_size if isinstance(page_size, str) and page_size == "auto" else page_size
+    return source, check_int("page_size", size, at_least=1, at_most=2**40)
