@@ -92,8 +92,7 @@ class KVCache(PoolMember):
             self._slots, self._bands, self._ledger, self._fences = parts.slots, parts.bands, parts.ledger, parts.fences
             self._reclaimer = Reclaimer(parts)
             self._backer = Backer(parts, self._reclaimer)
-            self._prefixes = Prefixes(parts, self._backer)
-            self._prefixes.exchange = Exchange.of(parts, layout, self._reclaimer)
+            self._prefixes = Prefixes(parts, self._backer, Exchange.of(parts, layout, self._reclaimer))
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
@@ -683,9 +682,7 @@ class KVCache(PoolMember):
 
     def _forget(self) -> None:
         self._views = {}
-        if self._prefixes.exchange is not None:
-            self._prefixes.exchange.close()
-            self._prefixes.exchange = None
+        self._prefixes.clear()
         self._slots.clear()
         self._bands.clear()
 

@@ -122,15 +122,28 @@ class Books:
         """Bytes that nobody has; negative while there is more than the budget."""
         return self.budget - self.kept - sum(account.charge for account in self.accounts)
 
-    def join(self, name: str, *, page: int, at_least: int = 0, at_most: int | None = None, lease: int = 0) -> Account:
+    def join(
+        self,
+        name: str,
+        *,
+        page: int,
+        at_least: int = 0,
+        at_most: int | None = None,
+        lease: int = 0,
+        before: Account | None = None,
+    ) -> Account:
         """Opens an account.
 
         Args:
             lease: that the borrower has of an earlier broker, and may have filled.
+            before: the account of a borrower that joins again, in whose place this one comes; its limits stay, since
+                its operator may have changed them.
 
         Raises:
-            ConfigError: its limits are not possible.
+            ConfigError: its limits are not possible. Nothing changed.
         """
+        if before is not None:
+            at_least, at_most = before.at_least, before.at_most
         if page <= 0 or page & (page - 1) or page > self.budget:
             raise ConfigError(f"pages of {page} bytes are not possible in a budget of {format_bytes(self.budget)}")
         at_least = -(-at_least // page) * page
@@ -138,14 +151,15 @@ class Books:
         most = min(most, self.budget) // page * page
         if lease % page:
             raise ConfigError("a lease is a number of pages")
-        self._check_limits(at_least, most, page, None)
-        names = {account.name for account in self.accounts}
+        self._check_limits(at_least, most, page, before)
+        others = [account for account in self.accounts if account is not before]
+        names = {account.name for account in others}
         unique = next(
             each for each in itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2))) if each not in names
         )
         chunk = min(max(self.budget // 64, 16 * page), _MOST_CHUNK, max(page, most // 4)) // page * page
         account = Account(unique, at_least, most, page, chunk, lease=lease)
-        self.accounts.append(account)
+        self.accounts[:] = [*others, account]
         return account
 
     def restore(self, name: str, at_least: int, at_most: int, page: int, lease: int) -> Account:
@@ -160,6 +174,27 @@ class Books:
     def remove(self, account: Account) -> None:
         """Closes an account whose memory is gone."""
         self.accounts.remove(account)
+
+    def lose(self, account: Account) -> None:
+        """Notes that a borrower's connection has ended. What it has counts until its process ends, too."""
+        account.lost = True
+
+    def observe(self, account: Account, found: int) -> None:
+        """Notes how many bytes a borrower's memory was found to be."""
+        account.found = found
+
+    def shrink(self, account: Account) -> None:
+        """Lowers the lease of a borrower whose pool is closed to what is left of its memory."""
+        account.lease = -(-account.found // account.page) * account.page
+
+    def keep(self, num_bytes: int, evictable: int) -> None:
+        """Notes how many bytes processes that have ended have left, and how many of them can be given up."""
+        self.kept, self.evictable = num_bytes, evictable
+
+    def evictions(self) -> int:
+        """Bytes of these that are to be given up now, for somebody who lacks them; each is asked for once."""
+        evict, self.evict = self.evict, 0
+        return evict
 
     def report(self, account: Account, message: Message, now: float) -> None:
         """Takes what a borrower says it has and wants.
@@ -212,6 +247,7 @@ class Books:
         kept = account.owned + (account.cached if stage in ("free", "parked") else 0)
         kept += account.parked if stage == "free" else 0
         self._ask(account, min(account.lease, -(-kept // account.page) * account.page), stage, now)
+        account.again = True
 
     def settle(self, now: float) -> list[Account]:
         """Grants what there is, and asks for what is missing; the accounts that have to be told."""

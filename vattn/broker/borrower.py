@@ -238,7 +238,7 @@ class Borrower:
             if level == self._want or (level < self._want and self._urgent):
                 return
             self._want, self._urgent = level, AHEAD
-            self._lease.short = False
+            self._lease.wished()
             self._dirty = True
         self.wake()
 
@@ -261,7 +261,7 @@ class Borrower:
             before = self._want
             self._want, self._urgent, self._dirty = max(level, before), NEEDED if needed else ASKED, True
             self._wish += 1
-            self._lease.short = False
+            self._lease.wished()
             self._waiting, self._stands_until = True, time.monotonic() + seconds + _STANDING
             self.wake()
 
@@ -367,7 +367,7 @@ class Borrower:
                 self._lease.lowered(reached)
                 self._given_back += before - self._lease.level
                 if self._lease.give == give and (reached <= level or stage != "all"):
-                    self._lease.give = None
+                    self._lease.complied()
                 if not self._urgent:
                     self._want = min(self._want, reached)
             if self._lease.give is not None:

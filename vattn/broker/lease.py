@@ -50,6 +50,14 @@ class Lease:
     def _limited(self, message: Message) -> None:
         self.number, self.at_least, self.at_most = (message[name] for name in ("number", "at_least", "at_most"))
 
+    def wished(self) -> None:
+        """Another wish is told, to which the last answer does not apply."""
+        self.short = False
+
+    def complied(self) -> None:
+        """What was asked back has been given, or cannot be."""
+        self.give = None
+
     def lowered(self, level: int) -> None:
         """Notes that there is no more memory than this, and will not be."""
         self.level = min(self.level, level)

@@ -191,7 +191,7 @@ class Broker:
             account = borrower.account
             self._look_at(borrower)
             if borrower.leaving:
-                account.lease = -(-account.found // account.page) * account.page
+                self.books.shrink(account)
                 if not account.lease:
                     self._ended(borrower)
             elif account.found > account.lease:
@@ -204,7 +204,7 @@ class Broker:
 
     def _look_at(self, borrower: _Borrower) -> None:
         if borrower.memory is not None:
-            borrower.account.found = os.fstat(borrower.memory).st_blocks * 512
+            self.books.observe(borrower.account, os.fstat(borrower.memory).st_blocks * 512)
 
     def check(self) -> list[str]:
         """What does not agree between the books and the kernel; nothing, if all is well."""
@@ -333,7 +333,8 @@ class Broker:
         borrower = peer.borrower
         self._forget(peer)
         if borrower is not None:
-            borrower.peer, borrower.account.lost = None, True
+            borrower.peer = None
+            self.books.lose(borrower.account)
 
     def _forget(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -384,23 +385,11 @@ class Broker:
                 raise ConfigError(f"the pool has {_MOST_BORROWERS} borrowers, which is the most")
             self._check_memory(memory, before)
             process, started = _open_process(peer.pid)
-            earlier = None if before is None else self.books.accounts.index(before.account)
-            if before is not None:
-                self.books.accounts.remove(before.account)
-            # Whoever joins again has the limits that its operator has set meanwhile.
-            least, most = (
-                (message["at_least"], message["at_most"])
-                if before is None
-                else (before.account.at_least, before.account.at_most)
+            account = self.books.join(
+                message["name"],
+                **{name: message[name] for name in ("page", "at_least", "at_most", "lease")},
+                before=None if before is None else before.account,
             )
-            try:
-                account = self.books.join(
-                    message["name"], page=message["page"], at_least=least, at_most=most, lease=message["lease"]
-                )
-            except ConfigError:
-                if before is not None and earlier is not None:
-                    self.books.accounts.insert(earlier, before.account)
-                raise
         except BaseException:
             for descriptor in (memory, process):
                 if descriptor is not None and descriptor >= 0:
@@ -544,8 +533,7 @@ class Broker:
         self._count_kept()
 
     def _count_kept(self) -> None:
-        self.books.kept = sum(kept.bytes for kept in self._kept)
-        self.books.evictable = sum(kept.evictable for kept in self._kept)
+        self.books.keep(sum(kept.bytes for kept in self._kept), sum(kept.evictable for kept in self._kept))
 
     def _evict(self, num_bytes: int) -> None:
         """Gives up so many bytes of processes that have ended, as far as nobody has them mapped."""
@@ -608,7 +596,6 @@ class Broker:
                 for account in self._named(message["name"]):
                     if not account.lost:
                         self.books.reclaim(account, message["stage"] or STAGES[0], now)
-                        account.again = True
         except ConfigError as error:
             return {"refused": str(error)}
         self.audit()
@@ -660,9 +647,8 @@ class Broker:
         if self._kept and self.books.wanting:
             self._look_at_kept()
         self._untold |= dict.fromkeys(self.books.settle(time.monotonic()))
-        if self.books.evict:
-            self._evict(self.books.evict)
-            self.books.evict = 0
+        if evict := self.books.evictions():
+            self._evict(evict)
             self._untold |= dict.fromkeys(self.books.settle(time.monotonic()))
         self._save()
         for borrower in [*self._borrowers]:

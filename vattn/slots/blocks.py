@@ -257,6 +257,19 @@ class SharedBlocks:
         for block in blocks:
             self._recount(block)
 
+    def share(self, shares: Shares) -> None:
+        """Has other processes find blocks that `show` names, from here on."""
+        self.shares = shares
+
+    def show(self, block: PageBlock, tokens: Sequence[int]) -> int | None:
+        """Has other processes find a published block of these tokens; its entry, or None if they find one already, or
+        there is no room.
+        """
+        assert self.shares is not None
+        assert block.key is not None
+        block.entry = self.shares.publish(block.key, tokens, block.pages)
+        return block.entry
+
     def yields(self, block: PageBlock) -> bool:
         """Whether memory is had by evicting a cached block: it is this process's, and no other one has it mapped, nor
         will have.

@@ -41,7 +41,7 @@ class Exchange(Decisions):
         self._reclaimer = reclaimer
         self._shares = shares
         self._band = parts.bands.only
-        self._band.shared.shares = shares
+        self._band.shared.share(shares)
         self._wake = wake
         self._offers: deque[tuple[PageBlock, Sequence[int]]] = deque()
         self._published: weakref.WeakValueDictionary[int, PageBlock] = weakref.WeakValueDictionary()
@@ -152,10 +152,10 @@ class Exchange(Decisions):
         """Publishes some of what was offered."""
         for _ in range(min(_TOGETHER, len(self._offers))):
             block, tokens = self._offers[0]
-            if block.published and block.entry is None and block.key is not None:
-                block.entry = self._shares.publish(block.key, tokens, block.pages)
-                if block.entry is not None:
-                    self._published[block.entry] = block
+            if block.published and block.entry is None:
+                entry = self._band.shared.show(block, tokens)
+                if entry is not None:
+                    self._published[entry] = block
             self._offers.popleft()  # now that it is done: `waits` is asked meanwhile
 
     def tend(self) -> None:
@@ -205,7 +205,7 @@ class Exchange(Decisions):
         ]
         for block in cached:
             self._band.shared.index.touch(block)
-        self._ledger.pinned = self._band.shared.block_pages * len(cached)
+        self._ledger.pin(self._band.shared.block_pages * len(cached))
 
 
 def _shape(layout: Layout, page_size: int, fingerprint: bytes, pages: int) -> tuple[Shape, list[tuple[int, int]]]:

@@ -42,6 +42,10 @@ class Ledger:
         self._slots.changed(slot)
         self.peak = max(self.peak, self.held)
 
+    def pin(self, pages: int) -> None:
+        """Notes how many cached pages other processes have mapped now."""
+        self.pinned = pages
+
     @property
     def owned(self) -> int:
         """Pages that running requests hold."""

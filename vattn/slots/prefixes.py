@@ -26,18 +26,21 @@ _NOTHING: tuple[Key, Sequence[int]] = (b"", ())
 class Prefixes(Decisions):
     """Gives slots to requests.
 
+    Args:
+        exchange: what other processes find of this cache, and this one of theirs; None for nothing.
+
     Attributes:
         query_tokens: total tokens of all admitted prompts.
         hit_tokens: how many of those were found in the cache.
-        exchange: what other processes find of this cache, and this one of theirs; None for nothing.
+        exchange: as given; None once the cache has gone.
     """
 
-    def __init__(self, parts: Parts, backer: Backer) -> None:
+    def __init__(self, parts: Parts, backer: Backer, exchange: Exchange | None) -> None:
         super().__init__(parts)
         self._backer = backer
         self.query_tokens = 0
         self.hit_tokens = 0
-        self.exchange: Exchange | None = None
+        self.exchange = exchange
         # For `look_ahead`: the prefix that requests were last admitted with while others used it, how many since the
         # last step, and the ticket under which it was last mapped. Guesses, so no failure takes them back.
         self._demanded: list[Key] = []
@@ -196,6 +199,12 @@ class Prefixes(Decisions):
         """Counts an admitted request."""
         self.query_tokens += query_tokens
         self.hit_tokens += hit_tokens
+
+    def clear(self) -> None:
+        """Drops the blocks of other processes, and with them the virtual tensors."""
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
 
     # Choosing a slot
 

@@ -102,18 +102,30 @@ def test_the_prefix_that_was_used_longest_ago_goes_first_wherever_it_is() -> Non
     assert (a.give, b.give) == (None, None)
 
 
+def test_who_joins_again_has_one_account_with_the_limits_of_its_operator() -> None:
+    books, (a, b) = joined(a={}, b={})
+    books.limit(a, 8 * PAGE, 16 * PAGE)
+    again = books.join("a", page=PAGE, lease=4 * PAGE, before=a)
+    assert (again.name, again.at_least, again.at_most, again.lease) == ("a", 8 * PAGE, 16 * PAGE, 4 * PAGE)
+    assert books.accounts == [b, again]
+    with pytest.raises(ConfigError, match="pages of 3 bytes are not possible"):
+        books.join("a", page=3, before=again)
+    assert books.accounts == [b, again]
+
+
 def test_what_ended_processes_left_counts_and_goes_before_cached_prefixes() -> None:
     books, (a, b) = joined(a={}, b={})
-    books.kept, books.evictable = 16 * PAGE, 12 * PAGE
+    books.keep(16 * PAGE, 12 * PAGE)
     lend(books, a, 40, cached=40)
     a.oldest = 1
     assert books.available == 8 * PAGE
     assert ask(books, b, 16, 1.0) == [b]  # what there is
     assert (b.lease, books.evict, a.give, b.short) == (8 * PAGE, 8 * PAGE, None, False)
-    books.kept, books.evict = 8 * PAGE, 0
+    assert (books.evictions(), books.evictions()) == (8 * PAGE, 0)
+    books.keep(8 * PAGE, 4 * PAGE)
     assert books.settle(1.0) == [b]
     assert b.lease == 16 * PAGE
-    books.evictable = 0  # the rest is in use
+    books.keep(8 * PAGE, 0)  # the rest is in use
     assert ask(books, b, 8, 2.0) == [a]
     assert (a.give, a.stage) == (32 * PAGE, "cached")
 
@@ -221,10 +233,10 @@ def test_who_may_have_changed_is_asked_what_it_has() -> None:
 
 def test_memory_that_is_found_counts_although_it_was_never_lent() -> None:
     books, (a, b) = joined(a={}, b={})
-    a.found = 60 * PAGE
+    books.observe(a, 60 * PAGE)
     ask(books, b, 8, 1.0)
     assert b.lease == 4 * PAGE
-    a.found = 0
+    books.observe(a, 0)
     books.settle(2.0)
     assert b.lease == 8 * PAGE
 
@@ -313,7 +325,7 @@ class Pool(RuleBasedStateMachine):
             if stage != "free":
                 client.held = min(client.held, max(level, client.held // 2 // PAGE * PAGE))
             client.lease.lowered(max(level, client.held))
-            client.lease.give = None
+            client.lease.complied()
 
     @rule(i=who, place=st.integers(0, 7), fate=st.sampled_from(["comes", "comes", "comes", "lost", "doubled"]))
     def upwards(self, i: int, place: int, fate: str) -> None:
