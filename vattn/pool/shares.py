@@ -83,7 +83,7 @@ class Shares:
             return self.directory.add(key, tokens, offsets)
         return None
 
-    def take_back(self, number: int) -> bool:
+    def remove(self, number: int) -> bool:
         """Lets nobody map a block any more; False if somebody does now, and so keeps it."""
         return self.directory.remove(number)
 
@@ -92,7 +92,7 @@ class Shares:
         change.put(self._lingering, number, pages)
         self.directory.withdraw(number)
 
-    def take_back_withdrawn(self, change: Change) -> None:
+    def give_up_withdrawn(self, change: Change) -> None:
         """Plans to give up what was withdrawn and is not mapped any more."""
         for number, pages in list(self._lingering.items()):
             if self.directory.remove(number):

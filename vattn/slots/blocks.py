@@ -276,7 +276,7 @@ class SharedBlocks:
         """
         if block.foreign:
             return False
-        if block.entry is not None and self.shares is not None and self.shares.take_back(block.entry):
+        if block.entry is not None and self.shares is not None and self.shares.remove(block.entry):
             block.entry = None
         return block.entry is None
 

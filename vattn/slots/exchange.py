@@ -190,7 +190,7 @@ class Exchange(Decisions):
             self.heed(change)
             for block in unused:
                 self._reclaimer.let_go(change, self._band, block)
-            self._shares.take_back_withdrawn(change)
+            self._shares.give_up_withdrawn(change)
 
         if unused or self._shares.lingers or any(p.directory.withdrawals != p.withdrawals for p in self._shares.peers):
             self._core.execute(plan)
