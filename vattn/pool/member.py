@@ -50,7 +50,7 @@ class PoolMember(ABC):
             core.enter()
             yield core
             self._closed = False
-            self._finalizer = weakref.finalize(self, _collected, core, self._give_back(), self._owns_pool)
+            self._finalizer = weakref.finalize(self, core.leave_behind, self._give_back(), unowned=self._owns_pool)
             self._finalizer.atexit = False  # daemon threads may still use the memory; the OS reclaims it
             core.join(self._tenant)
 
@@ -147,8 +147,3 @@ class PoolMember(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _collected(core: Core, give_back: Plan, owns_pool: bool) -> None:
-    """Gives up the pages of a member that was dropped without `close`, and shuts its own pool."""
-    core.leave_behind(give_back, unowned=owns_pool)
