@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import vattn
+from vattn.pool.calls import Calls
 
 LIBRARY = os.path.dirname(vattn.__file__)
 
@@ -36,6 +37,18 @@ def _after_calls(code: CodeType) -> dict[int, bool]:
     return found
 
 
+@cache
+def _after_blocks(code: CodeType) -> set[int]:
+    """Offsets behind the ends of `with` blocks: calls that stand where a block begins."""
+    steps = list(dis.get_instructions(code))
+    begins = {step.positions for step in steps if step.opname == "BEFORE_WITH"}
+    return {
+        behind.offset
+        for call, behind in itertools.pairwise(steps)
+        if call.opname == "CALL" and call.positions in begins
+    }
+
+
 _counted = [0]
 
 
@@ -49,7 +62,8 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
 
     Args:
         event: "call": where a Python function is entered; "check": behind what is no Python function, as well. CPython
-            handles signals there, and nowhere else but where a loop goes on.
+            handles signals there, and nowhere else but where a loop goes on. "done": of these, where a call on a pool
+            has happened and has not returned.
         how: "raise": the exception itself; "signal": SIGINT, which code may hold off.
         part: of the library, whose events alone count: a folder, or a file; all of it by default.
     """
@@ -62,12 +76,16 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
             entered.add(frame.f_back)
         if not frame.f_code.co_filename.startswith(counted):
             return None
-        counts = kind == "call"
+        if event == "done" and frame.f_code is not Calls.atomically.__code__:
+            return None
+        counts = kind == "call" and event != "done"
         if kind == "opcode":
             always = _after_calls(frame.f_code).get(frame.f_lasti)
             counts = always or (always is not None and frame not in entered)
             entered.discard(frame)
-        if event == "check":
+            if event == "done":
+                counts = frame.f_lasti in _after_blocks(frame.f_code)
+        if event != "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if counts:
             left -= 1

@@ -35,8 +35,9 @@ from tests.support.faults import FaultyTable
 _PAGE = 4096
 _MOST_ROWS = 8
 # Calls that are interrupted, and those that follow them, by how often.
-_TORN = {"crop": 8, "move": 2, "update": 2, "assign": 1, "write": 1, "trim": 1, "reset": 1}
-_MEETING = {"move": 6, "crop": 1, "update": 1, "duplicate": 1, "trim": 1}
+_TORN = {"crop": 12, "update": 6, "move": 2, "assign": 1, "write": 1, "trim": 1, "reset": 1}
+_TORN_CODED = _TORN | {"assign": 16}  # codes and scales are written one after the other
+_MEETING = {"move": 5, "duplicate": 3, "crop": 1, "update": 1, "trim": 1}
 
 
 def new(seed: int, rows: int, heads: int, tokens: int, dims: Sequence[tuple[int, int]], dtype: torch.dtype) -> Any:
@@ -374,7 +375,7 @@ class World:
 
         Args:
             torn: in code of `vattn.hf`, at any of its places alike: they are few beside those of the caches below, and
-                what has to change together is changed between them.
+                what has to change together is changed between them. Or where one of these has done what it was asked.
         """
         (statement,) = ast.parse(code).body
         target, call = "", code
@@ -389,11 +390,14 @@ class World:
                     return None
         elif not isinstance(statement, ast.Expr):
             return None
-        event, how = self.rng.choice(("call", "check")), self.rng.choice(("raise", "signal"))
+        event = self.rng.choice(("call", "check", "done") if torn else ("call", "check"))
+        how = self.rng.choice(("raise", "signal"))
         if torn:
             self.place = _word(code), event
-            nth = self.rng.randint(1, 20 + self.places[self.place] * 5 // 4)  # a longer call shows more of them
-            return f"{target}interrupted(lambda: {call}, {event!r}, {nth}, {how!r}, 'hf')"
+            more = 2 if event == "done" else 20
+            nth = self.rng.randint(1, more + self.places[self.place] * 5 // 4)  # a longer call shows more of them
+            part = "" if event == "done" else ", 'hf'"
+            return f"{target}interrupted(lambda: {call}, {event!r}, {nth}, {how!r}{part})"
         return f"{target}interrupted(lambda: {call}, {event!r}, {int(10 ** self.rng.uniform(0, 3.3))}, {how!r})"
 
     def note_places(self) -> None:
@@ -604,7 +608,7 @@ class World:
         rng = self.rng
         name = self.pick(self.open())
         under = self.caches[name]
-        tokens = rng.choice((1, 1, 1, 2, 5, 17, 33, 70))
+        tokens = rng.choice((1, 5, 17, 33, 70) if self.staying else (1, 1, 1, 2, 5, 17, 33, 70))
         self.add(name, tokens, under.plain.rows or min(rng.choice((1, 1, 2, 3, 4)), under.most or 4))
 
     def add(self, name: str, tokens: int, rows: int) -> None:
@@ -655,6 +659,8 @@ class World:
         plain = self.caches[name].plain
         back = plain.length - plain.floor
         gone = rng.choice((0, 1, 2, back, rng.randint(0, back), rng.randint(0, plain.length), plain.length))
+        if self.tearing and rng.random() < 0.5:
+            gone = rng.randint(back, min(back + 9, plain.length))  # a little further than is promised
         self.crop_to(name, max(0, plain.length - gone))
 
     def crop_to(self, name: str, kept: int) -> None:
@@ -713,11 +719,12 @@ class World:
         self.focus = rng.choice(windowed if windowed and rng.random() < 0.7 else filled)
         self.staying = True
         for _ in range(rng.randint(2, 6)):
-            for calls in ({"update": 1}, _TORN, _MEETING):
+            torn = _TORN_CODED if self.caches[self.focus].plain.coded else _TORN
+            for calls in ({"update": 1}, torn, _MEETING):
                 if not self.caches[self.focus].plain.length:
                     calls = {"update": 1}
                 (call,) = rng.choices(list(calls), list(calls.values()))
-                self.tearing, self.lost = calls is _TORN, None
+                self.tearing, self.lost = calls is torn, None
                 getattr(self, call)()
                 self.tearing = False
                 if self.caches[self.focus].closed:  # where a call has failed
@@ -737,9 +744,7 @@ class World:
         layer, side = rng.randrange(len(plain.dims)), rng.randrange(2)
         attribute = f"{name}.layers[{layer}].{('keys', 'values')[side]}"
         after = plain.copy()
-        if rng.random() < 0.3:
-            if plain.coded:
-                return
+        if not plain.coded and rng.random() < 0.3:
             after.seen(layer, side).mul_(2)
             self.attempt(name, f"{attribute} *= 2", after)
             return
@@ -826,7 +831,9 @@ class World:
         name = self.pick(self.filled())
         under = self.caches[name]
         if len(self.open()) >= 4:
-            return
+            if not self.staying:
+                return
+            self.drop(rng.choice([each for each in self.open() if each != name]))
         way = rng.choice(("copy.copy({})", "copy.deepcopy({})", "pickle.loads(pickle.dumps({}))"))
         copied = self.next("c")
         made = self.attempt(name, f"{copied} = {way.format(name)}", under.plain)
@@ -916,8 +923,8 @@ class World:
         self.caches[name].closed = True
         self.leave(name, before)
 
-    def drop(self) -> None:
-        name = self.rng.choice(list(self.caches))
+    def drop(self, name: str = "") -> None:
+        name = name or self.rng.choice(list(self.caches))
         before = self.caches[name].plain
         self.counts["del"] += 1
         self.run(f"del {name}")
