@@ -20,7 +20,6 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -129,6 +128,57 @@ struct Physical {
   bool kept = false;  // its file keeps what is in it
 };
 
+// Physical memory by handle, side by side: there may be thousands of pages of a prompt to enter and to look up. A
+// handle names a place and how often that was used, so that a stale one is refused and not mistaken for another.
+class PhysicalTable {
+ public:
+  Handle add(const Physical& memory) {
+    std::size_t number = places_.size();
+    if (empty_.empty()) {
+      places_.push_back({memory, 1, true});
+      empty_.reserve(places_.capacity());  // so that `erase` cannot fail
+    } else {
+      number = empty_.back();
+      empty_.pop_back();
+      places_[number] = {memory, places_[number].uses + 1, true};
+    }
+    return Handle{places_[number].uses} << 32 | number;
+  }
+  // Null for a handle that was erased or never given. What it points to moves with the next `add`.
+  Physical* find(Handle handle) {
+    const std::size_t number = number_of(handle);
+    if (number >= places_.size()) return nullptr;
+    Place& place = places_[number];
+    return place.full && place.uses == handle >> 32 ? &place.memory : nullptr;
+  }
+  Physical& at(Handle handle) {
+    Physical* const found = find(handle);
+    if (!found) throw std::out_of_range("no such memory");
+    return *found;
+  }
+  void erase(Handle handle) {
+    places_[number_of(handle)].full = false;
+    empty_.push_back(number_of(handle));
+  }
+  std::size_t size() const { return places_.size() - empty_.size(); }
+  template <class Visit>
+  void visit(Visit&& visit) const {
+    for (const Place& place : places_)
+      if (place.full) visit(place.memory);
+  }
+
+ private:
+  struct Place {
+    Physical memory;
+    std::uint32_t uses;
+    bool full;
+  };
+  static std::size_t number_of(Handle handle) { return handle & 0xFFFFFFFF; }
+
+  std::vector<Place> places_;
+  std::vector<std::size_t> empty_;
+};
+
 // Until it gets its first access, a mapping is in the books only: neighbours whose memory is side by side in a file
 // then become one entry of the kernel's table with one call.
 struct Mapping {
@@ -151,9 +201,8 @@ struct State {
   std::mutex mutex;
   std::map<int, PhysicalFile> files;  // by the location's id: the granularity, and the file's number
   int next_file = 1;
-  std::unordered_map<Handle, Physical> physical;
+  PhysicalTable physical;
   std::map<Address, Reservation> reservations;
-  Handle next_handle = 1;  // never used again, so that a stale handle is refused and not mistaken for another
   std::size_t kernel_mappings = 0;
   std::size_t max_mappings = 0;    // that the kernel allows the process, as last asked
   std::size_t other_mappings = 0;  // of the rest of the process, as last counted
@@ -186,8 +235,9 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
     [] { forking->mutex.unlock(); },
     [] {
       for (auto& [location, file] : forking->files) file.close_file();
-      for (const auto& [handle, memory] : forking->physical)
+      forking->physical.visit([](const Physical& memory) {
         if (memory.own >= 0) close(memory.own);
+      });
       forking->mutex.unlock();
     });
 
@@ -333,19 +383,20 @@ void forget_file(State& s, std::map<int, PhysicalFile>::iterator file) {
   s.files.erase(file);
 }
 
-void forget(State& s, std::unordered_map<Handle, Physical>::iterator it) {
-  if (it->second.references + it->second.mappings > 0) return;
+void forget(State& s, Handle handle) {
+  const Physical& memory = s.physical.at(handle);
+  if (memory.references + memory.mappings > 0) return;
   bool foreign = false;
-  if (it->second.own >= 0) {
-    close(it->second.own);
+  if (memory.own >= 0) {
+    close(memory.own);
   } else {
-    const auto file = s.files.find(it->second.location);
+    const auto file = s.files.find(memory.location);
     foreign = file->second.foreign;
-    file->second.deallocate(it->second.offset, it->second.size, it->second.kept);
+    file->second.deallocate(memory.offset, memory.size, memory.kept);
     forget_file(s, file);
   }
-  if (!foreign) s.physical_bytes -= it->second.size;
-  s.physical.erase(it);
+  if (!foreign) s.physical_bytes -= memory.size;
+  s.physical.erase(handle);
 }
 
 Result address_reserve(Address* address, std::size_t size, std::size_t alignment, Address hint, Flags flags) {
@@ -406,8 +457,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
         exportable ? make_file(static_cast<off_t>(size), F_SEAL_GROW, &own) : file->allocate(size, &offset);
     if (r != kSuccess) return r;
     // Entered before it is filled, so that a child of a fork during that closes the descriptor.
-    made = s.next_handle++;
-    s.physical.emplace(made, Physical{log2, location, own, offset, size, 1, 0});
+    made = s.physical.add({log2, location, own, offset, size, 1, 0});
     s.physical_bytes += size;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
@@ -418,29 +468,27 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
     return kSuccess;
   }
   const std::lock_guard lock(s.mutex);
-  const auto it = s.physical.find(made);
-  it->second.references = 0;
-  forget(s, it);
+  s.physical.at(made).references = 0;
+  forget(s, made);
   return filled;
 }
 
 Result release(Handle handle) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  auto it = s.physical.find(handle);
-  if (it == s.physical.end() || it->second.references == 0) return kInvalidValue;
-  it->second.references -= 1;
-  forget(s, it);
+  Physical* const memory = s.physical.find(handle);
+  if (!memory || memory->references == 0) return kInvalidValue;
+  memory->references -= 1;
+  forget(s, handle);
   return kSuccess;
 }
 
 Result map(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  auto physical = s.physical.find(handle);
-  if (physical == s.physical.end() || physical->second.references == 0 || offset || (flags & ~kMapRestore))
-    return kInvalidValue;
-  Physical& memory = physical->second;
+  Physical* const physical = s.physical.find(handle);
+  if (!physical || physical->references == 0 || offset || (flags & ~kMapRestore)) return kInvalidValue;
+  Physical& memory = *physical;
   const std::size_t granularity = std::size_t{1} << memory.granularity_log2;
   if (size != memory.size || address % granularity) return kInvalidValue;
   auto it = find_reservation(s, address);
@@ -471,9 +519,8 @@ Result unmap(Address address, std::size_t size) {
   if (entered && !map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
     return from_errno();
   for (auto mapping = first; mapping != last; ++mapping) {
-    auto physical = s.physical.find(mapping->second.handle);
-    physical->second.mappings -= 1;
-    forget(s, physical);
+    s.physical.at(mapping->second.handle).mappings -= 1;
+    forget(s, mapping->second.handle);
   }
   reservation.mappings.erase(first, last);
   s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
@@ -577,9 +624,9 @@ Result export_handle(void* shareable, Handle handle, unsigned type, Flags flags)
   if (!shareable || flags || type != kPosixFileDescriptor) return kInvalidValue;
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  const auto it = s.physical.find(handle);
-  if (it == s.physical.end() || it->second.references == 0 || it->second.own < 0) return kInvalidValue;
-  const int fd = fcntl(it->second.own, F_DUPFD_CLOEXEC, 0);
+  const Physical* const memory = s.physical.find(handle);
+  if (!memory || memory->references == 0 || memory->own < 0) return kInvalidValue;
+  const int fd = fcntl(memory->own, F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return kErrno + errno;
   std::memcpy(shareable, &fd, sizeof fd);
   return kSuccess;
@@ -602,8 +649,7 @@ Result import_handle(Handle* handle, void* shareable, unsigned type) {
   const std::lock_guard lock(s.mutex);
   const int fd = fcntl(static_cast<int>(given), F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return kErrno + errno;
-  *handle = s.next_handle++;
-  s.physical.emplace(*handle, Physical{kMinGranularityLog2, 0, fd, 0, size, 1, 0});
+  *handle = s.physical.add({kMinGranularityLog2, 0, fd, 0, size, 1, 0});
   s.physical_bytes += size;
   return kSuccess;
 }
@@ -817,10 +863,9 @@ std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::
   const bool known = file.foreign && fstat(file.fd(), &now) == 0;
   for (const off_t offset : offsets) {
     if (!known || offset < 0 || offset % size || offset > now.st_size - size) break;
-    const Physical page{granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true};
-    s.physical.emplace(s.next_handle, page);
+    made.push_back(
+        s.physical.add({granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true}));
     file.use(static_cast<std::size_t>(size));
-    made.push_back(s.next_handle++);
   }
   return made;
 }

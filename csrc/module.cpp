@@ -17,6 +17,7 @@
 #include "address_space.h"
 #include "available_memory.h"
 #include "block_rows.h"
+#include "entries.h"
 #include "host_vmm.h"
 #include "mapper.h"
 
@@ -253,6 +254,8 @@ void raise_driver_error(const std::exception_ptr& pointer, void*) {
 
 }  // namespace
 
+std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
 NB_MODULE(_native, m) {
   m.doc() = "The mechanism of vattn: physical pages, address spaces, and the worker that maps one into the other.";
   // Tensors may outlive the interpreter's modules, and what they keep alive is then reported as leaked.
@@ -296,6 +299,26 @@ NB_MODULE(_native, m) {
       .def_ro("source", &AvailableMemory::source);
   m.def("available_memory", &available_memory, "root"_a = "",
         "What the machine and the control groups around this process have left, and which file says so.");
+  m.def(
+      "checksum", [](const nb::bytes& data) { return checksum(view(data)); }, "data"_a,
+      "Of the words of 8 bytes of an entry of a directory, which ends with it.");
+  m.def(
+      "entries_alike",
+      [](const nb::bytes& entries, std::size_t entry_bytes, const nb::bytes& keys) {
+        return entries_alike(view(entries), entry_bytes, view(keys));
+      },
+      "entries"_a, "entry_bytes"_a, "keys"_a,
+      "How many entries of a directory, from the first on, have these keys, which lie side by side.");
+  m.def(
+      "entry_offsets",
+      [](const nb::bytes& entries, std::size_t entry_bytes, const nb::bytes& keys, const nb::bytes& tokens,
+         std::size_t token_bytes) {
+        const std::string found = entry_offsets(view(entries), entry_bytes, view(keys), view(tokens), token_bytes);
+        return nb::bytes(found.data(), found.size());
+      },
+      "entries"_a, "entry_bytes"_a, "keys"_a, "tokens"_a, "token_bytes"_a,
+      "The offsets of the entries, from the first on, that are whole and have these keys and tokens, side by side.\n"
+      "`token_bytes` are those of the tokens of one entry.");
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 

@@ -260,8 +260,9 @@ TEST(exportable_memory_has_a_file_of_its_own) {
     CHECK_EQ(vmm.create(&handle, std::size_t{1} << 63, &prop, 0), kOutOfMemory);
     CHECK_EQ(vmm.create(&handle, 2 * granularity, &prop, 0), kSuccess);
     int fd = -1;
-    CHECK_EQ(vmm.export_handle(&fd, create(granularity, log2), kPosixFileDescriptor, 0), kInvalidValue);
-    CHECK_EQ(vmm.release(handle + 1), kSuccess);  // what was created just now
+    const Handle ranged = create(granularity, log2);
+    CHECK_EQ(vmm.export_handle(&fd, ranged, kPosixFileDescriptor, 0), kInvalidValue);
+    CHECK_EQ(vmm.release(ranged), kSuccess);
     CHECK_EQ(vmm.export_handle(&fd, handle, kPosixFileDescriptor, 0), kSuccess);
     struct stat file{};
     CHECK_EQ(fstat(fd, &file), 0);
@@ -311,6 +312,10 @@ TEST(map_refuses_what_the_contract_excludes) {
     const Handle gone = create(granularity, log2);
     CHECK_EQ(vmm.release(gone), kSuccess);
     CHECK_EQ(vmm.map(base, granularity, 0, gone, 0), kInvalidValue);  // released
+    const Handle next = create(granularity, log2);
+    CHECK_EQ(vmm.map(base, granularity, 0, gone, 0), kInvalidValue);  // released, and other memory took its place
+    CHECK_EQ(vmm.release(gone), kInvalidValue);
+    CHECK_EQ(vmm.release(next), kSuccess);
     CHECK_EQ(host_usage().kernel_mappings, entries);
     CHECK_EQ(kernel_entries(base, 4 * granularity), 1u);
 

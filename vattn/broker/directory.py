@@ -34,15 +34,15 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from vattn import _native
 from vattn.errors import VattnError
 
 KEY_BYTES = 32
 _MAGIC = b"vattn dy"
-_FORMAT = 1
+_FORMAT = 2
 # magic, format, process, when it started, fingerprint, page size, tokens and pages of a block, most entries
 _HEAD = struct.Struct("<8sIIQ32sIIIQ")
 _FRESH, _WITHDRAWN, _LEFT, _ENDED = 128, 136, 144, 152  # places of numbers of 8 bytes that change
@@ -51,7 +51,7 @@ _BUCKET = 40  # bytes: a key and the number of its entry
 _PROBED = 8  # buckets that a key may be in
 _NUMBER = struct.Struct("<Q")
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
-_DIGEST_BYTES = 16
+_CHECKSUM_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MOST_BYTES = 2**50
 
@@ -83,7 +83,7 @@ class Shape:
 
     @property
     def entry_bytes(self) -> int:
-        return KEY_BYTES + 8 + 8 * (self.block_tokens + self.block_pages) + _DIGEST_BYTES
+        return KEY_BYTES + 8 + 8 * (self.block_tokens + self.block_pages) + _CHECKSUM_BYTES
 
     @property
     def entries_at(self) -> int:
@@ -137,7 +137,7 @@ class Directory:
         if (magic, version) != (_MAGIC, _FORMAT) or not sealed or not whole:
             raise NoDirectory("the descriptor is not that of a directory")
         self.identity = found.st_dev, found.st_ino
-        self._body = self.shape.entry_bytes - _DIGEST_BYTES
+        self._body = self.shape.entry_bytes - _CHECKSUM_BYTES
         self._file = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
@@ -167,39 +167,26 @@ class Directory:
         What is published together has neighbouring numbers, and is pinned and read together, which takes a few system
         calls in place of some per entry.
         """
-        size = self.shape.entry_bytes
-        data = os.pread(self._file, len(keys) * size, self._at(number))
-        return next((i for i, key in enumerate(keys) if not data.startswith(key, i * size)), len(keys))
+        return _native.entries_alike(self._entries(number, len(keys)), self.shape.entry_bytes, b"".join(keys))
 
     def read(self, number: int) -> Entry | None:
         """An entry; None if there is none of this number."""
-        data = os.pread(self._file, self.shape.entry_bytes, self._at(number))
+        data = self._entries(number, 1)
         body = data[: self._body]
-        if len(data) < self.shape.entry_bytes or data[self._body :] != _digest(body):
+        if len(data) < self.shape.entry_bytes or data[self._body :] != _checksum(body):
             return None
         numbers = array("q", body[KEY_BYTES:])
         tokens = 1 + self.shape.block_tokens
         return Entry(body[:KEY_BYTES], numbers[0], numbers[1:tokens], numbers[tokens:])
 
-    def offsets(self, number: int, keys: Sequence[bytes], tokens: bytes) -> list[bytes]:
+    def offsets(self, number: int, keys: Sequence[bytes], tokens: bytes) -> bytes:
         """Where the pages lie of the entries from this number on, as far as these have the keys and tokens, in order:
         numbers of 8 bytes, as `tokens` are.
         """
-        size, body, start = self.shape.entry_bytes, self._body, KEY_BYTES + 8
-        data = os.pread(self._file, len(keys) * size, self._at(number))
-        length, found = 8 * self.shape.block_tokens, list[bytes]()
-        for at, its, key in zip(
-            range(0, len(data), size), range(0, len(tokens) - length + 1, length), keys, strict=False
-        ):
-            entry = data[at : at + body]
-            if (
-                not entry.startswith(key)
-                or not entry.startswith(tokens[its : its + length], start)
-                or data[at + body : at + size] != _digest(entry)
-            ):
-                break
-            found.append(entry[start + length :])
-        return found
+        entries = self._entries(number, len(keys))
+        return _native.entry_offsets(
+            entries, self.shape.entry_bytes, b"".join(keys), tokens, 8 * self.shape.block_tokens
+        )
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """All entries, with their numbers."""
@@ -238,6 +225,10 @@ class Directory:
         except OSError:  # somebody else has one, or the kernel has no memory for it
             return False
         return True
+
+    def _entries(self, number: int, count: int) -> bytes:
+        """What lies in the places of so many entries, from this number on, as far as there are so many."""
+        return os.pread(self._file, count * self.shape.entry_bytes, self._at(number))
 
     def _get(self, place: int) -> int:
         return int(_NUMBER.unpack(os.pread(self._file, 8, place))[0])
@@ -341,7 +332,7 @@ class OwnDirectory(Directory):
     def _write(self, number: int, key: bytes, published: int, tokens: Sequence[int], offsets: Sequence[int]) -> None:
         body = key + array("q", [published, *tokens, *offsets]).tobytes()
         assert len(body) == self._body, "a block of another shape"
-        os.pwrite(self._file, body + _digest(body), self._at(number))
+        os.pwrite(self._file, body + _checksum(body), self._at(number))
 
     def _erase(self, key: bytes, number: int) -> None:
         place = self._place(key, key + _NUMBER.pack(number))
@@ -385,5 +376,5 @@ def started(pid: int) -> int:
     return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19])
 
 
-def _digest(body: bytes) -> bytes:
-    return blake2b(body, digest_size=_DIGEST_BYTES).digest()
+def _checksum(body: bytes) -> bytes:
+    return _NUMBER.pack(_native.checksum(body))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from array import array
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class Peer:
 
     directory: Directory
     file: int
-    pins: Counter[int] = field(default_factory=Counter)
+    pins: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     withdrawals: int = 0
 
 
@@ -146,7 +146,7 @@ class Shares:
         """Whether another process is said to have a block with this key; only `fetch` knows."""
         return any(peer.directory.find(key) is not None for peer in self.peers)
 
-    def fetch(self, keys: Sequence[bytes], tokens: Sequence[int], start: int = 0) -> list[Foreign]:
+    def fetch(self, keys: Sequence[bytes], tokens: array[int], start: int = 0) -> list[Foreign]:
         """The blocks of other processes with these keys and tokens, pinned: from the first one on, as far as they go.
 
         Args:
@@ -161,7 +161,7 @@ class Shares:
             found += fetched
         return found
 
-    def _fetch(self, peer: Peer, keys: Sequence[bytes], tokens: Sequence[int], start: int) -> list[Foreign]:
+    def _fetch(self, peer: Peer, keys: Sequence[bytes], tokens: array[int], start: int) -> list[Foreign]:
         """Those at the start of `fetch` whose entries are neighbours in one directory."""
         first = peer.directory.find(keys[0])
         count = 0 if first is None else peer.directory.alike(first, keys)
@@ -171,12 +171,13 @@ class Shares:
             count //= 2
             if not count:
                 return []
-        peer.pins.update(range(first, first + count))
+        for number in range(first, first + count):
+            peer.pins[number] += 1
         found: list[Foreign] = []
         try:
-            ids = array("q", tokens[start : start + count * self.directory.shape.block_tokens]).tobytes()
+            ids = tokens[start : start + count * self.directory.shape.block_tokens].tobytes()
             offsets = peer.directory.offsets(first, keys[:count], ids)
-            pages = self._native.add_foreign(peer.file, b"".join(offsets), self._columns)
+            pages = self._native.add_foreign(peer.file, offsets, self._columns)
             kinds = len(self._columns)
             found += [
                 Foreign(peer, first + number, tuple(pages[number * kinds : (number + 1) * kinds]))

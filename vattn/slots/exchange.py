@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -66,35 +67,36 @@ class Exchange(Decisions):
 
     # For calls
 
-    def extend(self, change: Change, keys: list[Key], token_ids: Sequence[int], salt: bytes) -> list[Key]:
-        """The keys of a prompt's longest prefix that leaves a token to compute, with blocks of others after those in
-        the index, which `keys` are of.
+    def find(self, change: Change, token_ids: Sequence[int], salt: bytes) -> list[Key]:
+        """The keys of a prompt's longest prefix that leaves a token to compute, with blocks of others where the index
+        has none.
         """
-        if self._stopped or not self._shares.peers:
-            return keys
-        size, found, index = self._bands.block_tokens, list(keys), self._band.shared.index
-        parent = keys[-1] if keys else root_key(salt)
-        following = block_keys(parent, token_ids[len(keys) * size : -1], size)
-        first = next(following, None)
-        if first is None or (index.get(first) is None and not self._shares.has(first)):
-            return keys
-        wanted = [first, *following]
-        for missing, run in itertools.groupby(wanted, key=lambda key: index.get(key) is None):
-            group = list(run)
-            if missing:
-                fetched = self._shares.fetch(group, token_ids, len(found) * size)
-                now = time.monotonic_ns()
-                blocks = [
-                    PageBlock(depth=depth, pages=foreign.pages, last_use=now, foreign=True)
-                    for depth, foreign in enumerate(fetched, len(found))
-                ]
-                self._foreign.update(zip(blocks, fetched, strict=True))
-                self._band.shared.insert(change, blocks, group)
-                found += group[: len(fetched)]
-                if len(fetched) < len(group):
-                    break
-            else:
-                found += group
+        size, index, found = self._bands.block_tokens, self._band.shared.index, list[Key]()
+        ids = array("q", token_ids[:-1])
+        shares = not self._stopped and bool(self._shares.peers)
+        # Lazily, as hashing is much of a miss: of keys that the index lacks, only the first one is needed at first.
+        for missing, run in itertools.groupby(
+            block_keys(root_key(salt), ids, size), lambda key: index.get(key) is None
+        ):
+            if not missing:
+                found += run
+                continue
+            group: list[Key] = []
+            for key in run:
+                if not group and not (shares and self._shares.has(key)):
+                    return found
+                group.append(key)
+            fetched = self._shares.fetch(group, ids, len(found) * size)
+            now = time.monotonic_ns()
+            blocks = [
+                PageBlock(depth=depth, pages=foreign.pages, last_use=now, foreign=True)
+                for depth, foreign in enumerate(fetched, len(found))
+            ]
+            self._foreign.update(zip(blocks, fetched, strict=True))
+            self._band.shared.insert(change, blocks, group)
+            found += group[: len(fetched)]
+            if len(fetched) < len(group):
+                break
         return found
 
     def offer(self, blocks: Sequence[PageBlock], token_ids: Sequence[int]) -> None:

@@ -59,11 +59,11 @@ class Prefixes(Decisions):
     def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
         """Takes a slot with the longest cached prefix of a prompt that leaves at least one token to compute."""
         bands = self._bands
-        if self.exchange is not None:
+        if self.exchange is None:
+            keys = self.find(token_ids, salt)
+        else:
             self.exchange.heed(change)
-        keys = self.find(token_ids, salt)
-        if self.exchange is not None:
-            keys = self.exchange.extend(change, keys, token_ids, salt)
+            keys = self.exchange.find(change, token_ids, salt)
         prefix = bands.prefix(keys)
         slot = self._choose(prefix, len(token_ids), self._rest(keys, token_ids, salt))
         if self._fences.is_open(slot):

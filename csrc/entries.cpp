@@ -1,0 +1,54 @@
+#include "entries.h"
+
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+
+namespace vattn {
+
+namespace {
+
+constexpr std::size_t kWord = sizeof(std::uint64_t);
+
+std::uint64_t word_at(std::string_view bytes, std::size_t at) {
+  std::uint64_t word;
+  std::memcpy(&word, bytes.data() + at, kWord);
+  return word;
+}
+
+}  // namespace
+
+std::uint64_t checksum(std::string_view bytes) {
+  if (bytes.size() % kWord) throw std::invalid_argument("a checksum of words that are not whole");
+  // Each step is a bijection of the sum, and of the word: a change of one word cannot cancel out.
+  std::uint64_t sum = 0x9E3779B97F4A7C15 + bytes.size();
+  for (std::size_t at = 0; at < bytes.size(); at += kWord)
+    sum = std::rotl((sum ^ word_at(bytes, at)) * 0xC2B2AE3D27D4EB4F, 31);
+  return sum;
+}
+
+std::size_t entries_alike(std::string_view entries, std::size_t entry_bytes, std::string_view keys) {
+  std::size_t count = 0;
+  while ((count + 1) * entry_bytes <= entries.size() && (count + 1) * kKeyBytes <= keys.size() &&
+         entries.substr(count * entry_bytes, kKeyBytes) == keys.substr(count * kKeyBytes, kKeyBytes))
+    ++count;
+  return count;
+}
+
+std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std::string_view keys,
+                          std::string_view tokens, std::size_t token_bytes) {
+  const std::size_t tokens_at = kKeyBytes + kWord, offsets_at = tokens_at + token_bytes;
+  if (entry_bytes < offsets_at + kWord) throw std::invalid_argument("entries that are too short for their tokens");
+  const std::size_t body_bytes = entry_bytes - kWord, alike = entries_alike(entries, entry_bytes, keys);
+  std::string found;
+  for (std::size_t i = 0; i < alike && (i + 1) * token_bytes <= tokens.size(); ++i) {
+    const std::string_view entry = entries.substr(i * entry_bytes, entry_bytes), body = entry.substr(0, body_bytes);
+    if (body.substr(tokens_at, token_bytes) != tokens.substr(i * token_bytes, token_bytes) ||
+        word_at(entry, body_bytes) != checksum(body))
+      break;
+    found += body.substr(offsets_at);
+  }
+  return found;
+}
+
+}  // namespace vattn
