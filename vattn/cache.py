@@ -533,14 +533,18 @@ class KVCache(PoolMember):
         return min(self._ledger.budget, held) - self._ledger.needed
 
     @reading
-    def borrow_pages(self, pages: int) -> int:
+    def borrow_pages(self, pages: int, following: int = 0) -> int:
         """Has up to so many pages more become available, of a pool that a broker lends: what other processes can do
         without, for which it waits a moment. None of a pool of its own.
+
+        Args:
+            following: pages that the next calls will ask for: other processes are asked for them now, and this call
+                does not wait for them.
 
         Returns:
             How many did.
         """
-        return self._core.borrow(pages, needed=False)
+        return self._core.borrow(pages, needed=False, following=following)
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The

@@ -262,9 +262,10 @@ class KVBackend(KVSource, Protocol):
         """Units that `prepare` can still take."""
         ...
 
-    def borrow(self, units: int) -> int:
+    def borrow(self, units: int, following: int = 0) -> int:
         """Has so many units more become available, or fewer, if memory is lent, without taking any from requests and as
-        far as that is quick; how many did.
+        far as that is quick; how many did. `following`: units that will be asked for next: they are asked of others
+        with these, and not waited for.
         """
         ...
 
@@ -353,7 +354,7 @@ class PlainStore:
     def stop_sharing(self) -> None:
         pass
 
-    def borrow(self, units: int) -> int:
+    def borrow(self, units: int, following: int = 0) -> int:
         return 0
 
     def trim(self) -> int:

@@ -115,8 +115,8 @@ class VirtualKV(ContiguousKV):
     def available(self) -> int:
         return self.cache.available_pages()
 
-    def borrow(self, units: int) -> int:
-        return self.cache.borrow_pages(units)
+    def borrow(self, units: int, following: int = 0) -> int:
+        return self.cache.borrow_pages(units, following)
 
     def total(self) -> int:
         return self.cache.total_pages

@@ -198,6 +198,7 @@ class Scheduler:
         self.query_tokens = 0
         self.hit_tokens = 0
         self._numbers = itertools.count()
+        self._lent = kv.loan is not None
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -288,7 +289,7 @@ class Scheduler:
             if underway.computes_prefix(request):
                 break
             if room < 0 and self.running:
-                room += self.kv.borrow(-room)
+                room += self.kv.borrow(-room, self._following(held, budget) if self._lent else 0)
                 if room < 0:
                     break
             self._start(request)
@@ -478,6 +479,18 @@ class Scheduler:
     def _reserve(self, request: Request) -> int:
         """Units that a request still needs for its tokens and some headroom."""
         return self.kv.needed(min(request.num_tokens + HEADROOM_TOKENS, request.max_total_tokens), request.slot)
+
+    def _following(self, place: int, budget: int) -> int:
+        """Units of the waiting requests that may start in one step with the one at this place, for which, and all of
+        them, `budget` tokens are left.
+        """
+        units, budget = 0, budget - self.waiting[place].num_uncomputed_tokens
+        for request in self.waiting[place + 1 : place + self.max_num_seqs - len(self.running)]:
+            if budget <= 0:
+                break
+            budget -= request.num_uncomputed_tokens
+            units += self._reserve(request)
+        return units
 
     def _room(self) -> int:
         """Units that are available beyond what running requests still need."""

@@ -388,11 +388,12 @@ class Books:
             missing -= amount
             waits = True
         old = [account for account in others if account not in asked and account.cached and account.oldest is not None]
+        mine = asker.oldest if asker.cached else None
+        # In parts where the next oldest may be another's: each part is a round trip.
+        parts = 1 if sum(account.cached > 0 for account in self.accounts) == 1 else 4
         for account in sorted(old, key=lambda account: account.oldest or 0):
-            mine = asker.oldest if asker.cached else None
             if missing > 0 and (mine is None or (account.oldest or 0) < mine):
-                # In parts, as the next oldest may be another's.
-                ask(account, min(account.cached, max(account.chunk, missing // 4)), "cached")
+                ask(account, min(account.cached, max(account.chunk, missing // parts)), "cached")
         if asker.claims:
             missing = min(missing, asker.at_least - asker.lease - coming)
             for account in sorted(all_others, key=lambda account: account.at_least - account.lease):

@@ -242,13 +242,14 @@ class Borrower:
             self._dirty = True
         self.wake()
 
-    def wait(self, level: int, seconds: float, *, needed: bool) -> bool:
+    def wait(self, level: int, seconds: float, *, needed: bool, want: int = 0) -> bool:
         """Asks for a level, and waits until it is there, the broker says that it has no more, or time is up; whether
         it is there.
 
         Args:
             needed: whether a call fails without it. Otherwise the broker is not asked if it has just said that it has
                 no more.
+            want: the level to ask for, if that is more: others give back at once what several calls will wait for.
         """
         level = min(level, self.at_most)
         with self._changed:
@@ -259,7 +260,7 @@ class Borrower:
             if not needed and self._lease.short and time.monotonic() - self._short_since < _AGAIN:
                 return False  # the broker says so when there is more
             before = self._want
-            self._want, self._urgent, self._dirty = max(level, before), NEEDED if needed else ASKED, True
+            self._want, self._urgent, self._dirty = max(level, want, before), NEEDED if needed else ASKED, True
             self._wish += 1
             self._lease.wished()
             self._waiting, self._stands_until = True, time.monotonic() + seconds + _STANDING

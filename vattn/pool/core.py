@@ -123,9 +123,9 @@ class Core(Calls):
     def refill(self) -> None:
         """Has more pages come if few are left, as far as that is quick."""
 
-    def borrow(self, pages: int, *, needed: bool) -> int:
+    def borrow(self, pages: int, *, needed: bool, following: int = 0) -> int:
         """Has so many pages become free, or fewer, without taking them from a tenant; how many did. `needed`: a call
-        fails without them.
+        fails without them. `following`: how many will be wanted next.
         """
         return 0
 

@@ -158,11 +158,12 @@ class LentCore(Core):
         if self.free_pages < self._chunk // 2:
             self.borrower.wait(self._wanted() * self.page_size, _GLANCE, needed=False)
 
-    def borrow(self, pages: int, *, needed: bool) -> int:
+    def borrow(self, pages: int, *, needed: bool, following: int = 0) -> int:
         before, limit = self.free_pages, self.native.limit
         if not self.borrower.comes_down:
             level = (limit + pages) * self.page_size
-            self.borrower.wait(level, _WAIT if needed else _GLANCE, needed=needed)
+            want = level + following * self.page_size
+            self.borrower.wait(level, _WAIT if needed else _GLANCE, needed=needed, want=want)
         return max(0, self.free_pages - before)
 
     @property

@@ -86,6 +86,30 @@ def test_a_step_that_needs_no_memory_does_not_ask_for_any(monkeypatch: pytest.Mo
     assert [bool(count) for count in counts] == [True, True, False, False, False, True, False, False, False]
 
 
+def test_memory_for_all_that_may_start_in_a_step_is_asked_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, each request would wait until other engines have given back what it alone lacks."""
+    asked: list[tuple[int, int]] = []
+    held = 18  # blocks that another engine has
+
+    def borrow(units: int, following: int = 0) -> int:
+        nonlocal held
+        asked.append((units, following))
+        given = min(held, units + following)
+        held -= given
+        return given
+
+    monkeypatch.setattr(PagedKV, "loan", property(lambda _: object()))
+    scheduler = make_scheduler(blocks=20, max_num_seqs=5)
+    available = scheduler.kv.available
+    monkeypatch.setattr(scheduler.kv, "available", lambda: available() - held)
+    monkeypatch.setattr(scheduler.kv, "borrow", borrow)
+    for name in "abcdef":
+        scheduler.add(make(name, BLOCK))  # two blocks each; the fifth does not fit the tokens of a step
+    plan = scheduler.schedule()
+    assert [name for name, *_ in shown(plan)] == ["a", "b", "c", "d"]
+    assert asked == [(2, 4)], "the first one does not wait for others' memory, nor do those after the second"
+
+
 def test_a_long_prompt_leaves_room_for_others_if_there_are_any() -> None:
     scheduler = make_scheduler()
     scheduler.long_prefill = 5

@@ -113,6 +113,18 @@ def test_who_joins_again_has_one_account_with_the_limits_of_its_operator() -> No
     assert books.accounts == [b, again]
 
 
+@pytest.mark.parametrize("cached", [{}, {"b": 10}, {"c": 4}])
+def test_prefixes_are_asked_for_in_parts_only_where_the_next_oldest_may_be_anothers(cached: dict[str, int]) -> None:
+    books, (a, b, c) = joined(a={}, b={}, c={})
+    lend(books, a, 40, cached=40)
+    lend(books, b, 20, owned=20 - cached.get("b", 0), cached=cached.get("b", 0))
+    lend(books, c, 4)
+    a.oldest, b.oldest = 10, 20
+    had = {"cached": cached["c"] * PAGE, "oldest": 30} if "c" in cached else {}
+    ask(books, c, 32, 1.0, **had)
+    assert (a.give, a.stage) == ((40 - (16 if cached else 32)) * PAGE, "cached")
+
+
 def test_what_ended_processes_left_counts_and_goes_before_cached_prefixes() -> None:
     books, (a, b) = joined(a={}, b={})
     books.keep(16 * PAGE, 12 * PAGE)

@@ -10,7 +10,7 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -421,6 +421,27 @@ def test_memory_that_comes_too_late_for_a_call_waits_for_its_engine(
         wait_until(lambda: two._core.free_pages >= 100)  # and without another call
         b.check()
     close(one, two)
+
+
+def test_what_will_be_wanted_next_is_asked_for_and_not_waited_for(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = connect("a")
+    with cache(one):
+        asked, limit = borrower_of(one), one._core.native.limit
+        wanted: list[int] = []
+
+        def reached(settled: Callable[[], bool], seconds: float) -> bool:
+            wanted.append(asked._want)
+            asked._lease.level = (limit + 10) * PAGE
+            return settled()
+
+        monkeypatch.setattr(asked._changed, "wait_for", reached)
+        with asked._changed:
+            one._core.borrow(10, needed=False, following=30)
+        assert wanted == [(limit + 40) * PAGE]
+        assert asked._lease.level == (limit + 10) * PAGE
+    close(one)
 
 
 def test_what_an_engine_wanted_is_forgotten_if_it_asks_no_more(
