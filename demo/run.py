@@ -44,7 +44,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = demo_prompts()
     model.train(False)
-    # As `vattn serve` does: a collection that goes through all that was imported takes a fifth of a second, of whichever
+    # As `vattn serve` does: a collection that looks at all that was imported takes a fifth of a second, of whichever
     # side's step it falls into.
     gc.collect()
     gc.freeze()

@@ -242,7 +242,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
         pairs = exam(kind, EXAM_QUESTIONS, seed)
         batch = tokenizer([prompt(question) for question, _ in pairs], padding=True)
         prompts = torch.tensor(batch["input_ids"])
-        output = model.generate(  # type: ignore[misc]
+        output = model.generate(  # type: ignore[misc, unused-ignore]  # transformers types it from 5.24 on
             prompts,
             attention_mask=torch.tensor(batch["attention_mask"]),
             max_new_tokens=ANSWER_LIMIT,

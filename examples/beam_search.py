@@ -32,7 +32,7 @@ inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 
 with vattn.VirtualCache(model, page_size=4096) as cache:  # small pages, as a small model's K and V are
     output = model.generate(
-        **inputs, past_key_values=cache, num_beams=BEAMS, num_return_sequences=BEAMS, max_new_tokens=20, do_sample=False
+        **inputs, cache=cache, num_beams=BEAMS, num_return_sequences=BEAMS, max_new_tokens=20, do_sample=False
     )
     for text in tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
         print(text.strip())

@@ -26,7 +26,7 @@ with vattn.VirtualCache(model) as cache:
         output = model.generate(
             inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=60,
             do_sample=False,
         )

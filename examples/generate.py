@@ -18,7 +18,7 @@ prompts = [f"Question: {question}\nAnswer:" for question in QUESTIONS]
 inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
 
 with vattn.VirtualCache(model, max_context_len=131_072) as cache:
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=120, do_sample=False)
+    output = model.generate(**inputs, cache=cache, max_new_tokens=120, do_sample=False)
     for text in tokenizer.batch_decode(output, skip_special_tokens=True):
         print(text, end="\n\n")
     stats = cache.stats()

@@ -30,11 +30,11 @@ def count(*_: object) -> None:
 
 handle = model.register_forward_hook(count)
 with vattn.VirtualCache(model) as cache:
-    drafted = model.generate(**inputs, past_key_values=cache, prompt_lookup_num_tokens=6, **options)
+    drafted = model.generate(**inputs, cache=cache, prompt_lookup_num_tokens=6, **options)
     print(tokenizer.decode(drafted[0], skip_special_tokens=True))
     new = drafted.shape[1] - inputs["input_ids"].shape[1]
     print(f"{new} tokens in {passes} forward passes")
     handle.remove()
     cache.reset()
-    plain = model.generate(**inputs, past_key_values=cache, **options)
+    plain = model.generate(**inputs, cache=cache, **options)
     print("the same tokens as without drafts:", torch.equal(drafted, plain))

@@ -18,7 +18,7 @@ inputs = tokenizer("Question: How do you bake bread?\nAnswer:", return_tensors="
 
 with vattn.VirtualCache(model) as cache:
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    options = {"past_key_values": cache, "streamer": streamer, "max_new_tokens": 150, "do_sample": False}
+    options = {"cache": cache, "streamer": streamer, "max_new_tokens": 150, "do_sample": False}
     thread = threading.Thread(target=model.generate, kwargs={**inputs, **options})
     thread.start()
     for text in streamer:

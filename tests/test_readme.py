@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import vattn
+from bench.harness.models import CACHE
 from tests.support import scripts
 from tests.support.paths import ROOT
 from vattn import attention, engine, errors, packed
@@ -24,7 +25,7 @@ BLOCKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str) -> None:
-    done = scripts.run(block, cwd=ROOT)
+    done = scripts.run(block.replace("cache=cache", f"{CACHE}=cache"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 import vattn
 from bench.harness import theme
+from bench.harness.models import CACHE
 from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
@@ -183,7 +184,7 @@ def _step(model: PreTrainedModel, cache: Cache) -> Callable[[], None]:
 
     def step() -> None:
         with torch.no_grad():
-            model(token, past_key_values=cache)
+            model(token, **{CACHE: cache})
 
     return step
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from vattn import packed
+
+# What models call their cache: transformers took another name for it with 5.24.
+CACHE = "cache" if "cache" in signature(Qwen2ForCausalLM.forward).parameters else "past_key_values"
 
 # Qwen2-0.5B with a third of its layers and a fifth of its vocabulary.
 QWEN2 = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import CACHE
 from tests.support import scripts
 from tests.support.paths import ROOT
 
@@ -23,7 +24,8 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / name
-    done = scripts.run(f"__file__ = {str(path)!r}\n{path.read_text()}", cwd=tmp_path)
+    script = path.read_text().replace("cache=cache", f"{CACHE}=cache").replace('"cache": cache', f'"{CACHE}": cache')
+    done = scripts.run(f"__file__ = {str(path)!r}\n{script}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in SHOWN[name]:
         assert text in done.stdout

@@ -1,6 +1,6 @@
 """VirtualCache: the cache of `generate()`, in virtual memory.
 
-    model.generate(**inputs, past_key_values=vattn.VirtualCache(model, max_context_len=131072))
+    model.generate(**inputs, cache=vattn.VirtualCache(model, max_context_len=131072))
 
 New keys and values are written in place, and the model gets views of them: growing copies nothing, only address space
 is reserved, and memory is mapped for the tokens that are there. The shapes that a model stores are not read from its

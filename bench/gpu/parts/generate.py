@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, STUB, empty_cache, synchronize
 from bench.gpu.figures import Figures
 from bench.gpu.models import llama
+from bench.harness.models import CACHE
 from bench.harness.report import Goal, Report
 from vattn import VirtualCache
 
@@ -93,7 +94,7 @@ def _generate(model: Any, ids: torch.Tensor, make: Callable[[], Any], new: int) 
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             min_new_tokens=new,
             max_new_tokens=new,
             do_sample=False,

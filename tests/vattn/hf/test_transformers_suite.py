@@ -23,8 +23,9 @@ def test_generate():
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
     ids = torch.ones(1, 3, dtype=torch.int64)
     output = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    assert output.past_key_values.get_seq_length() == 6
-    assert isinstance(output.past_key_values, DynamicCache)
+    (cache,) = (output[name] for name in ("cache", "past_key_values") if name in output)
+    assert cache.get_seq_length() == 6
+    assert isinstance(cache, DynamicCache)
 
 def test_cache_of_a_model_that_is_refused():
     assert DynamicCache(config=MambaConfig(num_hidden_layers=2)).layers

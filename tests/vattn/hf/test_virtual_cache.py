@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
 
 import vattn
+from bench.harness.models import CACHE
 from tests.support import target
 from tests.support.effort import covering
 from tests.support.paths import ROOT
@@ -49,7 +50,7 @@ def test_losing_the_last_reference_gives_the_memory_back(model: transformers.Pre
     gc.collect()
     before = target.usage()
     cache = vattn.VirtualCache(model, **OPTIONS)
-    output = model.generate(IDS, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
+    output = model.generate(IDS, **{CACHE: cache}, return_dict_in_generate=True, **GREEDY)
     assert target.usage() != before
     gc.disable()
     try:
@@ -66,10 +67,10 @@ def test_closing_in_mid_capture_gives_the_memory_back_after_it(
     model: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
     options = {**OPTIONS, "memory_budget": budget}
-    model.generate(IDS, past_key_values=vattn.VirtualCache(model, **options), **GREEDY)
+    model.generate(IDS, **{CACHE: vattn.VirtualCache(model, **options)}, **GREEDY)
     before = target.usage()
     cache = vattn.VirtualCache(model, **options)
-    model.generate(IDS, past_key_values=cache, **GREEDY)
+    model.generate(IDS, **{CACHE: cache}, **GREEDY)
 
     def refuse(*arguments: object) -> None:
         raise sync_refusal()
@@ -81,18 +82,18 @@ def test_closing_in_mid_capture_gives_the_memory_back_after_it(
             cache.get_seq_length()
         assert target.usage() != before
     with vattn.VirtualCache(model, **options) as other:
-        model.generate(IDS, past_key_values=other, **GREEDY)
+        model.generate(IDS, **{CACHE: other}, **GREEDY)
     assert target.usage() == before
 
 
 def test_leaving_the_with_statement_closes(model: transformers.PreTrainedModel) -> None:
     before = target.usage()
     with vattn.VirtualCache(model, **OPTIONS) as cache:
-        model.generate(IDS, past_key_values=cache, **GREEDY)
+        model.generate(IDS, **{CACHE: cache}, **GREEDY)
     assert target.usage() == before
     cache.close()  # again, which is nothing
     for call in (
-        lambda: model.generate(IDS, past_key_values=cache, **GREEDY),
+        lambda: model.generate(IDS, **{CACHE: cache}, **GREEDY),
         cache.get_seq_length,
         cache.stats,
         cache.check,
@@ -147,7 +148,7 @@ def test_memory_behind_windows_is_given_back(beams: int) -> None:
             return seen
 
     with Watched(model, **OPTIONS | {"layout": "fused"}) as cache:
-        got = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **options)
         assert torch.equal(got, expected)
         cache.check()
         (inner,) = cache._storage.open_caches()
@@ -170,7 +171,7 @@ def test_eight_bits_hold_nearly_the_same(family: str) -> None:
     options = {**OPTIONS, "layout": "fused"}
     exact, coded = vattn.VirtualCache(model, **options), vattn.VirtualCache(model, kv_cache_dtype="int8", **options)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=exact, use_cache=True)
+        model(input_ids=ids, **{CACHE: exact}, use_cache=True)
     for layer in range(len(exact.layers)):
         coded.update(exact.layers[layer].keys, exact.layers[layer].values, layer)
     for rows in ([1, 0], [1, 1]):
@@ -197,11 +198,11 @@ def test_eight_bits_hold_nearly_the_same(family: str) -> None:
 def test_eight_bits_generate(model: transformers.PreTrainedModel, want: Tensor) -> None:
     """Most tokens are those of the exact cache; beams and assisted decoding run to their ends."""
     with vattn.VirtualCache(model, kv_cache_dtype="int8", **OPTIONS) as cache:
-        got = model.generate(IDS, past_key_values=cache, **GREEDY)
+        got = model.generate(IDS, **{CACHE: cache}, **GREEDY)
         assert (got == want).float().mean() > 0.9
     for ways in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         with vattn.VirtualCache(model, kv_cache_dtype="int8", **OPTIONS) as cache:
-            assert model.generate(IDS, past_key_values=cache, **GREEDY | ways).shape == want.shape
+            assert model.generate(IDS, **{CACHE: cache}, **GREEDY | ways).shape == want.shape
             cache.check()
 
 
@@ -209,8 +210,8 @@ def test_a_pool_is_shared_and_stays_open(model: transformers.PreTrainedModel, wa
     pool = vattn.PagePool("4MiB", page_size=4096)
     options = {"max_context_len": 256, "pool": pool}
     with vattn.VirtualCache(model, **options) as one, vattn.VirtualCache(make_model("gemma3"), **options) as other:
-        assert torch.equal(model.generate(IDS, past_key_values=one, **GREEDY), want)
-        make_model("gemma3").generate(IDS, past_key_values=other, **GREEDY)
+        assert torch.equal(model.generate(IDS, **{CACHE: one}, **GREEDY), want)
+        make_model("gemma3").generate(IDS, **{CACHE: other}, **GREEDY)
         assert other.stats().other_pages == one.stats().owned_pages
         one.check()
         other.check()
@@ -225,12 +226,12 @@ def test_out_of_pages_leaves_the_cache_as_before_the_forward_pass(family: str) -
     ids = torch.tensor(make_prompts([180]))
     options = OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}
     with vattn.VirtualCache(served, **options) as cache, torch.no_grad():
-        served(ids[:, :100], past_key_values=cache)
+        served(ids[:, :100], **{CACHE: cache})
         with pytest.raises(vattn.OutOfPages):
-            served(ids[:, 100:], past_key_values=cache)
+            served(ids[:, 100:], **{CACHE: cache})
         assert cache.get_seq_length() == 100
         cache.check()
-        logits = served(ids[:, 100:110], past_key_values=cache).logits
+        logits = served(ids[:, 100:110], **{CACHE: cache}).logits
         torch.testing.assert_close(logits, served(ids[:, :110]).logits[:, -10:])
 
 
@@ -242,7 +243,7 @@ def test_out_of_pages_in_the_first_forward_pass_leaves_an_empty_cache() -> None:
     with vattn.VirtualCache(served, **options) as cache, torch.no_grad():
         for _ in range(2):
             with pytest.raises(vattn.OutOfPages):
-                served(ids, past_key_values=cache)
+                served(ids, **{CACHE: cache})
             assert cache.get_seq_length() == 0
             cache.check()
 
@@ -299,7 +300,7 @@ def test_what_is_half_made_is_closed(point: str, monkeypatch: pytest.MonkeyPatch
     model = make_model("gemma3")
     with vattn.VirtualCache(model, max_context_len=256, pool=pool) as cache:
         with torch.no_grad():
-            model(IDS, past_key_values=cache)
+            model(IDS, **{CACHE: cache})
         pages = pool.free_pages
         true, left = getattr(BatchRows, point), 1
 
@@ -327,15 +328,15 @@ def test_crop_by_a_tensor() -> None:
     """As assisted generation passes it in older releases of transformers."""
     model = make_model("llama")
     with vattn.VirtualCache(model, max_context_len=64) as cache, torch.no_grad():
-        model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([[1, 2, 3, 4, 5]]), **{CACHE: cache}, use_cache=True)
         cache.crop(torch.tensor(-2))  # type: ignore[arg-type]
-        model(input_ids=torch.tensor([[6]]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([[6]]), **{CACHE: cache}, use_cache=True)
         assert cache.get_seq_length() == 4
 
 
 def forward(model: transformers.PreTrainedModel, cache: Any, tokens: int, seed: int) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor(make_prompts([tokens], seed=seed)), past_key_values=cache).logits
+        logits: Tensor = model(torch.tensor(make_prompts([tokens], seed=seed)), **{CACHE: cache}).logits
     return logits
 
 
@@ -433,7 +434,7 @@ def test_blt_looks_up_its_prompt() -> None:
     want = model.generate(ids, **options)
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         assert isinstance(cache, DynamicCache)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), want)
         cache.check()
 
 
@@ -491,9 +492,9 @@ def test_what_is_no_model_is_refused() -> None:
 
 def test_a_context_past_the_maximum(model: transformers.PreTrainedModel, want: Tensor) -> None:
     with vattn.VirtualCache(model, **OPTIONS | {"max_context_len": 31}) as cache:
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
         with pytest.raises(vattn.InvalidLength, match="max_context_len=31"), torch.no_grad():
-            model(IDS[:, :1], past_key_values=cache)
+            model(IDS[:, :1], **{CACHE: cache})
         assert cache.get_seq_length() == 31
 
 
@@ -505,13 +506,13 @@ def test_the_models_own_limit_is_the_default(model: transformers.PreTrainedModel
 def test_more_rows_than_max_batch_size(model: transformers.PreTrainedModel, want: Tensor) -> None:
     with vattn.VirtualCache(model, max_batch_size=2, **OPTIONS) as cache:
         with pytest.raises(vattn.ConfigError, match=r"3 rows, beams included.*max_batch_size=2"):
-            model.generate(IDS, past_key_values=cache, num_beams=3, **GREEDY)
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+            model.generate(IDS, **{CACHE: cache}, num_beams=3, **GREEDY)
+        assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
         with pytest.raises(vattn.ConfigError, match="max_batch_size=2"):
             cache.batch_repeat_interleave(3)
         cache.batch_repeat_interleave(2)
         with pytest.raises(vattn.ConfigError, match="holds 2 rows, the update has 1"), torch.no_grad():
-            model(IDS[:, :1], past_key_values=cache)
+            model(IDS[:, :1], **{CACHE: cache})
         for rows in ([2], [-3], []):
             with pytest.raises(vattn.ConfigError, match="rows"):
                 cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
@@ -522,7 +523,7 @@ def test_more_rows_than_max_batch_size(model: transformers.PreTrainedModel, want
 @pytest.mark.parametrize("other", ["llama-mha", "deepseek-v3", "gemma3n"])
 def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other: str) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
         config = copy.deepcopy(model.config)
         if other == "gemma3n":  # the same shapes, and more layers
             config.num_hidden_layers = 4
@@ -531,7 +532,7 @@ def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other
         else:
             second = make_model(other)
         with pytest.raises(vattn.ConfigError, match="per model"):
-            second(IDS, past_key_values=cache)
+            second(IDS, **{CACHE: cache})
 
 
 def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: transformers.PreTrainedModel) -> None:
@@ -539,14 +540,14 @@ def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: tr
     config.num_hidden_layers = 2
     second = transformers.LlamaForCausalLM(config)
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
-        model(IDS, past_key_values=cache)
-        second(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
+        second(IDS, **{CACHE: cache})
         with pytest.raises(vattn.VattnError, match=r"\[20, 40\] tokens"):
-            second(IDS, past_key_values=cache)
+            second(IDS, **{CACHE: cache})
         with pytest.raises(vattn.VattnError, match="did not end"):
             cache.reorder_cache(torch.tensor([0]))
         cache.crop(20)
-        logits = model(IDS[:, :1], past_key_values=cache).logits
+        logits = model(IDS[:, :1], **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(torch.cat([IDS, IDS[:, :1]], 1)).logits[:, -1:])
 
 
@@ -565,17 +566,17 @@ def test_what_concerns_all_layers_is_not_done_to_one(model: transformers.PreTrai
 
 def test_a_config_is_enough(model: transformers.PreTrainedModel, want: Tensor) -> None:
     with vattn.VirtualCache(model.config, **OPTIONS) as cache:
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
 
 
 def test_a_copy_is_a_cache_of_its_own(model: transformers.PreTrainedModel, want: Tensor) -> None:
     """As transformers' guide reuses a prefix: its cache is computed once and copied for every prompt."""
     with vattn.VirtualCache(model, **OPTIONS) as prefix:
         with torch.no_grad():
-            model(IDS[:, :15], past_key_values=prefix)
+            model(IDS[:, :15], **{CACHE: prefix})
         for _ in range(2):
             with copy.deepcopy(prefix) as cache:
-                assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+                assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
         assert prefix.get_seq_length() == 15
         prefix.check()
 
@@ -585,22 +586,22 @@ def test_early_initialization(model: transformers.PreTrainedModel, want: Tensor)
         assert not cache.is_initialized
         cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
         assert cache.is_initialized
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+        assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
 
 
 def test_inference_mode_and_outside_of_it(model: transformers.PreTrainedModel, want: Tensor) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         with torch.inference_mode():
-            model(IDS[:, :10], past_key_values=cache)
-        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+            model(IDS[:, :10], **{CACHE: cache})
+        assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
 
 
 def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTrainedModel) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         reference = DynamicCache(config=model.config)
         for part in (IDS[:, :15], IDS[:, 15:19], IDS[:, 19:]):
-            got = model(part, past_key_values=cache).logits
-            torch.testing.assert_close(got, model(part, past_key_values=reference).logits)
+            got = model(part, **{CACHE: cache}).logits
+            torch.testing.assert_close(got, model(part, **{CACHE: reference}).logits)
 
 
 @pytest.mark.long  # to load dynamo and to trace takes twenty seconds
@@ -615,7 +616,7 @@ def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tens
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
         ids, graphs = IDS, []
         for _ in range(12):
-            ids = compiled(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = compiled(ids, **{CACHE: cache}).logits[:, -1:].argmax(-1)
             graphs.append(counters["stats"]["unique_graphs"])
             assert int(ids) == want[0, cache.get_seq_length()]
         assert graphs[-1] == graphs[4]
@@ -647,7 +648,7 @@ def test_who_computes_decode_steps_on_a_cpu(
     shapes = {}
     for name, cache in (("virtual", vattn.VirtualCache(model, **OPTIONS)), ("dynamic", DynamicCache())):
         with _Shapes() as mode:
-            assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), want)
+            assert torch.equal(model.generate(IDS, **{CACHE: cache}, **GREEDY), want)
         shapes[name] = mode.seen
     assert shapes["dynamic"] == {(1, 4, 20, 8), (1, 4, 1, 8)}, "transformers folds by itself now: do not fold"
     assert shapes["virtual"] == {(1, 4, 20, 8)} | (set() if native else {(1, 2, 2, 8)})
@@ -665,7 +666,7 @@ def test_pipelines_and_streamers() -> None:
     with vattn.VirtualCache(model, max_context_len=2048, memory_budget="64MiB") as cache:
         streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
         thread = threading.Thread(
-            target=model.generate, kwargs={**inputs, **options, "past_key_values": cache, "streamer": streamer}
+            target=model.generate, kwargs={**inputs, **options, CACHE: cache, "streamer": streamer}
         )
         thread.start()
         assert "".join(streamer) == want
@@ -674,6 +675,6 @@ def test_pipelines_and_streamers() -> None:
         pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about generation options
-            answer = pipeline(prompt, past_key_values=cache, **options)[0]["generated_text"]
+            answer = pipeline(prompt, **{CACHE: cache}, **options)[0]["generated_text"]
         assert answer == want
         assert cache.get_seq_length() > inputs["input_ids"].shape[1]

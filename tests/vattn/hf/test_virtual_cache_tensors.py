@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, MistralConfig
 
 import vattn
+from bench.harness.models import CACHE
 from tests.support import scripts, target
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.pool import shared as shared_pool
@@ -36,7 +37,7 @@ def model() -> transformers.PreTrainedModel:
 def filled(model: transformers.PreTrainedModel, **options: Any) -> vattn.VirtualCache:
     cache = vattn.VirtualCache(model, **OPTIONS | options)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
     return cache
 
 
@@ -50,7 +51,7 @@ def same(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 def generated(model: transformers.PreTrainedModel, cache: Any) -> list[list[int]]:
     ids = torch.cat([IDS, MORE], dim=1)
-    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
+    output: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **GREEDY)
     return output.tolist()
 
 
@@ -143,7 +144,7 @@ def test_writing_keys_changes_the_cache(model: transformers.PreTrainedModel) -> 
         kept = cache.layers[1].values
         kept.mul_(2)
         with torch.no_grad():
-            model(MORE, past_key_values=cache)
+            model(MORE, **{CACHE: cache})
         assert torch.equal(cache.layers[1].values[:, :, :40], kept)
 
 
@@ -156,7 +157,7 @@ def test_assigned_keys_and_values_are_attended_to(family: str, dtype: str) -> No
     model = make_model(family)
     ours, theirs = filled(model, kv_cache_dtype=dtype), DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, past_key_values=theirs)
+        model(IDS, **{CACHE: theirs})
     wanted = [tensor for layer in ours.layers for tensor in (layer.keys.flip(2), layer.values * 0.5)]
     for cache in (ours, theirs):
         for layer in cache.layers:
@@ -205,7 +206,7 @@ def test_dtype_and_device_of_a_layer(model: transformers.PreTrainedModel) -> Non
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         assert not hasattr(cache.layers[0], "dtype")  # as DynamicLayer has it
         with torch.no_grad():
-            model(IDS, past_key_values=cache)
+            model(IDS, **{CACHE: cache})
         assert cache.layers[0].dtype == torch.float32
         assert cache.layers[0].device == torch.device("cpu")
 
@@ -216,7 +217,7 @@ def test_iteration_is_that_of_a_dynamic_cache(family: str) -> None:
     with filled(model) as cache:
         theirs = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(IDS, past_key_values=theirs)
+            model(IDS, **{CACHE: theirs})
         for ours, other in zip(cache, theirs, strict=True):
             assert len(ours) == len(other)
             assert all(torch.equal(a, b) if b is not None else a is None for a, b in zip(ours, other, strict=True))
@@ -236,21 +237,21 @@ def test_a_pickled_cache_goes_on(family: str, dtype: str) -> None:
     model = make_model(family)
     pool = vattn.PagePool("16MiB", page_size=4096)
     cache = vattn.VirtualCache(model, max_context_len=256, pool=pool, kv_cache_dtype=dtype)
-    output = model.generate(IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache,
+    output = model.generate(IDS, attention_mask=torch.ones_like(IDS), **{CACHE: cache},
                             return_dict_in_generate=True, **GREEDY)  # fmt: skip
     file = io.BytesIO()
     torch.save(output, file)
     copies = [pickle.loads(pickle.dumps(cache)), torch.load(io.BytesIO(file.getvalue()), weights_only=False)[1]]
     want = [tensor.clone() for tensor in taken(cache)]
     ids = torch.cat([output.sequences, MORE], dim=1)
-    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=copy.deepcopy(cache), **GREEDY)
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: copy.deepcopy(cache)}, **GREEDY)
     cache.close()
     pool.close()
     for again in copies:
         assert type(again) is vattn.VirtualCache
         assert same(taken(again), want)
         again.check()
-        got = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=again, **GREEDY)
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: again}, **GREEDY)
         assert torch.equal(got, tokens)
         again.close()
 
@@ -281,14 +282,14 @@ def test_a_copy_does_not_go_back_to_what_was_not_copied(way: str) -> None:
     model = make_model("mistral-window")
     with filled(model) as cache:
         with torch.no_grad():
-            model(IDS[:, :10], past_key_values=cache)
+            model(IDS[:, :10], **{CACHE: cache})
         if way == "more rows":
             cache.batch_repeat_interleave(2)
             copied = cache
         else:
             copied = copy.deepcopy(cache) if way == "deepcopy" else pickle.loads(pickle.dumps(cache))
         with torch.no_grad():
-            model(MORE.repeat_interleave(copied.layers[0].keys.shape[0] // 2, 0), past_key_values=copied)
+            model(MORE.repeat_interleave(copied.layers[0].keys.shape[0] // 2, 0), **{CACHE: copied})
         copied.crop(-30)
         with pytest.raises(vattn.InvalidLength, match="cannot go back"):
             copied.crop(-20)
@@ -324,7 +325,7 @@ def test_a_forked_child_is_refused_everything_but_the_length(
 ) -> None:
     cache = vattn.VirtualCache(model, **options)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
     refused: dict[str, Callable[[], object]] = {
         "keys": lambda: cache.layers[0].keys.sum(),
         "values": lambda: cache.layers[0].values.tolist(),
@@ -363,8 +364,8 @@ def gradients(model: transformers.PreTrainedModel, cache: Any, prefix: int) -> l
     model.zero_grad()
     if prefix:
         with torch.no_grad():
-            model(IDS[:, :prefix], past_key_values=cache)
-    model(IDS[:, prefix:], past_key_values=cache).logits.square().sum().backward()
+            model(IDS[:, :prefix], **{CACHE: cache})
+    model(IDS[:, prefix:], **{CACHE: cache}).logits.square().sum().backward()
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     return found
@@ -381,14 +382,14 @@ def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
         with torch.no_grad():
-            logits = model(MORE, past_key_values=cache).logits
+            logits = model(MORE, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
 
 
 def test_gradients_through_earlier_forward_passes_are_refused_not_lost(model: transformers.PreTrainedModel) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache:
-        model(IDS, past_key_values=cache)
-        logits = model(MORE, past_key_values=cache).logits
+        model(IDS, **{CACHE: cache})
+        logits = model(MORE, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
         with pytest.raises(vattn.VattnError, match="no gradients of tokens of earlier"):
             logits.sum().backward()
@@ -460,7 +461,7 @@ def test_a_budget_that_is_given_bounds_all_layers_of_a_cache() -> None:
     model = make_model("gemma3")
     with vattn.VirtualCache(model, **OPTIONS | {"memory_budget": 20 * 4096, "layout": "layer"}) as cache:
         with pytest.raises(vattn.OutOfPages), torch.no_grad():
-            model(torch.tensor(make_prompts([180])), past_key_values=cache)
+            model(torch.tensor(make_prompts([180])), **{CACHE: cache})
         assert cache.get_seq_length() == 0
 
 
@@ -483,7 +484,7 @@ def test_threads_hand_a_cache_over(model: transformers.PreTrainedModel) -> None:
 
     def fill() -> None:
         with torch.no_grad():
-            model(IDS, past_key_values=cache)
+            model(IDS, **{CACHE: cache})
 
     for action in (fill, lambda: results.append(generated(model, cache)), cache.close):
         thread = threading.Thread(target=action)
@@ -530,5 +531,5 @@ def test_a_model_on_the_meta_device() -> None:
         ids = torch.zeros(1, 3, dtype=torch.int64)
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         with pytest.raises(vattn.ConfigError, match="'meta' has no memory driver"):
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         assert cache.get_seq_length() == 0

@@ -15,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import vattn
+from bench.harness.models import CACHE
 from tests.support.effort import effort
 from tests.support.tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts
 from vattn.hf.virtual_cache import VirtualLayer
@@ -68,7 +69,7 @@ def dynamic(model: PreTrainedModel) -> Cache:
 def tokens(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, **options: Any) -> list[list[int]]:
     torch.manual_seed(3)
     keywords = {"max_new_tokens": 10, "do_sample": False, **options}
-    output: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, **keywords)
+    output: Tensor = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **keywords)
     return output.tolist()
 
 
@@ -208,7 +209,7 @@ def test_latents_are_stored(family: str) -> None:
     ids = torch.tensor([prompt])
     with vattn.VirtualCache(model) as cache:
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, past_key_values=cache
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **{CACHE: cache}
         )
         for layer in cache.layers:
             assert isinstance(layer, VirtualLayer)
