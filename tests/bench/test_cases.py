@@ -16,6 +16,8 @@ from bench.harness.discovery import find
 from bench.harness.traces import TRACES
 from vattn.config import build_layout
 
+pytestmark = pytest.mark.slow(1)
+
 NEEDS_VLLM = pytest.mark.skipif("VATTN_VLLM_PYTHON" not in os.environ, reason="VATTN_VLLM_PYTHON names no vLLM")
 CASES = find(cases)
 

@@ -24,6 +24,8 @@ from bench.harness.report import Report
 from tests.support.effort import effort
 from tests.support.waiting import SECONDS, wait_until
 
+pytestmark = pytest.mark.slow(1)
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -29,6 +29,8 @@ from vattn.engine import (
 )
 from vattn.errors import ConfigError, VattnError
 
+pytestmark = pytest.mark.slow(1)
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=100)
 

@@ -28,6 +28,8 @@ from vattn.engine.roles.decoder import RemotePrefills
 from vattn.engine.roles.line import Kind, message, rest_of
 from vattn.errors import ConfigError, OutOfPages
 
+pytestmark = pytest.mark.slow(1)
+
 SHORT = make_prompts([20], seed=9)[0]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 

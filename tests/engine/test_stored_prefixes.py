@@ -25,6 +25,8 @@ from vattn.errors import ConfigError, OutOfPages
 from vattn.store import background, folder
 from vattn.store.folder import PrefixStore
 
+pytestmark = pytest.mark.slow(1)
+
 MAX_TOKENS = 10
 BLOCK = 16
 PROMPT = make_prompts([100], seed=8)[0]

@@ -22,6 +22,8 @@ from vattn.engine import LLM, AsyncEngine, InvalidRequest, RequestOutput, Sampli
 from vattn.engine.requests import grammar_compiler
 from vattn.engine.requests.grammar import Grammar, GrammarError
 
+pytestmark = pytest.mark.slow(1)
+
 PROMPTS = ["Question: What is 17 + 25?\nAnswer:", "The river", "Question: Name 4 planets.\nAnswer:"]
 PERSON = {
     "type": "object",

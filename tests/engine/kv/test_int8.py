@@ -19,6 +19,8 @@ from vattn.engine.kv.int8 import QuantisedKV
 from vattn.engine.scheduling.swap import PreemptionMode
 from vattn.errors import ConfigError
 
+pytestmark = pytest.mark.slow(1)
+
 MODEL = str(ROOT / "demo" / "model")
 FAMILIES = ("llama", "gemma2", "gpt-oss", "mistral-window", "deepseek-v2")
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -24,6 +24,8 @@ from vattn.engine.requests.grammar import Grammar, GrammarError
 from vattn.engine.requests.grammar_compiler import GrammarCompiler
 from vattn.engine.server.errors import api_error
 
+pytestmark = pytest.mark.slow(1)
+
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
 EOS, PAD = 0, 1
 PADDED = len(TOKENIZER) + 64  # models have more rows than their tokenizers have tokens

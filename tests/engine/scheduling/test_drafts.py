@@ -25,6 +25,8 @@ from vattn.engine.requests.request import Request
 from vattn.engine.scheduling.drafts import NgramProposer, SpeculativeConfig
 from vattn.errors import ConfigError
 
+pytestmark = pytest.mark.slow(1)
+
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 MAX_TOKENS = 40
 

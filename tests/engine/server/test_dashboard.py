@@ -22,6 +22,8 @@ from vattn.engine.server.app import make_app, make_service
 from vattn.engine.server.dashboard import MOST_WATCHERS
 from vattn.engine.server.settings import ServerSettings
 
+pytestmark = pytest.mark.slow(1)
+
 KEY = {"Authorization": "Bearer sesame"}
 NAME = "<img src=x onerror=alert(1)>\n\ndata: {}"
 FILES = {

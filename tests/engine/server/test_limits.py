@@ -16,6 +16,8 @@ from vattn.engine.server.answers import LIGHT
 from vattn.engine.server.limits import Limits
 from vattn.engine.server.prompts import Prompts
 
+pytestmark = pytest.mark.slow(1)
+
 USER = {"role": "user", "content": "What is 17 + 25?"}
 
 

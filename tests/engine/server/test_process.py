@@ -26,6 +26,8 @@ from vattn.engine.config import EngineConfig
 from vattn.engine.server import ServerSettings, serve
 from vattn.errors import ConfigError
 
+pytestmark = pytest.mark.slow(1)
+
 LONG = {"prompt": "Question: Count to 200.\nAnswer:", "temperature": 0, "max_tokens": 1800, "ignore_eos": True}
 SHORT = {"prompt": "Question: What is 17 + 25?\nAnswer:", "temperature": 0, "max_tokens": 64}
 ANSWER = " 7 + 5 = 12, so 17 + 25 = 42."

@@ -7,7 +7,7 @@ import pytest
 from tests.support import scripts, target
 from tests.support.effort import effort
 
-pytestmark = target.host_only
+pytestmark = [target.host_only, pytest.mark.slow(1)]
 
 SETUP = """
 import ctypes, threading, time, vattn

@@ -21,6 +21,8 @@ from tests.support.effort import effort
 from tests.support.interruption import entries, interrupted
 from vattn.hf.batch_rows import BatchRows
 
+pytestmark = pytest.mark.slow(1)
+
 HEADS = 2
 LIMIT = 200
 # 16 tokens of 64 float32 per page: most moves of rows cross blocks. Strict: whatever is read must be mapped.

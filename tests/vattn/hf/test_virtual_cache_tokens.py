@@ -20,6 +20,8 @@ from tests.support.effort import effort
 from tests.support.tiny_models import FAMILIES, VOCAB, expected, make_model, make_prompts
 from vattn.hf.virtual_cache import VirtualLayer
 
+pytestmark = pytest.mark.slow(1)
+
 # Small pages, so that every block boundary is crossed.
 OPTIONS: dict[str, Any] = {"max_context_len": 256, "memory_budget": "64MiB", "page_size": 4096}
 

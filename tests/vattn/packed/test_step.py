@@ -96,11 +96,6 @@ def tiny(name: str, **changes: Any) -> PreTrainedModel:
 
 _TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _REFUSED = {
-    "gptj": (
-        "GPTJConfig",
-        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-        "interface",
-    ),
     "bloom": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
     "mpt": ("MptConfig", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4}, "interface"),
     "falcon": ("FalconConfig", _TINY, "interface"),

@@ -25,6 +25,8 @@ from tests.support.waiting import SECONDS, Background, wait_until
 from vattn.broker.borrower import Borrower
 from vattn.pool.lent import LentCore
 
+pytestmark = pytest.mark.slow(1)
+
 PAGE = 4096
 PAGES = 256
 TOKENS = 16  # of a page

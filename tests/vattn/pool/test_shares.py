@@ -26,6 +26,8 @@ from vattn.pool import shares as shares_module
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
 
+pytestmark = pytest.mark.slow(1)
+
 PAGE = 4096
 PAGES = 256
 BLOCK = 16  # tokens; two pages
