@@ -96,6 +96,8 @@ def interrupted(function: Callable[[], Any], event: str, nth: int, how: str = "r
                 signal.raise_signal(signal.SIGINT)
         return trace
 
+    if how == "signal" and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         return function()
