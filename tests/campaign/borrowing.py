@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import signal
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
