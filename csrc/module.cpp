@@ -156,7 +156,7 @@ std::vector<std::shared_ptr<Pages>> add_foreign(PagePool& self, int file, const 
   std::size_t block = 0;
   for (const auto& [columns, lanes] : shape) block += columns * lanes;
   std::vector<off_t> wanted(offsets.size() / sizeof(off_t));
-  std::memcpy(wanted.data(), offsets.c_str(), wanted.size() * sizeof(off_t));
+  if (!wanted.empty()) std::memcpy(wanted.data(), offsets.c_str(), wanted.size() * sizeof(off_t));
   const std::vector<Handle> handles = foreign_memory(log2_of(self.page_size()), file, wanted);
   const std::size_t whole = block ? handles.size() / block * block : 0;
   std::vector<std::shared_ptr<Pages>> found;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -360,6 +361,7 @@ assert set(found) - {"ok"}, "nothing was lacking"
 
 @host_only
 @pytest.mark.slow
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs mappings of its own")
 def test_a_process_that_had_used_up_its_mappings_goes_on_when_some_are_free_again() -> None:
     done = scripts.run(EXHAUSTED)
     assert (done.returncode, done.stderr) == (0, "")
