@@ -49,6 +49,8 @@ class Computes(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
+    async def call(self, function: Callable[[], None]) -> None: ...
+
 
 class Prefiller:
     """Takes prompts until `close`, in a thread of its own.
@@ -123,6 +125,7 @@ class Prefiller:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one decoder until it ends, with which its jobs do."""
         jobs: dict[int, asyncio.Task[None]] = {}
+        others: set[asyncio.Task[None]] = set()
         beats = asyncio.ensure_future(self._beat(writer, jobs))
         try:
             mine = credentials(writer.get_extra_info("socket"))[1] == os.getuid()
@@ -132,6 +135,8 @@ class Prefiller:
                 if came.kind is Kind.DROP:
                     if job in jobs:
                         jobs[job].cancel()
+                    others.add(answer := asyncio.ensure_future(self._say_that_it_works(writer)))
+                    answer.add_done_callback(others.discard)
                 elif job in jobs:
                     raise LineError("a job that is there already")
                 else:
@@ -143,7 +148,7 @@ class Prefiller:
             pass
         finally:
             beats.cancel()
-            for task in [*jobs.values()]:
+            for task in [*jobs.values(), *others]:
                 task.cancel()
 
     async def _compute(self, writer: asyncio.StreamWriter, job: int, salt: str, tokens: list[int]) -> None:
@@ -174,6 +179,14 @@ class Prefiller:
         end = self._loop.time() + _PUBLISHING
         while self._waits() and self._loop.time() < end:
             await asyncio.sleep(_GLANCE)
+
+    async def _say_that_it_works(self, writer: asyncio.StreamWriter) -> None:
+        """Says so as soon as the engine does: a decoder that gave up waiting asks nothing until it hears something."""
+        engine = self._engine()
+        with contextlib.suppress(VattnError):  # it ends
+            if engine is not None:
+                await engine.call(lambda: None)
+                writer.write(message(Kind.ALIVE))
 
     async def _beat(self, writer: asyncio.StreamWriter, jobs: dict[int, asyncio.Task[None]]) -> None:
         """Says that jobs are worked on, as long as they are."""

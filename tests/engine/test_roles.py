@@ -445,6 +445,18 @@ def test_who_waits_for_an_engine_that_ends_or_hangs_goes_on_alone(
             wait_until(lambda: not list(places.folder().glob("*.prefill")))
 
 
+def test_an_engine_that_was_stopped_is_asked_again_when_it_goes_on(
+    broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "PATIENCE", 0.5)
+    with process() as first, decoder() as second:
+        first.send_signal(signal.SIGSTOP)
+        assert run(second, PROMPT).outputs[0].token_ids == expected("llama", PROMPT, MAX_TOKENS)
+        assert (remote(second).lost, remote(second).prefillers) == (1, 0)
+        first.send_signal(signal.SIGCONT)  # it reads at once what it was asked, and that it is wanted no more
+        wait_until(lambda: remote(second).prefillers == 1)
+
+
 def test_rows_that_an_engine_was_sending_when_it_was_killed_are_computed(broker: brokers.Process) -> None:
     with process("cut"), decoder() as second:
         assert computed(second, PROMPT) == len(PROMPT) - rest(second, PROMPT).start
@@ -648,6 +660,9 @@ def test_a_decoder_that_comes_as_a_prefiller_ends_leaves_no_socket(tmp_path: Pat
 
     class Unused:
         async def add(self, prompt: Any, sampling_params: Any = None) -> Any:
+            raise AssertionError
+
+        async def call(self, function: Callable[[], None]) -> None:
             raise AssertionError
 
         def abort(self, request_id: str) -> None:
