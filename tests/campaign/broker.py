@@ -55,12 +55,12 @@ def play(seed: int) -> Played:
         os.chmod(folder, 0o700)
         patch.setenv(FOLDER_VARIABLE, folder)
         if rng.random() < 0.8:
-            _hurry(patch)
+            hurry(patch)
         play_out(World(rng, played.counts), played)
     return played
 
 
-def _hurry(patch: pytest.MonkeyPatch) -> None:
+def hurry(patch: pytest.MonkeyPatch) -> None:
     """Less patience, so that more happens in a second."""
     for module, name, seconds in (
         (books, "PATIENCE", 0.2),
@@ -107,7 +107,7 @@ class World:
     def _serve(self) -> Forked:
         after = self._rng.randrange(50, 4000) if self._rng.random() < 0.3 else None
         slowness = self._rng.choice((0.0, 0.0, 0.03))
-        made = Forked("the broker", partial(_serve, slowness), die_after=after)
+        made = Forked("the broker", partial(serve, NAME, PAGES * PAGE, slowness), die_after=after)
         return made if made.answer() else self._serve()
 
     def _borrow(self, label: str) -> Forked:
@@ -322,7 +322,8 @@ def _connected(top: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in top["borrowers"] if not each["lost"]]
 
 
-def _serve(slowness: float, pipe: Connection) -> None:
+def serve(name: str, budget: int, slowness: float, pipe: Connection) -> None:
+    """Is a broker, whose notes take so many seconds each."""
     if slowness:  # of the disk
         replace = Notes._replace
 
@@ -331,7 +332,7 @@ def _serve(slowness: float, pipe: Connection) -> None:
             replace(self, text)
 
         Notes._replace = slowly  # type: ignore[method-assign]
-    broker = Broker(NAME, PAGES * PAGE)
+    broker = Broker(name, budget)
     signal.signal(signal.SIGTERM, broker.stop)
     pipe.send((None, "ready"))
     broker.run()

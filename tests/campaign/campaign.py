@@ -55,6 +55,7 @@ MODES = {
     "server": Mode("server", 1),
     "attention": Mode("attention", 10),
     "broker": Mode("broker", 2),
+    "roles": Mode("roles", 2, loads=("vattn.engine.scheduling.scheduler",)),
     "store": Mode("store", 2),
 }
 _QUIET = 60.0  # seconds without an end of a scenario: it hangs

@@ -21,6 +21,7 @@ BUDGETS = effort(
         "engine": 150,
         "attention": 750,
         "broker": 50,
+        "roles": 30,
         "store": 50,
     },
     {
@@ -35,6 +36,7 @@ BUDGETS = effort(
         "engine": 12_000,
         "attention": 40_000,
         "broker": 20_000,
+        "roles": 2_000,
         "store": 20_000,
     },
 )
