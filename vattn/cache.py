@@ -528,9 +528,17 @@ class KVCache(PoolMember):
         ones.
         """
         self._core.refill()
+        return min(self._most_owned, self._obtainable()) - self._ledger.needed
+
+    @property
+    def _most_owned(self) -> int:
+        """The most pages of the budget that running requests can hold."""
+        return self._ledger.budget - self._ledger.pinned
+
+    def _obtainable(self) -> int:
+        """Pages that running requests have or can get, of those that are there."""
         takeable = self._core.spare_pages + self._reclaimer.stuck_pages()
-        held = self._core.free_pages + takeable + self._ledger.owned
-        return min(self._ledger.budget, held) - self._ledger.needed
+        return self._core.free_pages + takeable + self._ledger.owned
 
     @reading
     def borrow_pages(self, pages: int, following: int = 0) -> int:
@@ -544,7 +552,8 @@ class KVCache(PoolMember):
         Returns:
             How many did.
         """
-        return self._core.borrow(pages, needed=False, following=following)
+        pages = min(pages, self._most_owned - self._obtainable())
+        return self._core.borrow(pages, needed=False, following=following) if pages > 0 else 0
 
     def pages_needed(self, num_tokens: int, reqid: int | None = None, chunk_tokens: int | None = None) -> int:
         """Pages that `num_tokens` tokens need: in total, or beyond those for the current length of slot `reqid`. The

@@ -145,7 +145,7 @@ def _engine(role: str, page_size: int) -> LLM:
         kv_options={"page_size": page_size, "layout": "fused"},
         skip_tokenizer_init=True,
         max_model_len=CONTEXT,
-        max_num_seqs=16,
+        max_num_seqs=4,
         max_num_batched_tokens=CHUNK,
     )
 

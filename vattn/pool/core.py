@@ -106,6 +106,11 @@ class Core(Calls):
         return self.total_pages
 
     @property
+    def may_share(self) -> bool:
+        """Whether other processes may map the blocks of the next cache."""
+        return False
+
+    @property
     def shortage(self) -> str:
         """Why there are no more pages although the budget has them; empty if that is not so."""
         return ""

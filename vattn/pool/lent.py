@@ -139,6 +139,10 @@ class LentCore(Core):
         return self._chunk // 2
 
     @property
+    def may_share(self) -> bool:
+        return self.fingerprint is not None and self.shares is None
+
+    @property
     def shortage(self) -> str:
         return self.borrower.trouble
 

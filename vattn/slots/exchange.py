@@ -57,7 +57,7 @@ class Exchange(Decisions):
             ConfigError: a layer has a sliding window.
         """
         core = parts.core
-        if not isinstance(core, LentCore) or core.fingerprint is None or core.shares is not None:
+        if not isinstance(core, LentCore) or core.fingerprint is None or not core.may_share:
             return None
         shape, columns = _shape(layout, core.page_size, core.fingerprint, core.total_pages)
         shares = Shares(core.native, shape, columns)

@@ -29,6 +29,9 @@ class Parts:
         """The parts of a new cache, which may hold up to `budget` pages."""
         bands = Bands(layout, core, config.guard_rows)
         slots = SlotTable(config, layout.slots, bands)
+        if core.may_share and config.memory_budget == "auto":
+            # Blocks that other processes have mapped may be in no slot here, so slots do not bound what is held.
+            budget = core.total_pages
         ledger = Ledger(min(budget, core.total_pages), layout, slots, bands, core)
         bands.report_to(ledger)
         return cls(config, slots, bands, ledger, Fences(core.driver), core)

@@ -87,13 +87,16 @@ class Reclaimer(Decisions, Tenant):
         Raises:
             OutOfPages: too few pages can be freed.
         """
+        # What the cache's own budget lacks comes only from its own pages, and is not borrowed.
+        room = self._ledger.budget - self._ledger.held
+        absent = min(need, room) - self._core.free_pages
+        if absent > 0:
+            self._core.borrow(absent, needed=now)
         missing = need - self._ledger.free
         if missing <= 0:
             return
-        missing -= self._core.borrow(missing, needed=now)
-        if missing <= 0:
-            return
-        hopeless = not now and (missing > self._core.spare_pages or self._core.expects_more)
+        expected = need <= room and self._core.expects_more
+        hopeless = not now and (missing > self._core.spare_pages or expected)
         if not hopeless:
             missing -= self.reclaim(change, missing, wait=now)
         if missing > 0 and now:
@@ -112,7 +115,7 @@ class Reclaimer(Decisions, Tenant):
                 f"{f'{why}; ' if why else ''}free or preempt a request, or raise memory_budget",
                 missing_pages=missing,
                 missing_bytes=missing * page_size,
-                may_pass=self._core.may_get_more,
+                may_pass=self._core.may_get_more or self._ledger.pinned > 0,
             )
 
     def unpark(self, change: Change, pages: int, *, wait: bool, kept: bool = False) -> int:

@@ -98,6 +98,22 @@ def test_a_cache_on_a_lent_pool_is_like_any_other(broker: brokers.Process) -> No
     assert broker.ask("top")["free"] == PAGES * PAGE
 
 
+def test_a_budget_below_the_pools_is_kept(broker: brokers.Process) -> None:
+    pool = connect("a")
+    with cache(pool, memory_budget=40 * PAGE) as kv:
+        slots = [kv.alloc_reqid(), kv.alloc_reqid()]
+        kv.step({slots[0]: pages(15)})
+        wait_until(lambda: not kv.borrow_pages(100) and kv.available_pages() >= 10)
+        assert kv.available_pages() == 10
+        with pytest.raises(vattn.OutOfPages, match=r"10 .* are missing"):  # not in the pool: in the budget
+            kv.step({slots[0]: pages(15), slots[1]: pages(10)})
+        kv.check()
+        kv.step({slots[0]: pages(15), slots[1]: pages(5)})
+        assert kv.available_pages() == 0
+        kv.check()
+    pool.close()
+
+
 def test_two_pools_of_a_process_have_files_of_their_own(broker: brokers.Process) -> None:
     first, second = connect("a"), connect("a")
     with cache(first) as one, cache(second) as two:

@@ -355,6 +355,36 @@ def test_its_owner_keeps_what_others_have_mapped_and_gets_back_what_nobody_has(b
         assert broker.problems() == []
 
 
+def test_what_others_have_mapped_takes_no_memory_from_the_owners_slots(broker: brokers.Process) -> None:
+    with Engine("owner", max_batch_size=1, max_context_len=len(PROMPT)) as owner, Engine("reader") as reader:
+        slot = owner.publish(PROMPT)
+        reader.meets()
+        assert reader.compute([*PROMPT, 1])[1] == len(PROMPT)
+        owner.kv.free_reqid(slot)
+        wait_until(lambda: owner.kv._ledger.pinned == 40)
+        slot = owner.kv.alloc_reqid()
+        wait_until(lambda: owner.kv.borrow_pages(40) >= 0 and owner.kv.available_pages() >= 40)
+        owner.kv.step({slot: len(PROMPT)})
+        assert owner.kv.stats().mapped_pages == 80
+        owner.kv.check()
+        reader.kv.check()
+
+
+def test_what_others_have_mapped_counts_in_a_budget_that_was_given(broker: brokers.Process) -> None:
+    with Engine("owner", memory_budget=60 * PAGE) as owner, Engine("other") as reader:
+        slot = owner.publish(PROMPT)
+        reader.meets()
+        assert reader.compute([*PROMPT, 1])[1] == len(PROMPT)
+        owner.kv.free_reqid(slot)
+        wait_until(lambda: owner.kv._ledger.pinned == 40)
+        wait_until(lambda: not owner.kv.borrow_pages(40) and owner.kv.available_pages() == 20)
+        slot = owner.kv.alloc_reqid()
+        with pytest.raises(vattn.OutOfPages) as refused:
+            owner.kv.step({slot: len(PROMPT)})
+        assert refused.value.may_pass
+        owner.kv.check()
+
+
 def test_what_is_retracted_is_found_no_more_and_not_used_again_while_mapped(broker: brokers.Process) -> None:
     with engines("a", "b") as (a, b):
         wrong = a.publish(PROMPT, value=9.0)
