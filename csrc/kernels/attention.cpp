@@ -121,7 +121,7 @@ std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* 
   take(s.keys, std::int64_t{kPanels} * a.head_dim * lanes);
   take(s.values, width * kBlock);
   take(s.scores, rows * kBlock);
-  take(s.weights, rows * kWeightStride);
+  take(s.weights, rows * kBlock);
   take(s.sums, rows * width);
   for (float** field : {&s.maximum, &s.total, &s.factor, &s.next, &s.rescale}) take(*field, rows);
   take(s.lanes, std::int64_t{a.num_kv_heads} * a.head_dim * kMaxLanes);

@@ -87,7 +87,7 @@ struct Scratch {
   std::uint32_t* keys;     // [kPanels, head_dim, lanes]
   std::uint32_t* values;   // [vectors of v_head_dim, kBlock, lanes]
   float* scores;           // [rows of a head, kBlock]
-  std::uint32_t* weights;  // [rows of a head, kWeightStride]
+  std::uint32_t* weights;  // [rows of a head, kBlock]
   float* sums;             // [rows, sum_stride]
   float *maximum, *total, *factor, *next, *rescale;
   std::uint32_t* lanes;      // [num_kv_heads, head_dim, kMaxLanes]; for heads of 4 and more
@@ -95,7 +95,6 @@ struct Scratch {
   const std::byte** places;  // [5, kBlock]
   float* scales;             // [2, kBlock]
 };
-constexpr int kWeightStride = kBlock + 2;
 
 // Elements of a row of sums: a multiple of what any kernel lays out together.
 constexpr std::int64_t sum_stride(const Attention& a) { return (a.v_head_dim + 63) / 64 * 64; }

@@ -10,9 +10,8 @@ namespace vattn::kernels {
 namespace {
 
 // Neighbours that are multiplied as pairs.
-struct Pairs : Neighbours<Avx512> {
-  static constexpr int kTokens = 2;
-  static constexpr int kVectors = 2;
+struct Pairs : Neighbours<Avx512>, TokenPairs {
+  using F = Avx512::F;
   static constexpr int kVectorBytes = 32;
 
   using Lanes = RowLanes<Pairs>;
@@ -38,28 +37,14 @@ struct Pairs : Neighbours<Avx512> {
   static void values(const std::byte* const* rows, int present, int first, int rest, F (&out)[2]) {
     const __m512i even = _mm512_castps_si512(Isa::dwords(rows[0] + 2 * first, rest / 2));
     const __m512i odd = _mm512_castps_si512(Isa::dwords(rows[1] + 2 * first, present == 2 ? rest / 2 : 0));
-    out[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(even, odd));
-    out[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(even, odd));
-  }
-  // Unpacking goes by groups of eight elements, of which the first vector has the lower halves.
-  static void order(F (&x)[2]) {
-    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const F first = _mm512_permutex2var_ps(x[0], low, x[1]);
-    x[1] = _mm512_permutex2var_ps(x[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), x[1]);
-    x[0] = first;
+    unpack(even, odd, out);
   }
 
   static int query_stride(int head_dim) { return head_dim / 2; }
   static int query_gap(int) { return 0; }
-  static constexpr int kWeightGap = 0;
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
     std::memcpy(out, row, static_cast<std::size_t>(a.head_dim) * 2);
     return 1;
-  }
-  // Weights are rounded to eight bits, which leaves an error of 2e-3; that of the polynomial is 3e-6.
-  static F exp2(F x) {
-    constexpr float kCoefficients[] = {9.582853e-3f, 5.5906426e-2f, 2.4024099e-1f, 6.931242e-1f, 1};
-    return Isa::exp2(x, kCoefficients);
   }
   template <class Weight>
   static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {

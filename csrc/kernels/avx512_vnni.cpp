@@ -6,69 +6,70 @@
 namespace vattn::kernels {
 namespace {
 
-// Four neighbouring codes per element. The other operand is an integer of sixteen bits, with a factor per row, in two
-// products of eight bits each: 256 * high + low. A row of it is what the two sums start from, then all high bytes, then
-// all low ones.
-struct Quads {
+// Codes are multiplied by integers of sixteen bits, which have a factor per row. Of keys, four neighbours are an
+// element. Queries come as two bytes, 256 * high + low: a row is what the two sums start from, then all high bytes,
+// then all low ones. Of values, an element is of two tokens, and weights come as they are.
+struct Quads : TokenPairs {
   using Isa = Avx512;
-  using F = Isa::F;
   static constexpr int kElements = 4;
-  static constexpr int kTokens = 4;
-  static constexpr int kVectors = 4;
   static constexpr int kVectorBytes = 16;
   static constexpr bool kScaled = true;
   static constexpr int kFloatPanels = 0;
   static constexpr int kHead = 2;
   static constexpr float kTiny = 1e-30f;  // less counts as 0: its inverse may be infinite
 
-  struct Product {
+  // Sums are of integers, and pass for floats: of sums of another type than all other vectors, GCC keeps copies in
+  // memory, which is why products are not written as intrinsics.
+  static F broadcast(const std::uint32_t* at) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*at))); }
+  static F converted(F sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
+
+  // Queries are signed, so the codes of keys have to be unsigned: 128 is added, and taken off by where the sums start.
+  struct ForKeys {
     using Isa = Avx512;
     static constexpr int kMaxRows = 7;
     static constexpr int columns(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
     struct Sum {
-      __m512i high, low;
+      F high, low;
     };
-    static Sum start(const std::uint32_t* a) { return {broadcast(a[0]), broadcast(a[1])}; }
-    static __m512i broadcast(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-    static F finish(Sum sum, float factor) {
-      const F high = _mm512_cvtepi32_ps(sum.high), low = _mm512_cvtepi32_ps(sum.low);
-      return Isa::mul(Isa::fma(high, Isa::set(256), low), Isa::set(factor));
-    }
-  };
-  // Queries are signed, so the codes of keys have to be unsigned: 128 is added, and taken off by where the sums start.
-  struct ForKeys : Product {
+    static Sum start(const std::uint32_t* a) { return {broadcast(a), broadcast(a + 1)}; }
     static Sum step(Sum sum, const std::uint32_t* a, int gap, F b) {
-      const __m512i codes = _mm512_castps_si512(b);
-      return {_mm512_dpbusd_epi32(sum.high, codes, broadcast(a[kHead])),
-              _mm512_dpbusd_epi32(sum.low, codes, broadcast(a[kHead + gap]))};
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.high) : "v"(b), "m"(a[kHead]));
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.low) : "v"(b), "m"(a[kHead + gap]));
+      return sum;
     }
+    static F whole(Sum sum) {
+      const __m512i high = _mm512_slli_epi32(_mm512_castps_si512(sum.high), 8);
+      return converted(_mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_castps_si512(sum.low))));
+    }
+    static F finish(Sum sum, float factor) { return Isa::mul(whole(sum), Isa::set(factor)); }
   };
-  struct ForValues : Product {
-    static Sum step(Sum sum, const std::uint32_t* a, int gap, F b) {
-      const __m512i codes = _mm512_castps_si512(b);
-      return {_mm512_dpbusd_epi32(sum.high, broadcast(a[kHead]), codes),
-              _mm512_dpbusd_epi32(sum.low, broadcast(a[kHead + gap]), codes)};
+  struct ForValues : PlainProduct<Isa> {
+    static F step(F sum, const std::uint32_t* a, int, F b) {
+      asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(b), "v"(broadcast(a)));
+      return sum;
     }
+    static F finish(F sum, float factor) { return Isa::mul(converted(sum), Isa::set(factor)); }
   };
 
   using Lanes = RowLanes<Quads>;
-  static constexpr int kLaneRows = 4, kQueryParts = 2;
+  static constexpr int kLaneRows = 16, kQueryParts = 2;
   struct LaneSum {
-    Product::Sum sum;
-    void start(const std::uint32_t* queries) {
-      sum = {_mm512_loadu_si512(queries), _mm512_loadu_si512(queries + Isa::kLanes)};
-    }
+    ForKeys::Sum sum;
+    void start(const std::uint32_t* queries) { sum = {load(queries), load(queries + Isa::kLanes)}; }
     void step(const std::uint32_t* queries, int part, F keys) {
-      const __m512i codes = unsigned_codes(keys);
-      sum = {_mm512_dpbusd_epi32(sum.high, codes, _mm512_loadu_si512(queries)),
-             _mm512_dpbusd_epi32(sum.low, codes, _mm512_loadu_si512(queries + part))};
+      const F codes = unsigned_codes(keys);
+      sum = {product(sum.high, codes, load(queries)), product(sum.low, codes, load(queries + part))};
     }
-    F finish() const { return Product::finish(sum, 1); }
+    F finish() const { return ForKeys::whole(sum); }
+    static F product(F sum, F codes, F bytes) {
+      asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
+      return sum;
+    }
+    static F load(const std::uint32_t* at) { return Isa::load(reinterpret_cast<const float*>(at)); }
   };
 
   static int query_stride(int head_dim) { return kHead + head_dim / 2; }
   static int query_gap(int head_dim) { return head_dim / 4; }
-  static constexpr int kWeightGap = kBlock / 4;
 
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
     return with_type(a.query_type, [&]<Type kType>() { return pack_query_of<kType>(a, row, out); });
@@ -105,34 +106,19 @@ struct Quads {
     return largest / kLargest + Isa::sum(poison);
   }
 
-  static __m512i unsigned_codes(F codes) {
-    return _mm512_xor_si512(_mm512_castps_si512(codes), _mm512_set1_epi8(-128));
-  }
-  static F keys(const std::byte* row, int first, int count) {
-    return _mm512_castsi512_ps(unsigned_codes(Isa::dwords(row + first, count)));
+  static F unsigned_codes(F codes) { return _mm512_xor_ps(codes, _mm512_castsi512_ps(_mm512_set1_epi8(-128))); }
+  static F keys(const std::byte* row, int first, int count) { return unsigned_codes(Isa::dwords(row + first, count)); }
+
+  static void values(const std::byte* const* rows, int present, int first, int rest, F (&out)[2]) {
+    const auto words = [&](int i, int count) {
+      const __mmask8 mask = static_cast<__mmask8>(Isa::some(count));
+      return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi32(mask, rows[i] + first));
+    };
+    const int count = smaller(8, rest / 4);
+    const __m512i even = words(0, count), odd = words(1, present == 2 ? count : 0);
+    unpack(even, odd, out);
   }
 
-  static void values(const std::byte* const* rows, int present, int first, int rest, F (&out)[4]) {
-    __m512i x[4];
-    for (int i = 0; i < 4; ++i) x[i] = _mm512_castps_si512(Isa::dwords(rows[i] + first, i < present ? rest / 4 : 0));
-    const __m512i low = _mm512_unpacklo_epi8(x[0], x[1]), low2 = _mm512_unpacklo_epi8(x[2], x[3]);
-    const __m512i high = _mm512_unpackhi_epi8(x[0], x[1]), high2 = _mm512_unpackhi_epi8(x[2], x[3]);
-    out[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, low2));
-    out[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, low2));
-    out[2] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(high, high2));
-    out[3] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(high, high2));
-  }
-  // Unpacking goes by groups of sixteen elements, of which each vector has four.
-  static void order(F (&x)[4]) {
-    const F low = _mm512_shuffle_f32x4(x[0], x[1], 0x44), high = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
-    const F low2 = _mm512_shuffle_f32x4(x[2], x[3], 0x44), high2 = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
-    x[0] = _mm512_shuffle_f32x4(low, low2, 0x88);
-    x[1] = _mm512_shuffle_f32x4(low, low2, 0xdd);
-    x[2] = _mm512_shuffle_f32x4(high, high2, 0x88);
-    x[3] = _mm512_shuffle_f32x4(high, high2, 0xdd);
-  }
-
-  static F exp2(F x) { return Isa::exp2(x); }
   template <class Weight>
   static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {
     F weights[kBlock / Isa::kLanes];
@@ -142,17 +128,12 @@ struct Quads {
       most = Isa::max(most, x);
       poison = Isa::fma(x, Isa::zero(), poison);
     }
-    constexpr float kLargest = 65535;
+    constexpr float kLargest = 32767;
     const float largest = Isa::largest(most);
     const F inverse = Isa::set(largest > kTiny ? kLargest / largest : 0);
-    out[0] = out[1] = 0;
-    std::byte* high = reinterpret_cast<std::byte*>(out + kHead);
-    std::byte* low = high + kBlock;
-    for (int i = 0; i < vectors; ++i) {
-      const __m512i x = _mm512_cvtps_epu32(Isa::mul(weights[i], inverse));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(high) + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(low) + i, _mm512_cvtepi32_epi8(x));
-    }
+    for (int i = 0; i < vectors; ++i)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + i,
+                          _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(Isa::mul(weights[i], inverse))));
     return largest / kLargest + Isa::sum(poison);
   }
 };

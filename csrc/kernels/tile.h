@@ -112,7 +112,6 @@ struct FloatOperands {
   // Elements of a packed row of queries; and the distance between its two parts, where it has two.
   static int query_stride(int head_dim) { return head_dim; }
   static int query_gap(int) { return 0; }
-  static constexpr int kWeightGap = 0;
 
   // These return the factor that the packed row is to be multiplied by.
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {
@@ -296,7 +295,8 @@ struct Values {
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; c += kTogether) {
 #pragma GCC unroll 4
-      for (int i = 0; i < Kind::kTokens; ++i) fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
+      for (int i = 0; i < Kind::kTokens; ++i)
+        if (c * Kind::kVectorBytes % 64 == 0) fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
       typename Isa::F x[kTogether];
       Kind::values(row, Kind::kTokens, (first + c) * Isa::kLanes, kTogether * Isa::kLanes, x);
 #pragma GCC unroll 4
@@ -537,9 +537,16 @@ struct Softmax {
 
 // The scales of a block's rows, then zeros up to `padded`. A row that was not finite has a scale that is not; NaN then
 // shows it in whatever is computed with the row, and likewise a scale below 0, which no kernel of codes can use.
-inline void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
-  rows.visit([&](const auto& places) {
-    with_type(type, [&]<Type kType>() {
+template <class Isa>
+void read_scales(Type type, const Place& rows, int count, int padded, float* out) {
+  with_type(type, [&]<Type kType>() {
+    rows.visit([&]<class Rows>(const Rows& places) {
+      if constexpr (std::is_same_v<Rows, Contiguous>)
+        if (places.stride == size_of(kType)) {
+          for (int i = 0; i < count; i += Isa::kLanes)
+            Isa::store(out + i, Isa::template widen<kType>(places[i], smaller(Isa::kLanes, count - i)), Isa::kLanes);
+          return;
+        }
       for (int i = 0; i < count; ++i) out[i] = element<kType>(places[i]);
     });
   });
@@ -626,9 +633,9 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
     for (int h = 0; h < item.num_heads; ++h) {
       const Place keys = first_keys + h * a.key.head_stride, values = first_values + h * a.value.head_stride;
       if constexpr (Kind::kScaled) {
-        read_scales(a.scale_type, first_key_scales + h * a.key_scale.head_stride, count, full * kLanes, s.scales);
-        read_scales(a.scale_type, first_value_scales + h * a.value_scale.head_stride, count, full * kLanes,
-                    s.scales + kBlock);
+        read_scales<Isa>(a.scale_type, first_key_scales + h * a.key_scale.head_stride, count, full * kLanes, s.scales);
+        read_scales<Isa>(a.scale_type, first_value_scales + h * a.value_scale.head_stride, count, full * kLanes,
+                         s.scales + kBlock);
       }
       // The keys that come next are those of the next head, or else of the next block.
       const Place after = h + 1 < item.num_heads ? keys + a.key.head_stride : next_keys;
@@ -676,13 +683,12 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         maximum[r] = s.next[r];
         total[r] *= s.rescale[r];
         s.next[r] = Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor, maximum[r],
-                                                         s.weights + r * kWeightStride, total[r]);
+                                                         s.weights + r * kBlock, total[r]);
       }
 
       const auto weigh = [&](const auto& right, int first, int columns) {
-        multiply<typename Kind::ForValues>(rows, s.weights, kWeightStride, Kind::kWeightGap, right, columns,
-                                           ceil_div(count, Kind::kTokens), s.next, s.rescale,
-                                           s.sums + h * rows * width + first * kLanes, width);
+        multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, ceil_div(count, Kind::kTokens),
+                                           s.next, s.rescale, s.sums + h * rows * width + first * kLanes, width);
       };
       int whole = 0;
       if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {

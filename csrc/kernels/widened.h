@@ -40,7 +40,6 @@ struct Widened : Neighbours<Isa_> {
 
   static int query_stride(int head_dim) { return head_dim; }
   static int query_gap(int head_dim) { return head_dim / 2; }
-  static constexpr int kWeightGap = 0;
   static F exp2(F x) { return Isa::exp2(x); }
   template <class Weight>
   static float pack_weights(int vectors, const Weight& weight, std::uint32_t* out) {

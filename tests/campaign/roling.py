@@ -19,6 +19,7 @@ from tests.support.tiny_models import make_smallest_model
 from vattn.engine import LLM, AsyncEngine, SamplingParams
 from vattn.engine.roles import prefiller as prefilling
 from vattn.engine.roles.line import Kind, message
+from vattn.errors import ConfigError
 
 NAME = "campaign"
 BUDGET = 2 * 2**20  # bytes of the pool
@@ -128,7 +129,7 @@ def _play(llm: LLM, asked: list[Request], rng: random.Random) -> Answers:
             if output.finished and (reason := output.outputs[0].finish_reason) == "length":
                 answers[int(output.request_id)] = list(output.outputs[0].token_ids)
             elif output.finished and reason != "abort":
-                raise Wrong(f"a request fails: {reason}, {asked[int(output.request_id)]}")
+                raise Wrong(f"a request fails: {reason}: {output.error}, {asked[int(output.request_id)]}")
         step += 1
     after = Counter(handed=remote.handed, lost=remote.lost, rows=remote.row_tokens)
     names = {"handed": "prompts handed over", "lost": "prompts lost", "rows": "rows taken over"}
@@ -136,18 +137,26 @@ def _play(llm: LLM, asked: list[Request], rng: random.Random) -> Answers:
 
 
 def _engine(role: str, page_size: int) -> LLM:
+    """An engine, once there is a broker."""
     logging.getLogger("vattn").setLevel(logging.ERROR)  # a broker that is killed is a warning
-    return LLM(
-        make_smallest_model(),
-        role=role,
-        kv_pool=NAME,
-        kv_share_prefixes=True,
-        kv_options={"page_size": page_size, "layout": "fused"},
-        skip_tokenizer_init=True,
-        max_model_len=CONTEXT,
-        max_num_seqs=4,
-        max_num_batched_tokens=CHUNK,
-    )
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return LLM(
+                make_smallest_model(),
+                role=role,
+                kv_pool=NAME,
+                kv_share_prefixes=True,
+                kv_options={"page_size": page_size, "layout": "fused"},
+                skip_tokenizer_init=True,
+                max_model_len=CONTEXT,
+                max_num_seqs=4,
+                max_num_batched_tokens=CHUNK,
+            )
+        except ConfigError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def _held() -> tuple[int, int]:
