@@ -128,6 +128,47 @@ def describe() -> str:
     return f"{running.name}: {reason}" + (f"; {VARIABLE} can name {' or '.join(others)} instead" if others else "")
 
 
+def check_requests(
+    key: Tensor,
+    num_rows: int,
+    *,
+    lengths: Tensor,
+    slots: Tensor | None,
+    starts: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[str, int, int] | None:
+    """Which of the numbers of a call of `attend` do not fit its tensors, whose shapes and types do.
+
+    Args:
+        num_rows: of queries.
+
+    Returns:
+        `"starts"`, `"lengths"`, `"slots"` or `"blocks"`, and their range: of starts the first and the last; None if all
+        fit.
+    """
+    num_slots, tokens = key.shape[:2]
+    table, stride, size, num_blocks = 0, 0, 0, 0
+    if block_table is not None:
+        num_blocks, size = num_slots, tokens
+        num_slots, width = block_table.shape
+        tokens *= width
+        table, stride = block_table.data_ptr(), block_table.stride(0)
+    which, least, most = _module()[0].check(
+        lengths.shape[0],
+        0 if slots is None else slots.data_ptr(),
+        lengths.data_ptr(),
+        0 if starts is None else starts.data_ptr(),
+        table,
+        stride,
+        size,
+        num_rows,
+        num_slots,
+        tokens,
+        num_blocks,
+    )
+    return (("starts", "lengths", "slots", "blocks")[which - 1], least, most) if which else None
+
+
 def attend(
     query: Tensor,
     key: Tensor,

@@ -38,6 +38,34 @@ std::span<const Kernels> kernels() {
   return all;
 }
 
+Finding check(const Requests& r, const Bounds& bounds) {
+  const std::int64_t begin = r.starts ? r.starts[0] : 0, end = r.starts ? r.starts[r.count] : r.count;
+  bool rises = true;
+  for (int i = 0; r.starts && i < r.count; ++i) rises &= r.starts[i] < r.starts[i + 1];
+  if (begin != 0 || end != bounds.rows || !rises) return {Wrong::kStarts, begin, end};
+
+  Finding lengths{Wrong::kLengths, INT64_MAX, INT64_MIN}, slots = lengths, blocks = lengths;
+  const auto add = [](Finding& finding, std::int64_t number) {
+    finding.least = std::min(finding.least, number);
+    finding.most = std::max(finding.most, number);
+  };
+  bool holds_new = true;
+  for (int i = 0; i < r.count; ++i) {
+    add(lengths, r.lengths[i]);
+    add(slots, r.slot(i));
+    holds_new &= r.lengths[i] >= r.num_new(i);
+  }
+  slots.wrong = Wrong::kSlots;
+  blocks.wrong = Wrong::kBlocks;
+  if (lengths.most > bounds.tokens || !holds_new) return lengths;
+  if (slots.least < 0 || slots.most >= bounds.slots) return slots;
+  for (int i = 0; r.table && i < r.count; ++i)
+    for (std::int64_t block = 0; block * r.block_size < r.lengths[i]; ++block)
+      add(blocks, r.table[r.slot(i) * r.table_stride + block]);
+  if (blocks.least < 0 || blocks.most >= bounds.blocks) return blocks;
+  return {};
+}
+
 const Item* Queue::take() {
   const std::size_t i = taken_.fetch_add(1, std::memory_order_relaxed);
   return i < items_.size() ? &items_[i] : nullptr;
@@ -95,7 +123,7 @@ Plan plan(const Attention& a) {
   const int heads = together ? a.num_kv_heads : 1;
   const int tokens = std::max(1, kRows / a.group() / heads);
   for (int i = 0; i < a.count; ++i) {
-    const int num_new = a.starts ? a.starts[i + 1] - a.starts[i] : 1;
+    const int num_new = a.num_new(i);
     const bool few = (num_new + tokens - 1) / tokens * (a.num_kv_heads / heads) < kMost;
     for (int token = 0; token < num_new; token += tokens) {
       const int count = std::min(tokens, num_new - token);

@@ -23,19 +23,9 @@ struct Rows {
   std::int64_t head_stride = 0;
 };
 
-struct Attention {
-  Type query_type;   // of queries and output
-  Type stored_type;  // of keys and values: the query's, or codes
-  Type scale_type;   // of the scales of codes, which are not negative
-  int num_heads, num_kv_heads, head_dim, v_head_dim;
-
-  const std::byte* query;
-  std::int64_t query_token_stride, query_head_stride;
-  std::byte* output;  // [tokens, num_heads, v_head_dim], contiguous
-  Rows key, value, key_scale, value_scale;
-
-  // Requests: the slot of each, its length with the new tokens, and the first row of its queries; the last entry of
-  // `starts` is the number of rows. Without `slots`, request i is in slot i; without `starts`, each has one query.
+// The slot of each, its length with the new tokens, and the first row of its queries; the last entry of `starts` is the
+// number of rows. Without `slots`, request i is in slot i; without `starts`, each has one query.
+struct Requests {
   int count;
   const std::int32_t* slots;
   const std::int32_t* lengths;
@@ -46,6 +36,21 @@ struct Attention {
   std::int64_t table_stride;
   int block_size;
 
+  int slot(int request) const { return slots ? slots[request] : request; }
+  int num_new(int request) const { return starts ? starts[request + 1] - starts[request] : 1; }
+};
+
+struct Attention : Requests {
+  Type query_type;   // of queries and output
+  Type stored_type;  // of keys and values: the query's, or codes
+  Type scale_type;   // of the scales of codes, which are not negative
+  int num_heads, num_kv_heads, head_dim, v_head_dim;
+
+  const std::byte* query;
+  std::int64_t query_token_stride, query_head_stride;
+  std::byte* output;  // [tokens, num_heads, v_head_dim], contiguous
+  Rows key, value, key_scale, value_scale;
+
   float scale;
   float softcap;  // 0 for none
   int window;     // a query sees this many keys, itself included; 0 for all
@@ -53,8 +58,21 @@ struct Attention {
   int threads;
 
   int group() const { return num_heads / num_kv_heads; }
-  int slot(int request) const { return slots ? slots[request] : request; }
 };
+
+// What there is: rows of queries, slots, tokens of each, and blocks where there is a block table.
+struct Bounds {
+  std::int64_t rows, slots, tokens, blocks;
+};
+
+// Which numbers of the requests do not fit that, and their range. Starts have to begin with 0, rise, and end with
+// `rows`.
+enum class Wrong : std::uint8_t { kNothing, kStarts, kLengths, kSlots, kBlocks };
+struct Finding {
+  Wrong wrong = Wrong::kNothing;
+  std::int64_t least = 0, most = 0;
+};
+Finding check(const Requests& requests, const Bounds& bounds);
 
 // A part of the work: some query tokens of a request, some heads, and a stretch of its keys.
 struct Item {

@@ -61,37 +61,51 @@ NB_MODULE(_kernels, module) {
          int count, std::uintptr_t slots, std::uintptr_t lengths, std::uintptr_t starts, std::uintptr_t table,
          std::int64_t table_stride, int block_size, float scale, float softcap, int window, std::uintptr_t sinks,
          int threads) {
-        const Attention attention{static_cast<Type>(query_type),
-                                  static_cast<Type>(stored_type),
-                                  static_cast<Type>(scale_type),
-                                  num_heads,
-                                  num_kv_heads,
-                                  head_dim,
-                                  v_head_dim,
-                                  pointer<const std::byte>(query),
-                                  query_token_stride,
-                                  query_head_stride,
-                                  pointer<std::byte>(output),
-                                  rows(key),
-                                  rows(value),
-                                  rows(key_scale),
-                                  rows(value_scale),
-                                  count,
-                                  pointer<const std::int32_t>(slots),
-                                  pointer<const std::int32_t>(lengths),
-                                  pointer<const std::int32_t>(starts),
-                                  pointer<const std::int32_t>(table),
-                                  table_stride,
-                                  block_size,
-                                  scale,
-                                  softcap,
-                                  window,
-                                  pointer<const float>(sinks),
-                                  threads};
+        const Attention attention{
+            {count, pointer<const std::int32_t>(slots), pointer<const std::int32_t>(lengths),
+             pointer<const std::int32_t>(starts), pointer<const std::int32_t>(table), table_stride, block_size},
+            static_cast<Type>(query_type),
+            static_cast<Type>(stored_type),
+            static_cast<Type>(scale_type),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            pointer<const std::byte>(query),
+            query_token_stride,
+            query_head_stride,
+            pointer<std::byte>(output),
+            rows(key),
+            rows(value),
+            rows(key_scale),
+            rows(value_scale),
+            scale,
+            softcap,
+            window,
+            pointer<const float>(sinks),
+            threads};
         nb::gil_scoped_release release;
         attend(attention, find(kernel));
       },
       "Attention of new tokens over stored keys and values; see attention.h. Addresses are integers, strides bytes.");
+
+  module.def(
+      "check",
+      [](int count, std::uintptr_t slots, std::uintptr_t lengths, std::uintptr_t starts, std::uintptr_t table,
+         std::int64_t table_stride, int block_size, std::int64_t num_rows, std::int64_t num_slots,
+         std::int64_t num_tokens, std::int64_t num_blocks) {
+        const Requests requests{count,
+                                pointer<const std::int32_t>(slots),
+                                pointer<const std::int32_t>(lengths),
+                                pointer<const std::int32_t>(starts),
+                                pointer<const std::int32_t>(table),
+                                table_stride,
+                                block_size};
+        const Finding found = check(requests, {num_rows, num_slots, num_tokens, num_blocks});
+        return std::tuple(static_cast<int>(found.wrong), found.least, found.most);
+      },
+      "Which numbers of a call of `attend` are outside of its tensors, and their range: (0, 0, 0), or 1 for starts, 2 "
+      "for lengths, 3 for slots, 4 for blocks.");
 
   module.def(
       "store",

@@ -579,7 +579,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   const float factor = Softmax<Isa>::factor(a);
   const int request = item.request;
   const int first_row = (a.starts ? a.starts[request] : request) + item.token;
-  const int num_new = a.starts ? a.starts[request + 1] - a.starts[request] : 1;
+  const int num_new = a.num_new(request);
   const int position = a.lengths[request] - num_new + item.token;  // of the item's first query
   const int first_visible = a.window ? larger(0, position - a.window + 1) : 0;
 

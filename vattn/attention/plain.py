@@ -230,34 +230,26 @@ def _check_requests(
     query: Tensor, key: Tensor, lengths: Tensor, slots: Tensor | None, starts: Tensor | None, block_table: Tensor | None
 ) -> None:
     """Refuses rows, lengths, slots and blocks that are not there."""
-    count = lengths.shape[0]
-    begin, end = (0, count) if starts is None else (int(starts[0]), int(starts[-1]))
-    # Compared first: differences of wrong starts may wrap.
-    if begin != 0 or end != query.shape[0] or (starts is not None and bool((starts[1:] <= starts[:-1]).any())):
-        raise ConfigError(
-            f"{len(query)} rows of queries, but {count} requests have rows {begin} to {end}; each request has one or "
-            "more, and they follow each other"
-        )
-    if not count:
+    wrong = cpu.check_requests(
+        key, query.shape[0], lengths=lengths, slots=slots, starts=starts, block_table=block_table
+    )
+    if wrong is None:
         return
-    num_slots, room = key.shape[:2]
-    if block_table is not None:
-        num_slots, room = len(block_table), block_table.shape[1] * key.shape[1]
-    least, most = int(lengths.min()), int(lengths.max())
-    if most > room or (least < 1 if starts is None else bool((lengths < starts.diff()).any())):
+    what, least, most = wrong
+    if what == "starts":
+        raise ConfigError(
+            f"{len(query)} rows of queries, but {len(lengths)} requests have rows {least} to {most}; each request has "
+            "one or more, and they follow each other"
+        )
+    num_slots, room = key.shape[:2] if block_table is None else block_table.shape
+    if what == "lengths":
+        room *= 1 if block_table is None else key.shape[1]
         raise ConfigError(
             f"lengths from {least} to {most}; a length counts the new tokens, and there is room for {room}"
         )
-    least, most = (0, count - 1) if slots is None else (int(slots.min()), int(slots.max()))
-    if least < 0 or most >= num_slots:
+    if what == "slots":
         raise ConfigError(f"slots from {least} to {most}; there are {num_slots}")
-    if block_table is not None:
-        used = torch.arange(block_table.shape[1]) < -(-lengths[:, None] // key.shape[1])
-        blocks = (block_table[:count] if slots is None else block_table[slots])[used]
-        if int(blocks.min()) < 0 or int(blocks.max()) >= len(key):
-            raise ConfigError(
-                f"block_table names blocks from {int(blocks.min())} to {int(blocks.max())}; there are {len(key)}"
-            )
+    raise ConfigError(f"block_table names blocks from {least} to {most}; there are {len(key)}")
 
 
 def _check_out(out: Tensor, query: Tensor, read: dict[str, Tensor | None]) -> None:
