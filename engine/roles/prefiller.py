@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _ONLY_THE_PROMPT = SamplingParams(max_tokens=0, temperature=0, detokenize=False)
 _GLANCE = 0.001  # seconds between two looks whether a prompt is published
 _HANGS = 60.0  # seconds without the end of a step after which an engine hangs: large models take long for one
+_LEFT = 60.0  # seconds after which a socket that is not listened to yet was left by a process that was killed
 _PUBLISHING = 1.0  # seconds after which nobody waits for that any more
 _MOST_UNREAD = 1 << 28  # bytes that a decoder has not taken, after which it is sent no rows
 
@@ -204,6 +206,10 @@ def _listen(path: Path) -> socket.socket:
     """A socket that listens by the time its path is there: decoders remove one that refuses them, as of a process that
     was killed.
     """
+    for left in path.parent.glob("*.early"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT:
+                left.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     early = path.with_suffix(".early")
     try:

@@ -25,7 +25,7 @@ import torch
 from tests.campaign.broker import hurry, serve
 from tests.campaign.forked import PATIENCE, Forked, Wrong, play_out
 from tests.campaign.play import Played
-from tests.campaign.roling import BLOCKS, BUDGET, CHUNK, CONTEXT, NAME, Request, decode, prefill
+from tests.campaign.roling import BLOCKS, BUDGET, CHUNK, CONTEXT, NAME, Answers, Request, decode, prefill
 from tests.support.tiny_models import VOCAB, make_smallest_model
 from vattn.broker.control import Control
 from vattn.broker.places import FOLDER_VARIABLE, folder, socket_path
@@ -134,6 +134,9 @@ class World:
         process.signal(signal.SIGCONT)
         self._counts["stops"] += 1
 
+    def _stop_broker(self) -> None:
+        self._stop(self._broker)
+
     def _sleep(self, seconds: float) -> None:
         time.sleep(self._rng.random() * seconds)
 
@@ -148,6 +151,7 @@ class World:
         process = self._decoder.process
         process.tell("play", asked, rng.randrange(1 << 30))
         self.calls += len(asked)
+        events = []
         for _ in range(rng.randrange(4)):
             self._sleep(0.2)
             event = rng.choice(
@@ -158,12 +162,13 @@ class World:
                     self._kill_broker,
                     partial(self._stop, self._prefiller.process),
                     partial(self._stop, self._decoder.process),
-                    partial(self._stop, self._broker),
+                    self._stop_broker,
                 )
             )
+            events.append(event)
             event()
         if self._decoder.process is process:
-            self._judge(asked, process.answer())
+            self._judge(asked, process.answer(), events)
 
     def _request(self) -> Request:
         """A prompt that begins as others do, and ends near the end of a block or a chunk."""
@@ -175,8 +180,8 @@ class World:
         abort = rng.randrange(12) if rng.random() < 0.15 else None
         return Request(prompt, rng.choice(_SALTS), rng.randrange(1, 20), abort)
 
-    def _judge(self, asked: list[Request], answered: tuple[list[list[int] | None], Counter[str]] | None) -> None:
-        """Compares with the model's own choices, of one pass without a cache."""
+    def _judge(self, asked: list[Request], answered: Answers | None, events: list[Callable[[], None]]) -> None:
+        """Compares with the model's own choices, of one pass without a cache. Without a broker memory may run out."""
         if answered is None:
             return  # it has killed itself
         answers, counts = answered
@@ -185,6 +190,11 @@ class World:
             if tokens is None:
                 if request.abort_after is None:
                     raise Wrong(f"a request has no answer: {request}")
+                continue
+            if isinstance(tokens, str):
+                if "cannot be reached" not in tokens or not {self._kill_broker, self._stop_broker}.intersection(events):
+                    raise Wrong(f"a request fails: {tokens}, {request}")
+                self._counts["requests without memory, as there is no broker"] += 1
                 continue
             ids = torch.tensor([[*request.prompt, *tokens[:-1]]])
             with torch.no_grad():
@@ -275,4 +285,4 @@ class World:
 
 def _sockets() -> list[str]:
     """Of prefillers."""
-    return [path.name for path in folder().iterdir() if path.suffix in (".prefill", ".early")]
+    return [path.name for path in folder().iterdir() if path.suffix == ".prefill"]

@@ -509,6 +509,15 @@ def test_a_socket_listens_before_decoders_can_see_it(tmp_path: Path) -> None:
         assert [*tmp_path.iterdir()] == [path]
 
 
+def test_sockets_of_processes_that_were_killed_before_they_listened_are_removed(tmp_path: Path) -> None:
+    left, young = tmp_path / "one.early", tmp_path / "two.early"
+    for path in (left, young):
+        path.touch()
+    os.utime(left, (time.time() - 61,) * 2)
+    with contextlib.closing(prefilling._listen(tmp_path / "three.prefill")):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["three.prefill", "two.early"]
+
+
 def test_a_socket_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "some.prefill"
     path.mkdir()
