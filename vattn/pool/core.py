@@ -193,13 +193,23 @@ class Core(Calls):
     def leave_broken(self, tenant: Tenant, give_back: Plan) -> None:
         """`leave` when mappings are unknown: clears the books; address spaces unmap what they have when destroyed. The
         pool refuses further calls.
+
+        Raises:
+            StreamCapturing, DriverError: as `abandon`. Nothing changed.
         """
         self.abandon()
         self._tenants.discard(tenant)
-        give_back(Change())
+        give_back(Change(for_books=True))
 
     def abandon(self) -> None:
-        """As in any pool; what dropped caches left behind leaves the books as well."""
+        """As in any pool; what dropped caches left behind leaves the books as well.
+
+        Raises:
+            StreamCapturing: a stream is capturing a CUDA graph. Nothing changed.
+            DriverError: the driver does not say whether one is. Nothing changed.
+        """
+        if any_capturing(self.driver):  # the last call on the driver that may fail
+            raise sync_refusal()
         super().abandon()
         self._abandoned = True
         self._clear_left()
@@ -210,7 +220,7 @@ class Core(Calls):
 
     def _clear_left(self) -> None:
         while self._left:
-            self._left[-1](Change())
+            self._left[-1](Change(for_books=True))
             self._left.pop()
 
     def _execute_last(self, plan: Plan) -> None:

@@ -32,11 +32,13 @@ class Change:
         transaction: the operations; it also restores the native module's books of pages and mappings.
         undo: what restores all other books, in the order in which these were changed. Each may run although its change
             was made in part or not at all, and may run twice.
+        for_books: whether the books alone change, and nobody executes the transaction.
     """
 
-    __slots__ = ("transaction", "undo")
+    __slots__ = ("for_books", "transaction", "undo")
 
-    def __init__(self) -> None:
+    def __init__(self, *, for_books: bool = False) -> None:
+        self.for_books = for_books
         self.transaction = _native.Transaction()
         self.undo: list[Undo] = []
 

@@ -255,6 +255,39 @@ def test_a_dropped_cache_gives_its_pages_up_to_a_pool_whose_mappings_are_unknown
 
 
 @host_only
+def test_a_close_that_fails_does_not_give_up_a_pool_whose_mappings_are_unknown() -> None:
+    setup = Setup(overlap=False)
+    another = vattn.KVCache(setup.config, pool=setup.pool)
+    setup.cache.step({setup.cache.alloc_reqid(): 100})
+    another.step({another.alloc_reqid(): 100})
+    setup.table.fail(2, name="cuMemUnmap")
+    setup.table.fail_always("cuMemMap")
+    del setup.cache
+    gc.collect()
+    setup.table.fail_always("cuMemMap", "cuStreamIsCapturing")
+    with pytest.raises(vattn.DriverError, match="cuStreamIsCapturing"):
+        another.close()
+    setup.table.heal()
+    assert another.stats().live_tokens == 100
+    another.check()
+    another.close()
+    assert setup.pool.free_pages == setup.pool.total_pages
+    setup.pool.close()
+
+
+def test_a_pool_is_given_up_wholly() -> None:
+    """Once that has begun, no driver call is made that may fail: nobody executes what the cache plans."""
+    setup = Setup(overlap=False)
+    break_undoing(setup)
+    tensors = setup.cache.layer(0)  # their address space goes with them
+    setup.table.fail(2, name="cuStreamIsCapturing")
+    setup.cache.close()
+    setup.table.heal()
+    del tensors
+    assert setup.pool.free_pages == setup.pool.total_pages
+    setup.pool.close()
+
+
 def test_a_call_that_fails_while_a_pool_is_given_up_keeps_no_pages() -> None:
     setup = Setup(overlap=False)
     setup.cache.step({setup.cache.alloc_reqid(): 100})
