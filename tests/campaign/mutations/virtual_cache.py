@@ -113,8 +113,8 @@ def interrupted_crop() -> None:
     _rewrite(
         _storage(),
         "cut",
-        ("self.lengths, self.ungraded, self.end = after, ungraded, -1\n", "self._rows and self._rows.step(longest)\n"),
-        ("self.settle()", "self.lengths, self.ungraded, self.end = after, ungraded, -1"),
+        ("self.lengths, self.ungraded = after, ungraded\n", "rows and rows.step(longest)\n"),
+        ("self.settle()", "self.lengths, self.ungraded = after, ungraded"),
     )
 
 
