@@ -234,9 +234,13 @@ std::vector<std::size_t> common(const BlockArray& table, const CountArray& count
 }
 
 void raise_failure(const char* call, Result result, const std::string& name) {
-  const nb::object make = nb::module_::import_("vattn.drivers.failure").attr("failure");
-  const nb::object error = make(call, result, name);
-  PyErr_SetObject(error.type().ptr(), error.ptr());
+  try {
+    const nb::object make = nb::module_::import_("vattn.drivers.failure").attr("failure");
+    const nb::object error = make(call, result, name);
+    PyErr_SetObject(error.type().ptr(), error.ptr());
+  } catch (nb::python_error& error) {  // a signal's, which nanobind would make a RuntimeError of
+    error.restore();
+  }
 }
 
 void raise_driver_error(const std::exception_ptr& pointer, void*) {

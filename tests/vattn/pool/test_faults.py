@@ -494,3 +494,15 @@ def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing(
     if also:
         vattn.KVCache(config, pool=pool).close()
     pool.close()
+
+
+def test_an_interrupt_while_the_error_of_a_failed_call_is_made_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    setup = Setup(overlap=False)
+    monkeypatch.setattr("vattn.drivers.failure.failure", interrupted)
+    setup.table.fail(1, name="cuMemAddressReserve")
+    with pytest.raises(KeyboardInterrupt):
+        vattn.KVCache(setup.config, pool=setup.pool)
+    setup.close()
