@@ -76,7 +76,7 @@ class BatchRows:
             InvalidLength: as `go_back`.
         """
         before, done = self.length, 0
-        if not before:  # a call that emptied them may have been interrupted
+        if not before:  # whatever emptied them
             self.start = 0
             self._first.clear()
         if length < before:
@@ -95,8 +95,6 @@ class BatchRows:
                 for cache in caches[:done]:
                     self._take_back(cache, start, before, length)
             raise
-        if not length:
-            self._first.clear()
         self.start = start
 
     def go_back(self, length: int) -> None:
@@ -276,8 +274,6 @@ class BatchRows:
     def _abandon(self) -> None:
         """Empties all rows after a failure in which some were lost."""
         self._claimed = False
-        self.start = 0
-        self._first.clear()
         self._equal = [[0] * self.count for _ in range(self.count)]
         self._claim()
         for cache in self._caches:

@@ -105,7 +105,7 @@ def broadcast() -> None:
 
 @mutation("virtual cache", "lost rows leave limits behind", "virtual_cache")
 def limits_of_lost_rows() -> None:
-    _rewrite(_rows(), "_abandon", ("self._first.clear()", "pass"))
+    _rewrite(_rows(), "step", ("self._first.clear()", "pass"))
 
 
 @mutation("virtual cache", "an interrupted crop lowers the memory and not the lengths", "virtual_cache")
