@@ -14,7 +14,7 @@ import random
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -342,8 +342,9 @@ class World:
         self.asleep = self.llm.is_sleeping()
         self.llm.check()
 
-    def _add(self) -> None:
-        ticket, arguments = self._draw_request()
+    def _add(self, begin: Sequence[int] = ()) -> None:
+        """A request, whose prompt begins with these tokens, if there are any."""
+        ticket, arguments = self._draw_request(begin)
         name, prompt, params, priority = arguments
         what = f"add {name}: {prompt}, {params}, priority {priority}"
         try:
@@ -493,6 +494,15 @@ class World:
             self.llm.on_step = self._on_step
         else:
             self._fault = kind
+        if kind == "nan" and self.rng.random() < 0.7:
+            self._fail_a_prefix()
+
+    def _fail_a_prefix(self) -> None:
+        """Tokens that nobody has computed, in the step that fails, and again after it: what failed is found by nobody."""
+        begin = self._draw_tokens(self.rng.randint(50, 110))
+        for _ in range(2):
+            self._add(begin)
+            self._steps()
 
     def _on_step(self, record: Any) -> None:
         self.llm.on_step = None
@@ -653,10 +663,13 @@ class World:
             tokens = prefix[: rng.choice([len(prefix), rng.randint(1, len(prefix))])] + tokens[:20]
         return tokens, rng.choice([tokens, tuple(tokens), {"prompt_token_ids": tokens}])
 
-    def _draw_request(self) -> tuple[Ticket, tuple[str, Any, Any, int]]:
+    def _draw_request(self, begin: Sequence[int] = ()) -> tuple[Ticket, tuple[str, Any, Any, int]]:
         rng, reference = self.rng, self.reference
         tokens, prompt = self._draw_prompt()
         salt = rng.choice(["", "", "one", "two"])
+        if begin:
+            tokens, salt = [*begin, *tokens[:20]], ""
+            prompt = tokens
         if salt:
             prompt = {**prompt, "cache_salt": salt} if isinstance(prompt, dict) else _salted(prompt, salt)
         form = rng.choice(self._forms) if self._forms and rng.random() < 0.4 else None

@@ -733,6 +733,7 @@ class World:
                     self.staying = False
                     return
                 self.look()
+            self.check()
         self.staying = False
 
     def reset(self) -> None:

@@ -306,6 +306,8 @@ class BlockDrawer:
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
         rng = self.rng
+        if world.config.own and rng.random() < 0.4:  # the pool ends in the same call
+            return [], Close(rng.randrange(len(world.windows)), blocks=True)
         if rng.random() < 0.5:
             number = rng.randrange(len(world.windows))
             if not world.windows[number].open:
