@@ -71,8 +71,8 @@ def any_borrowers() -> None:
 
 @mutation("shares", "an owner takes blocks back that others have mapped", "broker")
 def taken_back_though_mapped() -> None:
-    def lock(self: directory.Directory, kind: int, number: int) -> bool:
-        return kind == fcntl.F_WRLCK or true(self, kind, number)
+    def lock(self: directory.Directory, kind: int, number: int, count: int = 1) -> bool:
+        return kind == fcntl.F_WRLCK or true(self, kind, number, count)
 
     true = directory.Directory._lock
     directory.Directory._lock = lock  # type: ignore[method-assign]
@@ -80,7 +80,7 @@ def taken_back_though_mapped() -> None:
 
 @mutation("shares", "a reader maps blocks without a pin", "broker")
 def mapped_without_pin() -> None:
-    directory.Directory.pin = lambda self, number: True  # type: ignore[method-assign]
+    directory.Directory.pin = lambda self, number, count=1: True  # type: ignore[method-assign]
 
 
 @mutation("shares", "blocks of any fingerprint are mapped", "broker")
