@@ -64,6 +64,12 @@ void AddressSpace::add_operations(Transaction& transaction, Operation::Kind kind
   }
 }
 
+Pages Pages::part(std::size_t from, std::size_t to) const {
+  if (from > to || to > columns()) throw std::logic_error("asked for columns that the pages do not have");
+  const auto at = [&](std::size_t column) { return ids.begin() + static_cast<std::ptrdiff_t>(column * lanes); };
+  return {lanes, {at(from), at(to)}};
+}
+
 void AddressSpace::push(Transaction& transaction, std::size_t slot, std::vector<Column> columns) {
   Slot& mapped = slots_.at(slot);
   const std::size_t before = mapped.columns.size();
@@ -95,16 +101,17 @@ void AddressSpace::grow(Transaction& transaction, std::size_t slot, std::size_t 
 }
 
 void AddressSpace::attach(Transaction& transaction, std::size_t slot, const Pages& pages, Access access) {
-  if (columns(slot) + pages.columns.size() > shape_.run_pages) throw std::logic_error("attached past a slot's end");
+  if (!pages.ids.empty() && pages.lanes != lanes()) throw std::logic_error("attached columns of another shape");
+  const std::size_t count = pages.ids.size() / lanes();
+  if (this->columns(slot) + count > shape_.run_pages) throw std::logic_error("attached past a slot's end");
   std::vector<Column> columns;
-  for (const std::vector<PageId>& column : pages.columns) {
-    if (column.size() != lanes()) throw std::logic_error("attached a column of another shape");
-    columns.push_back({column, access, 0});
-    for (const PageId page : column) pool_->retain(page);
-  }
+  columns.reserve(count);
+  const auto width = static_cast<std::ptrdiff_t>(lanes());
+  for (auto page = pages.ids.begin(); page != pages.ids.end(); page += width)
+    columns.push_back({{page, page + width}, access, 0});
+  for (const PageId page : pages.ids) pool_->retain(page);
   transaction.on_revert([pool = pool_, pages] {
-    for (const std::vector<PageId>& column : pages.columns)
-      for (const PageId page : column) pool->drop(page);
+    for (const PageId page : pages.ids) pool->drop(page);
   });
   push(transaction, slot, std::move(columns));
 }
@@ -153,8 +160,12 @@ bool AddressSpace::has_older(std::size_t slot, std::size_t from, std::uint64_t t
 Pages AddressSpace::pages(std::size_t slot, std::size_t from, std::size_t to) const {
   if (from > to || to > columns(slot) || (from < to && from < first(slot)))
     throw std::logic_error("asked for columns that the slot does not have");
-  Pages pages;
-  for (std::size_t i = from; i < to; ++i) pages.columns.push_back(slots_[slot].columns[i - first(slot)].pages);
+  Pages pages{lanes(), {}};
+  pages.ids.reserve((to - from) * lanes());
+  for (std::size_t i = from; i < to; ++i) {
+    const std::vector<PageId>& column = slots_[slot].columns[i - first(slot)].pages;
+    pages.ids.insert(pages.ids.end(), column.begin(), column.end());
+  }
   return pages;
 }
 
@@ -189,12 +200,11 @@ void AddressSpace::check() const {
 }
 
 void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
-                      const std::vector<std::shared_ptr<Pages>>& held) {
+                      const std::vector<const Pages*>& held) {
   std::unordered_map<PageId, AddressSpace::Users> users;
   for (const auto& space : spaces) space->count(users);
-  for (const auto& pages : held)
-    for (const std::vector<PageId>& column : pages->columns)
-      for (const PageId page : column) users[page].holders += 1;
+  for (const Pages* const pages : held)
+    for (const PageId page : pages->ids) users[page].holders += 1;
   for (const auto& [page, found] : users) {
     if (found.holders != pool.references(page))
       throw std::logic_error("a page's references are not the slots and entries that have it");

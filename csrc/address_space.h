@@ -21,7 +21,12 @@ namespace vattn {
 
 // The pages of neighbouring columns, by column, then lane: a list, which holds no reference.
 struct Pages {
-  std::vector<std::vector<PageId>> columns;
+  std::size_t lanes;
+  std::vector<PageId> ids;
+
+  std::size_t columns() const { return ids.size() / lanes; }
+  // Columns [from, to) of these. Throws std::logic_error where there are not so many.
+  Pages part(std::size_t from, std::size_t to) const;
 };
 
 class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
@@ -110,6 +115,6 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
 // Every page that these spaces or `held` have has as many references as slots and entries of `held` have it, and at
 // most one of the slots may write to it. Throws std::logic_error. Nobody else may have one of those pages.
 void check_references(const PagePool& pool, const std::vector<std::shared_ptr<AddressSpace>>& spaces,
-                      const std::vector<std::shared_ptr<Pages>>& held);
+                      const std::vector<const Pages*>& held);
 
 }  // namespace vattn

@@ -1,8 +1,12 @@
 #include "entries.h"
 
+#include <unistd.h>
+
 #include <bit>
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 namespace vattn {
 
@@ -27,6 +31,19 @@ std::uint64_t checksum(std::string_view bytes) {
   return sum;
 }
 
+Piece read_piece(int file, off_t at, std::size_t size) {
+  Piece piece{std::make_unique_for_overwrite<char[]>(size)};
+  while (piece.size < size) {
+    const ssize_t got =
+        pread(file, piece.data.get() + piece.size, size - piece.size, at + static_cast<off_t>(piece.size));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw std::system_error(errno, std::generic_category(), "pread");
+    if (got == 0) break;
+    piece.size += static_cast<std::size_t>(got);
+  }
+  return piece;
+}
+
 std::size_t entries_alike(std::string_view entries, std::size_t entry_bytes, std::string_view keys) {
   std::size_t count = 0;
   while ((count + 1) * entry_bytes <= entries.size() && (count + 1) * kKeyBytes <= keys.size() &&
@@ -35,12 +52,21 @@ std::size_t entries_alike(std::string_view entries, std::size_t entry_bytes, std
   return count;
 }
 
+std::size_t entries_alike(int file, off_t at, std::size_t entry_bytes, std::string_view keys) {
+  const std::size_t count = keys.size() / kKeyBytes;
+  if (count == 0) return 0;
+  const Piece last = read_piece(file, at + static_cast<off_t>((count - 1) * entry_bytes), kKeyBytes);
+  if (last.view() == keys.substr((count - 1) * kKeyBytes, kKeyBytes)) return count;
+  return entries_alike(read_piece(file, at, count * entry_bytes).view(), entry_bytes, keys);
+}
+
 std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std::string_view keys,
                           std::string_view tokens, std::size_t token_bytes) {
   const std::size_t tokens_at = kKeyBytes + kWord, offsets_at = tokens_at + token_bytes;
   if (entry_bytes < offsets_at + kWord) throw std::invalid_argument("entries that are too short for their tokens");
   const std::size_t body_bytes = entry_bytes - kWord, alike = entries_alike(entries, entry_bytes, keys);
   std::string found;
+  found.reserve(alike * (body_bytes - offsets_at));
   for (std::size_t i = 0; i < alike && (i + 1) * token_bytes <= tokens.size(); ++i) {
     const std::string_view entry = entries.substr(i * entry_bytes, entry_bytes), body = entry.substr(0, body_bytes);
     if (body.substr(tokens_at, token_bytes) != tokens.substr(i * token_bytes, token_bytes) ||

@@ -17,9 +17,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -116,22 +118,47 @@ class PhysicalFile {
   std::map<off_t, std::size_t> holes_;
 };
 
-// Physical memory lives while references + mappings > 0.
+// Memory lives while any is left.
+struct Counts {
+  std::uint32_t references = 0;
+  std::uint32_t mappings = 0;
+};
+
 struct Physical {
   int granularity_log2;
   int location;  // of its file among the files, if it is in one
   int own;       // the descriptor of a file of its own; -1: a range of one of the files
   off_t offset;
   std::size_t size;
-  std::size_t references;
-  std::size_t mappings;
+  Counts counts;
   bool kept = false;  // its file keeps what is in it
 };
 
-// Physical memory by handle, side by side: there may be thousands of pages of a prompt to enter and to look up. A
-// handle names a place and how often that was used, so that a stale one is refused and not mistaken for another.
+// Pages of a foreign file, whose handles are neighbours. A prompt has thousands, which come at once: what they have in
+// common is entered once for all, and of each page only where it is, and its counts.
+struct ForeignRun {
+  int granularity_log2;
+  int location;
+  std::vector<off_t> offsets;
+  std::vector<Counts> counts;
+  std::size_t left;  // pages that live
+};
+
+// Physical memory by handle. A handle names a place and how often that was used, or a run and a page of it, so that a
+// stale one is refused and not mistaken for another.
 class PhysicalTable {
  public:
+  // What a handle stands for.
+  struct Found {
+    int granularity_log2;
+    int location;
+    int own;
+    off_t offset;
+    std::size_t size;
+    bool kept;
+    Counts* counts;  // which moves with the next `add`
+  };
+
   Handle add(const Physical& memory) {
     std::size_t number = places_.size();
     if (empty_.empty()) {
@@ -140,43 +167,79 @@ class PhysicalTable {
     } else {
       number = empty_.back();
       empty_.pop_back();
-      places_[number] = {memory, places_[number].uses + 1, true};
+      places_[number] = {memory, (places_[number].uses + 1) & kMostUses, true};
     }
     return Handle{places_[number].uses} << 32 | number;
   }
-  // Null for a handle that was erased or never given. What it points to moves with the next `add`.
-  Physical* find(Handle handle) {
-    const std::size_t number = number_of(handle);
-    if (number >= places_.size()) return nullptr;
-    Place& place = places_[number];
-    return place.full && place.uses == handle >> 32 ? &place.memory : nullptr;
+  // The handle of the first page; those of the others follow it.
+  Handle add(ForeignRun&& run) {
+    do last_run_ = (last_run_ + 1) & kMostUses;
+    while (runs_.contains(last_run_));
+    foreign_pages_ += run.left;
+    runs_.emplace(last_run_, std::move(run));
+    return kForeign | Handle{last_run_} << 32;
   }
-  Physical& at(Handle handle) {
-    Physical* const found = find(handle);
+  // Nothing for a handle that was erased or never given.
+  std::optional<Found> find(Handle handle) {
+    const std::size_t number = number_of(handle);
+    if (handle & kForeign) {
+      const auto found = runs_.find(run_of(handle));
+      if (found == runs_.end() || number >= found->second.offsets.size()) return {};
+      ForeignRun& run = found->second;
+      Counts& counts = run.counts[number];
+      if (counts.references + counts.mappings == 0) return {};
+      const std::size_t size = std::size_t{1} << run.granularity_log2;
+      return Found{run.granularity_log2, run.location, -1, run.offsets[number], size, true, &counts};
+    }
+    if (number >= places_.size() || !places_[number].full || places_[number].uses != handle >> 32) return {};
+    Physical& memory = places_[number].memory;
+    return Found{memory.granularity_log2, memory.location, memory.own, memory.offset, memory.size, memory.kept,
+                 &memory.counts};
+  }
+  Found at(Handle handle) {
+    const std::optional<Found> found = find(handle);
     if (!found) throw std::out_of_range("no such memory");
     return *found;
   }
-  void erase(Handle handle) {
-    places_[number_of(handle)].full = false;
-    empty_.push_back(number_of(handle));
+  void keep(Handle handle) {
+    if (!find(handle)) throw std::out_of_range("no such memory");
+    if (!(handle & kForeign)) places_[number_of(handle)].memory.kept = true;
   }
-  std::size_t size() const { return places_.size() - empty_.size(); }
+  // Pre: nothing of its counts is left.
+  void erase(Handle handle) {
+    if (!(handle & kForeign)) {
+      places_[number_of(handle)].full = false;
+      empty_.push_back(number_of(handle));
+      return;
+    }
+    foreign_pages_ -= 1;
+    const auto run = runs_.find(run_of(handle));
+    if (--run->second.left == 0) runs_.erase(run);
+  }
+  std::size_t size() const { return places_.size() - empty_.size() + foreign_pages_; }
+  // The memory that has a file of its own.
   template <class Visit>
-  void visit(Visit&& visit) const {
+  void visit_own(Visit&& visit) const {
     for (const Place& place : places_)
-      if (place.full) visit(place.memory);
+      if (place.full && place.memory.own >= 0) visit(place.memory.own);
   }
 
  private:
+  static constexpr Handle kForeign = Handle{1} << 63;
+  static constexpr std::uint32_t kMostUses = 0x7FFFFFFF;
   struct Place {
     Physical memory;
     std::uint32_t uses;
     bool full;
   };
   static std::size_t number_of(Handle handle) { return handle & 0xFFFFFFFF; }
+  static std::uint32_t run_of(Handle handle) { return static_cast<std::uint32_t>((handle & ~kForeign) >> 32); }
 
   std::vector<Place> places_;
   std::vector<std::size_t> empty_;
+  std::unordered_map<std::uint32_t, ForeignRun> runs_;
+  std::uint32_t last_run_ = 0;
+  std::size_t foreign_pages_ = 0;
 };
 
 // Until it gets its first access, a mapping is in the books only: neighbours whose memory is side by side in a file
@@ -235,9 +298,7 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
     [] { forking->mutex.unlock(); },
     [] {
       for (auto& [location, file] : forking->files) file.close_file();
-      forking->physical.visit([](const Physical& memory) {
-        if (memory.own >= 0) close(memory.own);
-      });
+      forking->physical.visit_own([](int descriptor) { close(descriptor); });
       forking->mutex.unlock();
     });
 
@@ -383,9 +444,9 @@ void forget_file(State& s, std::map<int, PhysicalFile>::iterator file) {
   s.files.erase(file);
 }
 
-void forget(State& s, Handle handle) {
-  const Physical& memory = s.physical.at(handle);
-  if (memory.references + memory.mappings > 0) return;
+// Takes away memory of which nothing is left.
+void forget(State& s, Handle handle, const PhysicalTable::Found& memory) {
+  if (memory.counts->references + memory.counts->mappings > 0) return;
   bool foreign = false;
   if (memory.own >= 0) {
     close(memory.own);
@@ -457,7 +518,7 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
         exportable ? make_file(static_cast<off_t>(size), F_SEAL_GROW, &own) : file->allocate(size, &offset);
     if (r != kSuccess) return r;
     // Entered before it is filled, so that a child of a fork during that closes the descriptor.
-    made = s.physical.add({log2, location, own, offset, size, 1, 0});
+    made = s.physical.add(Physical{log2, location, own, offset, size, {1, 0}});
     s.physical_bytes += size;
   }
   // Zeroing is what creation costs. Done here, the first touch never has to, and cannot find memory exhausted, which
@@ -468,41 +529,41 @@ Result create(Handle* handle, std::size_t size, const AllocationProp* prop, Flag
     return kSuccess;
   }
   const std::lock_guard lock(s.mutex);
-  s.physical.at(made).references = 0;
-  forget(s, made);
+  const PhysicalTable::Found memory = s.physical.at(made);
+  memory.counts->references = 0;
+  forget(s, made, memory);
   return filled;
 }
 
 Result release(Handle handle) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  Physical* const memory = s.physical.find(handle);
-  if (!memory || memory->references == 0) return kInvalidValue;
-  memory->references -= 1;
-  forget(s, handle);
+  const auto memory = s.physical.find(handle);
+  if (!memory || memory->counts->references == 0) return kInvalidValue;
+  memory->counts->references -= 1;
+  forget(s, handle, *memory);
   return kSuccess;
 }
 
 Result map(Address address, std::size_t size, std::size_t offset, Handle handle, Flags flags) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  Physical* const physical = s.physical.find(handle);
-  if (!physical || physical->references == 0 || offset || (flags & ~kMapRestore)) return kInvalidValue;
-  Physical& memory = *physical;
-  const std::size_t granularity = std::size_t{1} << memory.granularity_log2;
-  if (size != memory.size || address % granularity) return kInvalidValue;
+  const auto memory = s.physical.find(handle);
+  if (!memory || memory->counts->references == 0 || offset || (flags & ~kMapRestore)) return kInvalidValue;
+  const std::size_t granularity = std::size_t{1} << memory->granularity_log2;
+  if (size != memory->size || address % granularity) return kInvalidValue;
   auto it = find_reservation(s, address);
   if (it == s.reservations.end() || address + size > it->first + it->second.size) return kInvalidValue;
   Reservation& reservation = it->second;
   auto next = reservation.mappings.lower_bound(address);
   if (find_mapping(reservation, address) || (next != reservation.mappings.end() && next->first < address + size))
     return kAlreadyMapped;
-  const int fd = memory.own >= 0 ? memory.own : s.files[memory.location].fd();
+  const int fd = memory->own >= 0 ? memory->own : s.files[memory->location].fd();
   reservation.mappings.emplace(
       address,
       Mapping{
-          .size = size, .handle = handle, .fd = fd, .offset = memory.offset, .restored = (flags & kMapRestore) != 0});
-  memory.mappings += 1;
+          .size = size, .handle = handle, .fd = fd, .offset = memory->offset, .restored = (flags & kMapRestore) != 0});
+  memory->counts->mappings += 1;
   return kSuccess;
 }
 
@@ -519,8 +580,9 @@ Result unmap(Address address, std::size_t size) {
   if (entered && !map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
     return from_errno();
   for (auto mapping = first; mapping != last; ++mapping) {
-    s.physical.at(mapping->second.handle).mappings -= 1;
-    forget(s, mapping->second.handle);
+    const PhysicalTable::Found memory = s.physical.at(mapping->second.handle);
+    memory.counts->mappings -= 1;
+    forget(s, mapping->second.handle, memory);
   }
   reservation.mappings.erase(first, last);
   s.kernel_mappings += seams(it->first, reservation, address, address + size) - seams_before;
@@ -616,7 +678,7 @@ Result retain_handle(Handle* handle, void* address) {
       it == s.reservations.end() ? nullptr : find_mapping(it->second, reinterpret_cast<Address>(address));
   if (!mapping) return kInvalidValue;
   *handle = mapping->handle;
-  s.physical.at(*handle).references += 1;
+  s.physical.at(*handle).counts->references += 1;
   return kSuccess;
 }
 
@@ -624,8 +686,8 @@ Result export_handle(void* shareable, Handle handle, unsigned type, Flags flags)
   if (!shareable || flags || type != kPosixFileDescriptor) return kInvalidValue;
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  const Physical* const memory = s.physical.find(handle);
-  if (!memory || memory->references == 0 || memory->own < 0) return kInvalidValue;
+  const auto memory = s.physical.find(handle);
+  if (!memory || memory->counts->references == 0 || memory->own < 0) return kInvalidValue;
   const int fd = fcntl(memory->own, F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return kErrno + errno;
   std::memcpy(shareable, &fd, sizeof fd);
@@ -649,7 +711,7 @@ Result import_handle(Handle* handle, void* shareable, unsigned type) {
   const std::lock_guard lock(s.mutex);
   const int fd = fcntl(static_cast<int>(given), F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return kErrno + errno;
-  *handle = s.physical.add({kMinGranularityLog2, 0, fd, 0, size, 1, 0});
+  *handle = s.physical.add(Physical{kMinGranularityLog2, 0, fd, 0, size, {1, 0}});
   s.physical_bytes += size;
   return kSuccess;
 }
@@ -851,29 +913,30 @@ int open_foreign_file(int granularity_log2, int descriptor) {
   return s.next_file++;
 }
 
-std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::vector<off_t>& offsets) {
+HandleRange foreign_memory(int granularity_log2, int number, std::vector<off_t> offsets) {
   State& s = state();
-  std::vector<Handle> made;
-  made.reserve(offsets.size());
   const std::lock_guard lock(s.mutex);
   const int location = granularity_log2 | number << kFileShift;
   const off_t size = off_t{1} << granularity_log2;
   PhysicalFile& file = s.files.at(location);
   struct stat now{};  // the file is sealed against becoming shorter
   const bool known = file.foreign && fstat(file.fd(), &now) == 0;
-  for (const off_t offset : offsets) {
-    if (!known || offset < 0 || offset % size || offset > now.st_size - size) break;
-    made.push_back(
-        s.physical.add({granularity_log2, location, -1, offset, static_cast<std::size_t>(size), 1, 0, true}));
-    file.use(static_cast<std::size_t>(size));
-  }
-  return made;
+  const auto has = [&](off_t offset) { return offset >= 0 && offset % size == 0 && offset <= now.st_size - size; };
+  if (!known) offsets.clear();
+  offsets.erase(std::find_if_not(offsets.begin(), offsets.end(), has), offsets.end());
+  const std::size_t count = offsets.size();
+  if (count == 0) return {};
+  std::vector<Counts> counts(count, Counts{1, 0});
+  const Handle first =
+      s.physical.add(ForeignRun{granularity_log2, location, std::move(offsets), std::move(counts), count});
+  file.use(count * static_cast<std::size_t>(size));
+  return {first, count};
 }
 
 off_t offset_in_file(Handle handle) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  const Physical& memory = s.physical.at(handle);
+  const PhysicalTable::Found memory = s.physical.at(handle);
   if (memory.own >= 0) throw std::out_of_range("memory that has a file of its own");
   return memory.offset;
 }
@@ -881,7 +944,7 @@ off_t offset_in_file(Handle handle) {
 void leave_in_file(Handle handle) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  s.physical.at(handle).kept = true;
+  s.physical.keep(handle);
 }
 
 int host_file_descriptor(int granularity_log2, int number) {

@@ -41,9 +41,14 @@ void close_host_file(int granularity_log2, int number);
 // A file of another process, which may be readable only; its number. The descriptor stays the caller's. Throws
 // std::system_error: it is no memfd, or it can be made shorter under its mappings.
 int open_foreign_file(int granularity_log2, int descriptor);
+// Handles that are neighbours: the first one, and those that follow it.
+struct HandleRange {
+  Handle first = 0;
+  std::size_t count = 0;
+};
 // Pages of such a file, each referenced once, from the first one on as far as the file has them; they are mapped, never
 // created or given back. Throws std::out_of_range: there is no such file.
-std::vector<Handle> foreign_memory(int granularity_log2, int number, const std::vector<off_t>& offsets);
+HandleRange foreign_memory(int granularity_log2, int number, std::vector<off_t> offsets);
 // Where memory begins in its file. Throws std::out_of_range: it is no memory of a file, or is gone.
 off_t offset_in_file(Handle handle);
 // When this memory has no reference and no mapping left, its file keeps what is in it.

@@ -147,38 +147,39 @@ Stats call_stats(const Driver& driver) {
 }
 
 void remove_foreign(PagePool& pool, const Pages& pages) {
-  for (const std::vector<PageId>& column : pages.columns)
-    for (const PageId page : column) host_vmm().release(pool.remove_foreign(page));
+  for (const PageId page : pages.ids) host_vmm().release(pool.remove_foreign(page));
 }
 
-std::vector<std::shared_ptr<Pages>> add_foreign(PagePool& self, int file, const nb::bytes& offsets,
-                                                const std::vector<std::pair<std::size_t, std::size_t>>& shape) {
+std::vector<Pages> add_foreign(PagePool& self, int file, const nb::bytes& offsets,
+                               const std::vector<std::pair<std::size_t, std::size_t>>& shape) {
   std::size_t block = 0;
-  for (const auto& [columns, lanes] : shape) block += columns * lanes;
+  for (const auto& [columns, lanes] : shape) {
+    if (columns == 0 || lanes == 0) throw nb::value_error("a kind of tensor without pages");
+    block += columns * lanes;
+  }
+  if (block == 0) throw nb::value_error("a block without tensors");
   std::vector<off_t> wanted(offsets.size() / sizeof(off_t));
   if (!wanted.empty()) std::memcpy(wanted.data(), offsets.c_str(), wanted.size() * sizeof(off_t));
-  const std::vector<Handle> handles = foreign_memory(log2_of(self.page_size()), file, wanted);
-  const std::size_t whole = block ? handles.size() / block * block : 0;
-  std::vector<std::shared_ptr<Pages>> found;
-  std::size_t added = 0;
+  const auto [first, count] = foreign_memory(log2_of(self.page_size()), file, std::move(wanted));
+  const std::size_t blocks = count / block;
+  std::vector<Pages> found;
   try {
-    found.reserve(block ? whole / block * shape.size() : 0);
-    while (added < whole)
-      for (const auto& [columns, lanes] : shape) {
-        const auto& pages = found.emplace_back(std::make_shared<Pages>());
-        pages->columns.reserve(columns);
-        for (std::size_t column = 0; column < columns; ++column) {
-          pages->columns.emplace_back().reserve(lanes);
-          for (std::size_t lane = 0; lane < lanes; ++lane, ++added)
-            pages->columns.back().push_back(self.add_foreign(handles[added]));
-        }
+    for (std::size_t rest = blocks * block; rest < count; ++rest) host_vmm().release(first + rest);
+    for (const auto& [columns, lanes] : shape) {
+      found.push_back({lanes, {}});
+      found.back().ids.reserve(blocks * columns * lanes);
+    }
+    const std::vector<PageId> pages = self.add_foreign(first, blocks * block);
+    for (auto page = pages.begin(); page != pages.end();)
+      for (std::size_t kind = 0; kind < shape.size(); ++kind) {
+        const auto end = page + static_cast<std::ptrdiff_t>(shape[kind].first * shape[kind].second);
+        found[kind].ids.insert(found[kind].ids.end(), page, end);
+        page = end;
       }
   } catch (...) {
-    for (const auto& pages : found) remove_foreign(self, *pages);
-    for (; added < handles.size(); ++added) host_vmm().release(handles[added]);
+    for (std::size_t page = 0; page < blocks * block; ++page) host_vmm().release(first + page);
     throw;
   }
-  for (std::size_t rest = whole; rest < handles.size(); ++rest) host_vmm().release(handles[rest]);
   return found;
 }
 
@@ -197,10 +198,12 @@ nb::ndarray<nb::pytorch, std::uint8_t> tensor(nb::handle_t<AddressSpace> self, s
           device_id};
 }
 
-Pages joined(const std::vector<std::shared_ptr<Pages>>& blocks) {
-  Pages pages;
-  for (const auto& block : blocks)
-    pages.columns.insert(pages.columns.end(), block->columns.begin(), block->columns.end());
+Pages joined(const std::vector<const Pages*>& blocks) {
+  Pages pages{blocks.empty() ? 0 : blocks.front()->lanes, {}};
+  for (const Pages* const block : blocks) {
+    if (block->lanes != pages.lanes) throw std::logic_error("joined columns of several shapes");
+    pages.ids.insert(pages.ids.end(), block->ids.begin(), block->ids.end());
+  }
   return pages;
 }
 
@@ -308,21 +311,23 @@ NB_MODULE(_native, m) {
       "Of the words of 8 bytes of an entry of a directory, which ends with it.");
   m.def(
       "entries_alike",
-      [](const nb::bytes& entries, std::size_t entry_bytes, const nb::bytes& keys) {
-        return entries_alike(view(entries), entry_bytes, view(keys));
+      [](int file, off_t at, std::size_t entry_bytes, const nb::bytes& keys) {
+        return entries_alike(file, at, entry_bytes, view(keys));
       },
-      "entries"_a, "entry_bytes"_a, "keys"_a,
-      "How many entries of a directory, from the first on, have these keys, which lie side by side.");
+      "file"_a, "at"_a, "entry_bytes"_a, "keys"_a,
+      "How many entries of a directory, from the one at this place of its file on, seem to have these keys, side by\n"
+      "side: if the last one has its key, so do those before it.");
   m.def(
       "entry_offsets",
-      [](const nb::bytes& entries, std::size_t entry_bytes, const nb::bytes& keys, const nb::bytes& tokens,
+      [](int file, off_t at, std::size_t entry_bytes, const nb::bytes& keys, const nb::bytes& tokens,
          std::size_t token_bytes) {
-        const std::string found = entry_offsets(view(entries), entry_bytes, view(keys), view(tokens), token_bytes);
+        const Piece entries = read_piece(file, at, keys.size() / kKeyBytes * entry_bytes);
+        const std::string found = entry_offsets(entries.view(), entry_bytes, view(keys), view(tokens), token_bytes);
         return nb::bytes(found.data(), found.size());
       },
-      "entries"_a, "entry_bytes"_a, "keys"_a, "tokens"_a, "token_bytes"_a,
-      "The offsets of the entries, from the first on, that are whole and have these keys and tokens, side by side.\n"
-      "`token_bytes` are those of the tokens of one entry.");
+      "file"_a, "at"_a, "entry_bytes"_a, "keys"_a, "tokens"_a, "token_bytes"_a,
+      "The offsets of the entries, from the one at this place of a directory's file on, that are whole and have these\n"
+      "keys and tokens, side by side. `token_bytes` are those of the tokens of one entry.");
   m.attr("HOST_MIN_GRANULARITY") = std::size_t{1} << kMinGranularityLog2;
   m.attr("HOST_MAX_GRANULARITY") = std::size_t{1} << kMaxGranularityLog2;
 
@@ -385,50 +390,44 @@ NB_MODULE(_native, m) {
           "transaction"_a, "count"_a, "Gives the memory of up to `count` free pages back; how many.")
       .def(
           "hold",
-          [](std::shared_ptr<PagePool> self, Transaction& transaction,
-             const std::vector<std::shared_ptr<Pages>>& pages) {
-            for (const auto& each : pages)
-              for (const auto& column : each->columns)
-                for (const PageId page : column) self->retain(page);
-            transaction.on_revert([self, pages] {
-              for (const auto& each : pages)
-                for (const auto& column : each->columns)
-                  for (const PageId page : column) self->drop(page);
+          [](std::shared_ptr<PagePool> self, Transaction& transaction, const std::vector<const Pages*>& pages) {
+            std::vector<PageId> ids;
+            for (const Pages* const each : pages) ids.insert(ids.end(), each->ids.begin(), each->ids.end());
+            for (const PageId page : ids) self->retain(page);
+            transaction.on_revert([self, ids = std::move(ids)] {
+              for (const PageId page : ids) self->drop(page);
             });
           },
           "transaction"_a, "pages"_a, "Adds a reference to each, that they stay whether a slot has them or not.")
       .def(
           "let_go",
           [](std::shared_ptr<PagePool> self, Transaction& transaction, const Pages& pages) {
-            for (const auto& column : pages.columns) transaction.drop(*self, column);
+            transaction.drop(*self, pages.ids);
             transaction.on_revert([self, pages] {
-              for (const auto& column : pages.columns)
-                for (const PageId page : column) self->undo_drop(page);
+              for (const PageId page : pages.ids) self->undo_drop(page);
             });
           },
           "transaction"_a, "pages"_a, "Takes those references back.")
       .def("add_foreign", &add_foreign, "file"_a, "offsets"_a, "shape"_a,
-           "Pages of a foreign file, which are to be mapped read-only: per block and kind, for as many blocks as\n"
-           "the file has. Nobody holds them yet. `shape` is columns and lanes per kind; `offsets` are numbers of\n"
+           "Pages of a foreign file, which are to be mapped read-only: per kind, those of as many blocks as the file\n"
+           "has. Nobody holds them yet. `shape` is columns and lanes of a block, per kind; `offsets` are numbers of\n"
            "8 bytes, by block, kind, column, then lane.")
       .def("remove_foreign", &remove_foreign, "pages"_a, "Removes foreign pages that nothing holds or maps any more.")
       .def(
           "offsets",
           [](PagePool& self, const Pages& pages) {
             std::vector<off_t> offsets;
-            for (const auto& column : pages.columns)
-              for (const PageId page : column) offsets.push_back(offset_in_file(self.handle(page)));
+            for (const PageId page : pages.ids) offsets.push_back(offset_in_file(self.handle(page)));
             return offsets;
           },
           "pages"_a, "Where pages that the worker has created are in their file, by column, then lane.")
       .def(
           "leave",
           [](PagePool& self, const Pages& pages) {
-            for (const auto& column : pages.columns)
-              for (const PageId page : column) {
-                leave_in_file(self.handle(page));
-                host_vmm().release(self.handle(page));
-              }
+            for (const PageId page : pages.ids) {
+              leave_in_file(self.handle(page));
+              host_vmm().release(self.handle(page));
+            }
           },
           "pages"_a, "Gives pages up so that their file keeps what is in them; after the worker has ended.")
       .def("check", &PagePool::check);
@@ -437,7 +436,9 @@ NB_MODULE(_native, m) {
         "For each pair of a row of `table` and a row of `shown`, how many block numbers at their starts are equal; "
         "`counts` and `shown_counts` are the numbers in use in each row.");
 
-  nb::class_<Pages>(m, "Pages", "The pages of neighbouring columns: a list, which holds no reference.");
+  nb::class_<Pages>(m, "Pages", "The pages of neighbouring columns: a list, which holds no reference.")
+      .def_prop_ro("columns", &Pages::columns)
+      .def("part", &Pages::part, "begin"_a, "end"_a, "Those of columns [begin, end) of these.");
   m.def("check_references", &check_references, "pool"_a, "spaces"_a, "held"_a,
         "Whether every page of these has as many references as slots and entries of `held` have it.");
 
@@ -485,24 +486,20 @@ NB_MODULE(_native, m) {
       .def("place", &AddressSpace::place, "transaction"_a, "slot"_a, "column"_a)
       .def(
           "attach",
-          [](AddressSpace& self, Transaction& transaction, std::size_t slot,
-             const std::vector<std::shared_ptr<Pages>>& blocks) {
+          [](AddressSpace& self, Transaction& transaction, std::size_t slot, const std::vector<const Pages*>& blocks) {
             self.attach(transaction, slot, joined(blocks), Access::kRead);
           },
           "transaction"_a, "slot"_a, "blocks"_a, "Appends pages that somebody holds, read-only, as one range.")
       .def(
           "pages",
           [](const AddressSpace& self, std::size_t slot, std::size_t from, std::size_t to) {
-            return std::make_shared<Pages>(self.pages(slot, from, to));
+            return self.pages(slot, from, to);
           },
           "slot"_a, "begin"_a, "end"_a)
       .def(
           "has",
-          [](const AddressSpace& self, std::size_t slot, const std::vector<std::shared_ptr<Pages>>& blocks) {
-            const Pages pages = joined(blocks);
-            const std::size_t end = self.columns(slot);
-            return end - self.first(slot) == pages.columns.size() &&
-                   self.pages(slot, self.first(slot), end).columns == pages.columns;
+          [](const AddressSpace& self, std::size_t slot, const std::vector<const Pages*>& blocks) {
+            return self.pages(slot, self.first(slot), self.columns(slot)).ids == joined(blocks).ids;
           },
           "slot"_a, "blocks"_a, "Whether the slot's columns are exactly these.")
       .def(

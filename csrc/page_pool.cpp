@@ -103,18 +103,28 @@ void PagePool::undo_remove_free(const std::vector<PageId>& pages) {
   }
 }
 
-PageId PagePool::add_foreign(Handle handle) {
-  PageId index = static_cast<PageId>(foreign_.size());
-  if (!foreign_removed_.empty()) {
-    index = foreign_removed_.back();
-    foreign_removed_.pop_back();
-  } else {
-    if (foreign_.size() >= kForeign) throw std::logic_error("more foreign pages than a page index can name");
-    foreign_handles_.reach(index);
-    foreign_.push_back(0);
+std::vector<PageId> PagePool::add_foreign(Handle first, std::size_t count) {
+  const std::size_t fresh = count - std::min(count, foreign_removed_.size());
+  if (fresh > kForeign - foreign_.size()) throw std::logic_error("more foreign pages than a page index can name");
+  // What can fail comes first.
+  std::vector<PageId> pages(count);
+  PageId next = static_cast<PageId>(foreign_.size());
+  if (fresh) foreign_handles_.reach(next + static_cast<PageId>(fresh) - 1);
+  const std::size_t all = foreign_.size() + fresh;
+  if (foreign_removed_.capacity() < all) foreign_removed_.reserve(2 * all);  // so that `remove_foreign` cannot fail
+  foreign_.resize(all);
+  for (std::size_t i = 0; i < count; ++i) {
+    PageId index = next;
+    if (foreign_removed_.empty()) {
+      next += 1;
+    } else {
+      index = foreign_removed_.back();
+      foreign_removed_.pop_back();
+    }
+    foreign_handles_.at(index) = first + i;
+    pages[i] = kForeign + index;
   }
-  foreign_handles_.at(index) = handle;
-  return kForeign + index;
+  return pages;
 }
 
 Handle PagePool::remove_foreign(PageId page) {

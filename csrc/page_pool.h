@@ -71,7 +71,8 @@ class PagePool {
   // until it is removed; then no transaction may name it any more. Its handle is the caller's to release.
   static constexpr PageId kForeign = PageId{1} << 31;
   static bool foreign(PageId page) { return page >= kForeign; }
-  PageId add_foreign(Handle handle);
+  // Of neighbouring handles, in their order.
+  std::vector<PageId> add_foreign(Handle first, std::size_t count);
   Handle remove_foreign(PageId page);
 
   std::uint32_t references(PageId page) const {
@@ -94,8 +95,9 @@ class PagePool {
    public:
     Handle& at(PageId page) { return blocks_[block_of(page)][page - block_begin(block_of(page))]; }
     void reach(PageId page) {
-      std::vector<Handle>& block = blocks_[block_of(page)];
-      if (block.empty()) block.resize(block_begin(block_of(page) + 1) - block_begin(block_of(page)));
+      // From the last one on that there is: a page that was reached has all before it.
+      for (std::size_t number = block_of(page) + 1; number-- > 0 && blocks_[number].empty();)
+        blocks_[number].resize(block_begin(number + 1) - block_begin(number));
     }
 
    private:

@@ -141,6 +141,9 @@ class PrefixIndex(Generic[B]):
         self._order: list[tuple[int, int, int, B]] = []
         self._serial = itertools.count()
         self.unused = 0  # blocks without users
+        # The blocks of the last `publish_all`, and when that was. Nearly all have a user before anybody looks for a
+        # victim, so that they are not in the heap before that.
+        self._fresh: tuple[int, Sequence[B]] = (0, ())
 
     def __iter__(self) -> Iterator[B]:
         return iter(self._blocks.values())
@@ -173,6 +176,17 @@ class PrefixIndex(Generic[B]):
         self._queue(block)
         return True
 
+    def publish_all(self, blocks: Sequence[B], keys: Sequence[Key]) -> None:
+        """Publishes blocks that nobody has used, as if they were used now. None of the keys is in the index."""
+        assert self._blocks.keys().isdisjoint(keys), "a key is in the index already"
+        now = _tick()
+        for block, key in zip(blocks, keys, strict=True):
+            block.key, block.published, block.last_use = key, True, now
+        self._blocks.update(zip(keys, blocks, strict=True))
+        self.unused += len(blocks)
+        self._queue_fresh()
+        self._fresh = now, blocks
+
     def acquire(self, blocks: Iterable[B]) -> None:
         """Adds a user to each of these blocks."""
         for block in blocks:
@@ -197,6 +211,7 @@ class PrefixIndex(Generic[B]):
     def victims(self) -> Generator[B]:
         """Published blocks without users, in order of eviction. The caller may remove the current one."""
         seen = []
+        self._queue_fresh()
         try:
             while self._order:
                 entry = heapq.heappop(self._order)
@@ -243,6 +258,7 @@ class PrefixIndex(Generic[B]):
         self.unused = len(unused)
         self._order = [(*self.order(block), next(self._serial), block) for block in unused]
         heapq.heapify(self._order)
+        self._fresh = 0, ()
 
     def check(self) -> None:
         """Asserts that counts, keys and order agree."""
@@ -251,12 +267,23 @@ class PrefixIndex(Generic[B]):
             assert block.published, "a block in the index is not published"
         unused = {block for block in self if not block.users}
         assert self.unused == len(unused), "blocks without users are miscounted"
+        self._queue_fresh()
         assert {entry[-1] for entry in self._order if self._counts(entry)} == unused, "a block cannot be evicted"
 
     def _queue(self, block: B) -> None:
         if not block.published or block.users:
             return
         self.unused += 1
+        self._push(block)
+
+    def _queue_fresh(self) -> None:
+        """Has the blocks of the last `publish_all` that were not used since in the heap."""
+        (published, blocks), self._fresh = self._fresh, (0, ())
+        for block in blocks:
+            if block.published and not block.users and block.last_use == published:
+                self._push(block)
+
+    def _push(self, block: B) -> None:
         if len(self._order) > 2 * len(self._blocks) + 64:
             self._order = [entry for entry in self._order if self._counts(entry)]
             heapq.heapify(self._order)

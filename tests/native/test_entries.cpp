@@ -1,7 +1,11 @@
 // Entries of a directory, as bytes that somebody else has written.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "check.h"
 #include "entries.h"
@@ -49,6 +53,23 @@ TEST(entries_are_read_as_far_as_there_are_some) {
   CHECK_EQ(entries_alike(run.entries, kEntryBytes, run.keys.substr(0, 2 * kKeyBytes + 5)), 2u);
   CHECK_EQ(entry_offsets(run.entries, kEntryBytes, run.keys, run.ids.substr(0, 20), kTokenBytes),
            run.expected.substr(0, 16));
+}
+
+TEST(entries_of_a_file_are_alike_if_the_last_one_is) {
+  Run run(4);
+  run.entries.replace(kEntryBytes, kEntryBytes, kEntryBytes, '\0');  // which whoever reads them finds
+  const int file = memfd_create("entries", MFD_CLOEXEC);
+  const std::string text = "head" + run.entries;
+  CHECK_EQ(pwrite(file, text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
+  CHECK(read_piece(file, 4, run.entries.size()).view() == run.entries);
+  CHECK(read_piece(file, 4 + kEntryBytes, 10 * kEntryBytes).view() == run.entries.substr(kEntryBytes));
+  CHECK_EQ(entries_alike(file, 4, kEntryBytes, run.keys), 4u);
+  CHECK_EQ(entries_alike(file, 4, kEntryBytes, run.keys.substr(0, 2 * kKeyBytes)), 1u);
+  CHECK_EQ(entries_alike(file, 4, kEntryBytes, run.keys + key(4)), 1u);
+  CHECK_EQ(entries_alike(file, 4 + 4 * kEntryBytes, kEntryBytes, run.keys), 0u);
+  CHECK_EQ(entries_alike(file, 4, kEntryBytes, ""), 0u);
+  CHECK_THROWS(std::system_error, entries_alike(-1, 4, kEntryBytes, run.keys));
+  close(file);
 }
 
 TEST(an_entry_of_which_any_bit_is_another_is_none) {

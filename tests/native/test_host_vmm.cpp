@@ -968,12 +968,13 @@ TEST(foreign_memory_is_only_mapped) {
   const int foreign = open_foreign_file(12, readable);
   close(readable);
   const std::size_t handles = host_usage().handles;
-  const Handle theirs = foreign_memory(12, foreign, {offset_in_file(mine)}).at(0);
-  const std::vector<Handle> again = foreign_memory(12, foreign, {offset_in_file(mine), 1 << 20, offset_in_file(mine)});
-  CHECK_EQ(again.size(), std::size_t{1});
-  CHECK_EQ(vmm.release(again.at(0)), kSuccess);
+  const Handle theirs = foreign_memory(12, foreign, {offset_in_file(mine)}).first;
+  const HandleRange again = foreign_memory(12, foreign, {offset_in_file(mine), 1 << 20, offset_in_file(mine)});
+  CHECK_EQ(again.count, std::size_t{1});
+  CHECK_EQ(vmm.release(again.first), kSuccess);
+  CHECK_EQ(vmm.release(again.first), kInvalidValue);
   for (const off_t wrong : {off_t{1}, off_t{-4096}, off_t{1} << 20})
-    CHECK_EQ(foreign_memory(12, foreign, {wrong}).size(), std::size_t{0});
+    CHECK_EQ(foreign_memory(12, foreign, {wrong}).count, std::size_t{0});
   CHECK_EQ(host_usage().handles, handles + 1);
   CHECK_THROWS(std::system_error, open_foreign_file(12, -1));
   CHECK_EQ(host_usage().physical_bytes, bytes);
@@ -1000,5 +1001,62 @@ TEST(foreign_memory_is_only_mapped) {
   char kept = 0;
   CHECK_EQ(pread(descriptor, &kept, 1, 0), 1);
   CHECK_EQ(kept, 'x');
+  close(descriptor);
+}
+
+// Each page of a run lives by itself: with the last one, the run goes, and its handles name nothing any more.
+TEST(foreign_pages_that_are_entered_together_go_one_by_one) {
+  const NothingLeft nothing;
+  const int number = open_host_file(12);
+  AllocationProp prop = host_prop(12 | number << kFileShift);
+  std::vector<Handle> mine(3);
+  std::vector<off_t> offsets;
+  for (Handle& handle : mine) {
+    CHECK_EQ(vmm.create(&handle, kPage, &prop, 0), kSuccess);
+    offsets.insert(offsets.begin(), offset_in_file(handle));
+  }
+  const int descriptor = host_file_descriptor(12, number);
+  const int foreign = open_foreign_file(12, descriptor);
+  const std::size_t handles = host_usage().handles;
+  const HandleRange run = foreign_memory(12, foreign, offsets);
+  const HandleRange other = foreign_memory(12, foreign, offsets);
+  CHECK_EQ(run.count, 3u);
+  CHECK_EQ(host_usage().handles, handles + 6);
+  for (std::size_t i = 0; i < run.count; ++i) {
+    CHECK_EQ(offset_in_file(run.first + i), offsets[i]);
+    CHECK_EQ(offset_in_file(other.first + i), offsets[i]);
+  }
+  Handle beyond = run.first + run.count;
+  CHECK_EQ(vmm.release(beyond), kInvalidValue);
+  CHECK_THROWS(std::out_of_range, offset_in_file(beyond));
+
+  Address at = 0;
+  CHECK_EQ(vmm.address_reserve(&at, 3 * kPage, 0, 0, 0), kSuccess);
+  CHECK_EQ(vmm.map(at, kPage, 0, beyond, 0), kInvalidValue);
+  CHECK_EQ(vmm.map(at, kPage, 0, run.first + 1, 0), kSuccess);
+  CHECK_EQ(vmm.release(run.first + 1), kSuccess);
+  CHECK_EQ(vmm.map(at + kPage, kPage, 0, run.first + 1, 0), kInvalidValue);  // no reference is left
+  Handle held = 0;
+  CHECK_EQ(vmm.retain_handle(&held, reinterpret_cast<void*>(at)), kSuccess);
+  CHECK_EQ(held, run.first + 1);
+  for (const std::size_t i : {0, 2}) {
+    leave_in_file(run.first + i);  // as it is left anyway
+    CHECK_EQ(vmm.release(run.first + i), kSuccess);
+    CHECK_EQ(vmm.release(run.first + i), kInvalidValue);
+    CHECK_THROWS(std::out_of_range, leave_in_file(run.first + i));
+  }
+  CHECK_EQ(host_usage().handles, handles + 4);
+  close_host_file(12, foreign);  // which stays as long as there are pages of it
+  CHECK_EQ(vmm.unmap(at, kPage), kSuccess);
+  CHECK_EQ(vmm.release(held), kSuccess);
+  CHECK_EQ(vmm.release(held), kInvalidValue);
+  CHECK_EQ(host_usage().handles, handles + 3);
+  CHECK_EQ(vmm.map(at, kPage, 0, other.first, 0), kSuccess);
+  CHECK_EQ(vmm.unmap(at, kPage), kSuccess);
+  for (std::size_t i = 0; i < other.count; ++i) CHECK_EQ(vmm.release(other.first + i), kSuccess);
+  CHECK_THROWS(std::out_of_range, foreign_memory(12, foreign, offsets));
+  CHECK_EQ(vmm.address_free(at, 3 * kPage), kSuccess);
+  for (const Handle handle : mine) CHECK_EQ(vmm.release(handle), kSuccess);
+  close_host_file(12, number);
   close(descriptor);
 }

@@ -290,7 +290,7 @@ TEST(handles_stay_where_they_are) {
 
 TEST(foreign_pages_have_no_part_in_the_budget) {
   PagePool pool(4096, 2);
-  const PageId page = pool.add_foreign(77);
+  const PageId page = pool.add_foreign(77, 1).at(0);
   CHECK(PagePool::foreign(page));
   CHECK_EQ(pool.references(page), 0u);
   CHECK_THROWS(std::logic_error, pool.drop(page));
@@ -304,5 +304,24 @@ TEST(foreign_pages_have_no_part_in_the_budget) {
   CHECK_EQ(pool.counts().absent, 2u);
   pool.check();
   CHECK_EQ(pool.remove_foreign(page), 77u);
-  CHECK_EQ(pool.add_foreign(78), page);
+  CHECK_EQ(pool.add_foreign(78, 1).at(0), page);
+}
+
+TEST(foreign_pages_of_neighbouring_handles_are_added_together) {
+  PagePool pool(4096, 2);
+  CHECK(pool.add_foreign(5, 0).empty());
+  const std::vector<PageId> pages = pool.add_foreign(1000, 5000);
+  for (std::size_t i = 0; i < pages.size(); ++i) CHECK_EQ(pool.handle(pages[i]), 1000 + i);
+  for (const std::size_t i : {3, 4000, 17}) CHECK_EQ(pool.remove_foreign(pages[i]), 1000 + i);
+  std::set<PageId> all(pages.begin(), pages.end());
+  const std::vector<PageId> more = pool.add_foreign(9000, 5);  // of which three get indices that were removed
+  std::size_t again = 0;
+  for (std::size_t i = 0; i < more.size(); ++i) {
+    CHECK_EQ(pool.handle(more[i]), 9000 + i);
+    again += all.contains(more[i]);
+    all.insert(more[i]);
+  }
+  CHECK_EQ(again, 3u);
+  CHECK_EQ(all.size(), 5002u);
+  CHECK_EQ(pool.handle(pages[5]), 1005u);
 }

@@ -149,19 +149,17 @@ TEST(pages_that_are_held_are_attached_again_when_no_slot_has_them) {
   World world(kShape, 2 * 4);
   CHECK(world.grow(0, 2) == Status::kDone);
   const Contents before = fill(world);
-  const auto held = std::make_shared<Pages>(world.space->pages(0, 0, 2));
-  for (const auto& column : held->columns)
-    for (const PageId page : column) world.pool->retain(page);
+  const Pages held = world.space->pages(0, 0, 2);
+  for (const PageId page : held.ids) world.pool->retain(page);
   CHECK(world.shrink(0, 2) == Status::kDone);
   CHECK_EQ(world.pool->counts().free, 0u);
-  check_references(*world.pool, {world.space}, {held});
-  CHECK(world.run([&](Transaction& t) { world.space->attach(t, 2, *held, Access::kRead); }) == Status::kDone);
+  check_references(*world.pool, {world.space}, {&held});
+  CHECK(world.run([&](Transaction& t) { world.space->attach(t, 2, held, Access::kRead); }) == Status::kDone);
   CHECK(contents(world)[2] == before[0]);
   CHECK(write_faults(world.at(0, 2, 0, 1)));
-  check_references(*world.pool, {world.space}, {held});
+  check_references(*world.pool, {world.space}, {&held});
   CHECK_THROWS(std::logic_error, check_references(*world.pool, {world.space}, {}));
-  for (const auto& column : held->columns)
-    for (const PageId page : column) world.pool->drop(page);
+  for (const PageId page : held.ids) world.pool->drop(page);
   CHECK(world.clear() == Status::kDone);
 }
 
@@ -184,6 +182,22 @@ TEST(a_lane_grows_into_neighbouring_memory) {
   const std::size_t before = host_usage().kernel_mappings;
   CHECK(world.grow(0, 1) == Status::kDone);  // by the page that was slot 2's, not slot 1's
   CHECK_EQ(host_usage().kernel_mappings, before);
+  CHECK(world.clear() == Status::kDone);
+}
+
+TEST(columns_of_another_shape_are_not_attached) {
+  World world(kShape, 4 * 4);
+  CHECK(world.grow(0, 3) == Status::kDone);
+  const Pages pages = world.space->pages(0, 0, 3), middle = world.space->pages(0, 1, 2);
+  CHECK_EQ(pages.columns(), 3u);
+  CHECK(pages.part(1, 2).ids == middle.ids);
+  CHECK_EQ(pages.part(3, 3).columns(), 0u);
+  CHECK_THROWS(std::logic_error, pages.part(2, 4));
+  CHECK_THROWS(std::logic_error, pages.part(2, 1));
+  Transaction t;
+  CHECK_THROWS(std::logic_error, world.space->attach(t, 2, {2, pages.ids}, Access::kRead));
+  CHECK_EQ(world.space->columns(2), 0u);
+  CHECK_EQ(world.pool->references(pages.ids[0]), 1u);
   CHECK(world.clear() == Status::kDone);
 }
 

@@ -93,6 +93,23 @@ def test_random_requests_against_the_naive_model(seed: int) -> None:
         assert len(index) == len(model.users)
 
 
+def test_blocks_that_are_published_together_are_evicted_after_those_used_before_the_deepest_first() -> None:
+    index: PrefixIndex[Block] = PrefixIndex()
+    used, mapped, *fresh = blocks = [Block(depth) for depth in (9, 0, 0, 1, 2)]
+    index.publish_all([used], [b"u"])
+    index.acquire([used])
+    index.publish_all(blocks[1:], [b"0", b"1", b"2", b"3"])
+    index.check()
+    index.acquire([mapped])
+    assert index.unused == 3
+    assert [*index.victims()] == fresh[::-1]
+    index.release([used, mapped])
+    assert [*index.victims()] == [*fresh[::-1], used, mapped]
+    index.check()
+    with pytest.raises(AssertionError, match="in the index"):
+        index.publish_all([Block(3)], [b"2"])
+
+
 def test_a_key_is_of_all_tokens_up_to_the_block_and_of_the_salt() -> None:
     def keys(ids: list[int], salt: bytes = b"") -> list[bytes]:
         return list(block_keys(root_key(salt), ids, 2))

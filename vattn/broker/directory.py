@@ -162,16 +162,17 @@ class Directory:
         return int(number) if number < self.shape.capacity else None
 
     def alike(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many entries from this number on are said to have these keys, in order; only `offsets` knows.
+        """How many entries from this number on are said to have these keys, in order; only `offsets` knows. Where the
+        last one has its key, no other is looked at.
 
         What is published together has neighbouring numbers, and is pinned and read together, which takes a few system
         calls in place of some per entry.
         """
-        return _native.entries_alike(self._entries(number, len(keys)), self.shape.entry_bytes, b"".join(keys))
+        return _native.entries_alike(self._file, self._at(number), self.shape.entry_bytes, b"".join(keys))
 
     def read(self, number: int) -> Entry | None:
         """An entry; None if there is none of this number."""
-        data = self._entries(number, 1)
+        data = os.pread(self._file, self.shape.entry_bytes, self._at(number))
         body = data[: self._body]
         if len(data) < self.shape.entry_bytes or data[self._body :] != _checksum(body):
             return None
@@ -183,10 +184,8 @@ class Directory:
         """Where the pages lie of the entries from this number on, as far as these have the keys and tokens, in order:
         numbers of 8 bytes, as `tokens` are.
         """
-        entries = self._entries(number, len(keys))
-        return _native.entry_offsets(
-            entries, self.shape.entry_bytes, b"".join(keys), tokens, 8 * self.shape.block_tokens
-        )
+        at, size = self._at(number), self.shape.entry_bytes
+        return _native.entry_offsets(self._file, at, size, b"".join(keys), tokens, 8 * self.shape.block_tokens)
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """All entries, with their numbers."""
@@ -225,10 +224,6 @@ class Directory:
         except OSError:  # somebody else has one, or the kernel has no memory for it
             return False
         return True
-
-    def _entries(self, number: int, count: int) -> bytes:
-        """What lies in the places of so many entries, from this number on, as far as there are so many."""
-        return os.pread(self._file, count * self.shape.entry_bytes, self._at(number))
 
     def _get(self, place: int) -> int:
         return int(_NUMBER.unpack(os.pread(self._file, 8, place))[0])

@@ -11,7 +11,7 @@ import contextlib
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vattn import _native
@@ -42,11 +42,35 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Foreign:
-    """Pages of another process, which stay as they are until they are released."""
+    """Blocks of another process that follow each other, in its directory too. Their pages stay as they are until they
+    are released.
+
+    Attributes:
+        number: of the entry of the first block.
+        depth: of the first block.
+        columns: of a block.
+        pages: of all of them, per kind of tensor. A prompt has thousands of pages, so that there is no list per block.
+        left: the depths of those that were not released.
+    """
 
     peer: Peer
     number: int
-    pages: tuple[_native.Pages, ...]
+    depth: int
+    columns: Columns
+    pages: Sequence[_native.Pages] = ()
+    left: set[int] = field(default_factory=set)
+
+    def entry(self, depth: int) -> int:
+        """The number of the entry of the block at this depth."""
+        return self.number + depth - self.depth
+
+    def part(self, begin: int, end: int) -> tuple[_native.Pages, ...]:
+        """The pages of the blocks from depth `begin` to `end`, per kind of tensor."""
+        first, last = begin - self.depth, end - self.depth
+        return tuple(
+            pages.part(first * columns, last * columns)
+            for pages, (columns, _) in zip(self.pages, self.columns, strict=True)
+        )
 
 
 class Shares:
@@ -142,69 +166,77 @@ class Shares:
         size = self.directory.shape.page_size
         return [(_native.host_file_descriptor(size, peer.file), os.dup(peer.directory.fileno())) for peer in self.peers]
 
-    def has(self, key: bytes) -> bool:
-        """Whether another process is said to have a block with this key; only `fetch` knows."""
-        return any(peer.directory.find(key) is not None for peer in self.peers)
+    def places(self, key: bytes) -> list[tuple[Peer, int]]:
+        """Where another process is said to have a block with this key, with the number of its entry; only `fetch`
+        knows.
+        """
+        found = ((peer, peer.directory.find(key)) for peer in self.peers)
+        return [(peer, number) for peer, number in found if number is not None]
 
-    def fetch(self, keys: Sequence[bytes], tokens: array[int], start: int = 0) -> list[Foreign]:
+    def fetch(
+        self, keys: Sequence[bytes], tokens: array[int], depth: int, places: Iterable[tuple[Peer, int]]
+    ) -> list[Foreign]:
         """The blocks of other processes with these keys and tokens, pinned: from the first one on, as far as they go.
 
         Args:
-            start: where the tokens of the first one begin.
+            tokens: of the prompt, from its first one on.
+            depth: of the first block.
+            places: of the first key.
         """
-        size, found = self.directory.shape.block_tokens, list[Foreign]()
-        while len(found) < len(keys):
-            run, at = keys[len(found) : len(found) + _RUN], start + len(found) * size
-            fetched = next(filter(None, (self._fetch(peer, run, tokens, at) for peer in self.peers)), None)
-            if fetched is None:
+        fetched, done = list[Foreign](), 0
+        while done < len(keys):
+            run, where = keys[done : done + _RUN], places if not done else self.places(keys[done])
+            found = next(filter(None, (self._fetch(*place, run, tokens, depth + done) for place in where)), None)
+            if found is None:
                 break
-            found += fetched
-        return found
+            fetched.append(found)
+            done += len(found.left)
+        return fetched
 
-    def _fetch(self, peer: Peer, keys: Sequence[bytes], tokens: array[int], start: int) -> list[Foreign]:
-        """Those at the start of `fetch` whose entries are neighbours in one directory."""
-        first = peer.directory.find(keys[0])
-        count = 0 if first is None else peer.directory.alike(first, keys)
-        if first is None or not count:
-            return []
-        while not peer.directory.pin(first, count):
+    def _fetch(self, peer: Peer, number: int, keys: Sequence[bytes], tokens: array[int], depth: int) -> Foreign | None:
+        """Those at the start of `fetch` whose entries are neighbours in one directory, from this number on."""
+        count = peer.directory.alike(number, keys)
+        while count and not peer.directory.pin(number, count):
             count //= 2
-            if not count:
-                return []
-        for number in range(first, first + count):
-            peer.pins[number] += 1
-        found: list[Foreign] = []
+        if not count:
+            return None
+        found = Foreign(peer, number, depth, self._columns)
+        for entry in range(number, number + count):
+            peer.pins[entry] += 1
         try:
-            ids = tokens[start : start + count * self.directory.shape.block_tokens].tobytes()
-            offsets = peer.directory.offsets(first, keys[:count], ids)
-            pages = self._native.add_foreign(peer.file, offsets, self._columns)
-            kinds = len(self._columns)
-            found += [
-                Foreign(peer, first + number, tuple(pages[number * kinds : (number + 1) * kinds]))
-                for number in range(len(pages) // kinds)
-            ]
+            self._fetched.add(found)
+            size = self.directory.shape.block_tokens
+            ids = tokens[depth * size : (depth + count) * size].tobytes()
+            offsets = peer.directory.offsets(number, keys[:count], ids)
+            found.pages = self._native.add_foreign(peer.file, offsets, self._columns)
+            found.left.update(range(depth, depth + found.pages[0].columns // self._columns[0][0]))
         finally:
-            self._fetched.update(found)
-            for number in range(first + len(found), first + count):
-                self._unpin(peer, number)
-        return found
+            for entry in range(number + len(found.left), number + count):
+                self._unpin(peer, entry)
+            if not found.left:
+                self._fetched.discard(found)
+        return found if found.left else None
 
-    def release(self, foreign: Foreign) -> None:
-        """Gives up pages that nothing holds or maps any more."""
-        for pages in foreign.pages:
+    def release_all_but(self, known: Mapping[Foreign, Iterable[int]]) -> None:
+        """Gives up pages that nothing holds or maps any more: of all blocks but these, by depth, and so of those that
+        an interrupted call has fetched, and nobody knows of.
+        """
+        for foreign in [*self._fetched]:
+            for depth in foreign.left.difference(known.get(foreign, ())):
+                self._release(foreign, depth)
+
+    def _release(self, foreign: Foreign, depth: int) -> None:
+        for pages in foreign.part(depth, depth + 1):
             self._native.remove_foreign(pages)
-        self._fetched.discard(foreign)
-        self._unpin(foreign.peer, foreign.number)
-
-    def release_all_but(self, known: Iterable[Foreign]) -> None:
-        """Gives up what an interrupted call has fetched, and nobody knows of."""
-        for foreign in self._fetched.difference(known):
-            self.release(foreign)
+        foreign.left.discard(depth)
+        if not foreign.left:
+            self._fetched.discard(foreign)
+        self._unpin(foreign.peer, foreign.entry(depth))
 
     @property
     def foreign_pages(self) -> int:
         """Pages of others that requests have, or find."""
-        return self.directory.shape.block_pages * len(self._fetched)
+        return self.directory.shape.block_pages * sum(len(foreign.left) for foreign in self._fetched)
 
     def forget_ended(self) -> None:
         """Closes the files of those who have nothing any more."""
@@ -218,8 +250,9 @@ class Shares:
         the pool's memory. After the worker has ended.
         """
         for foreign in [*self._fetched]:
-            with contextlib.suppress(RuntimeError):  # a cache of a pool that cannot be used any more has them still
-                self.release(foreign)
+            for depth in [*foreign.left]:
+                with contextlib.suppress(RuntimeError):  # a cache of a pool that cannot be used any more has them still
+                    self._release(foreign, depth)
         for peer in self.peers:
             self._close(peer)
         self.peers.clear()

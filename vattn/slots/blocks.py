@@ -21,6 +21,8 @@ Users, slots, states and counts are derived from that, by `refresh`.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +32,7 @@ from vattn import _native
 from vattn.errors import TokenMismatch
 from vattn.layout import Band
 from vattn.pool.journal import Change
-from vattn.pool.shares import Shares
+from vattn.pool.shares import Foreign, Shares
 from vattn.prefix import KEY_BYTES, Block, Key, PrefixIndex
 
 
@@ -41,25 +43,30 @@ class State(Enum):
     GONE = "gone"
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class PageBlock(Block):
     """A block in memory.
 
     Attributes:
-        pages: its pages, per kind of tensor.
+        own: its pages, per kind of tensor, if they are this process's.
         slots: the slots that have it mapped.
         state: the state by which its pages are counted.
         retracted: whether its contents are wrong, so that it must not be published again.
-        foreign: whether its pages are another process's, and count there.
+        foreign: what its pages are among that are another process's, and count there.
         entry: its number in the directory that other processes read; None if it is not there.
     """
 
-    pages: tuple[_native.Pages, ...]
+    own: tuple[_native.Pages, ...] = ()
     retracted: bool = False
-    foreign: bool = False
+    foreign: Foreign | None = None
     entry: int | None = None
     slots: set[int] = field(default_factory=set)
     state: State = State.GONE
+
+    @property
+    def pages(self) -> tuple[_native.Pages, ...]:
+        """Its pages, per kind of tensor."""
+        return self.own if self.foreign is None else self.foreign.part(self.depth, self.depth + 1)
 
 
 @dataclass
@@ -183,7 +190,7 @@ class SharedBlocks:
     def attach(self, change: Change, slot: int, blocks: Sequence[PageBlock]) -> None:
         """Plans to map one or more blocks read-only after those of the slot, which must have no private pages."""
         for kind, space in enumerate(self._spaces):
-            space.attach(change.transaction, slot, [block.pages[kind] for block in blocks])
+            space.attach(change.transaction, slot, [*_pages(blocks, kind)])
         self._add(change, slot, blocks)
 
     def detach(self, change: Change, slot: int, count: int) -> None:
@@ -248,14 +255,11 @@ class SharedBlocks:
             self._pool.hold(change.transaction, block.pages)
         return published
 
-    def insert(self, change: Change, blocks: Sequence[PageBlock], keys: Iterable[Key]) -> None:
-        """Publishes blocks that no slot has, and whose keys are not in the index."""
+    def insert(self, change: Change, foreign: Foreign, blocks: Sequence[PageBlock], keys: Sequence[Key]) -> None:
+        """Publishes all blocks of a run of another process's, made as cached ones, whose keys are not in the index."""
         change.on_revert(self._take_out, blocks)
-        for block, key in zip(blocks, keys, strict=False):
-            self.index.publish(block, key)
-        self._pool.hold(change.transaction, [pages for block in blocks for pages in block.pages])
-        for block in blocks:
-            self._recount(block)
+        self.index.publish_all(blocks, keys)
+        self._pool.hold(change.transaction, foreign.pages)
 
     def share(self, shares: Shares) -> None:
         """Has other processes find blocks that `show` names, from here on."""
@@ -384,7 +388,7 @@ class SharedBlocks:
             space.pages(slot, depth * columns, (depth + 1) * columns)
             for space, columns in zip(self._spaces, self.columns, strict=True)
         )
-        return PageBlock(depth=depth, pages=pages)
+        return PageBlock(depth=depth, own=pages)
 
     def _let_go(self, change: Change, block: PageBlock) -> None:
         if not block.foreign and not self.yields(block):
@@ -470,3 +474,13 @@ class SharedBlocks:
         if block.published:
             return State.CACHED
         return State.PARKED if block.slots else State.GONE
+
+
+def _pages(blocks: Iterable[PageBlock], kind: int) -> Iterator[_native.Pages]:
+    """The pages of neighbouring blocks, of one kind of tensor: those of a run of another process's as one."""
+    for foreign, run in itertools.groupby(blocks, operator.attrgetter("foreign")):
+        if foreign is None:
+            yield from (block.own[kind] for block in run)
+        else:
+            depths = [block.depth for block in run]
+            yield foreign.part(depths[0], depths[-1] + 1)[kind]

@@ -12,7 +12,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
 from vattn.broker.directory import Shape
@@ -22,7 +22,7 @@ from vattn.pool.journal import Change
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Foreign, Shares
 from vattn.prefix import Key, block_keys, root_key
-from vattn.slots.blocks import PageBlock
+from vattn.slots.blocks import PageBlock, State
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.reclaimer import Reclaimer
 
@@ -46,7 +46,7 @@ class Exchange(Decisions):
         self._wake = wake
         self._offers: deque[tuple[PageBlock, Sequence[int]]] = deque()
         self._published: weakref.WeakValueDictionary[int, PageBlock] = weakref.WeakValueDictionary()
-        self._foreign: dict[PageBlock, Foreign] = {}
+        self._foreign: dict[Foreign, dict[int, PageBlock]] = {}  # by depth
         self._stopped = self._closed = False
 
     @classmethod
@@ -81,21 +81,22 @@ class Exchange(Decisions):
             if not missing:
                 found += run
                 continue
-            group: list[Key] = []
-            for key in run:
-                if not group and not (shares and self._shares.has(key)):
-                    return found
-                group.append(key)
-            fetched = self._shares.fetch(group, ids, len(found) * size)
-            now = time.monotonic_ns()
-            blocks = [
-                PageBlock(depth=depth, pages=foreign.pages, last_use=now, foreign=True)
-                for depth, foreign in enumerate(fetched, len(found))
-            ]
-            self._foreign.update(zip(blocks, fetched, strict=True))
-            self._band.shared.insert(change, blocks, group)
-            found += group[: len(fetched)]
-            if len(fetched) < len(group):
+            ahead = iter(run)
+            first = next(ahead)
+            places = self._shares.places(first) if shares else ()
+            if not places:
+                break
+            group = [first, *ahead]
+            rest, end = iter(group), len(found) + len(group)
+            for foreign in self._shares.fetch(group, ids, len(found), places):
+                blocks = {
+                    depth: PageBlock(depth, foreign=foreign, state=State.CACHED) for depth in sorted(foreign.left)
+                }
+                self._foreign[foreign] = blocks
+                keys = [*itertools.islice(rest, len(blocks))]
+                self._band.shared.insert(change, foreign, [*blocks.values()], keys)
+                found += keys
+            if len(found) < end:
                 break
         return found
 
@@ -116,7 +117,7 @@ class Exchange(Decisions):
         for number, block in [*self._published.items()]:
             if block.entry == number:
                 self._band.shared.unpublish(change, block)
-        for block in self._foreign:
+        for _, _, block in self._blocks():
             if block.published:
                 self._retract(change, block)
 
@@ -133,11 +134,15 @@ class Exchange(Decisions):
             if count == peer.withdrawals:
                 continue
             change.set(peer, "withdrawals", count)
-            for block, foreign in self._foreign.items():
+            for foreign, depth, block in self._blocks():
                 if foreign.peer is peer and block.published:
-                    entry = peer.directory.read(foreign.number)
+                    entry = peer.directory.read(foreign.entry(depth))
                     if entry is None or entry.key != block.key:
                         self._retract(change, block)
+
+    def _blocks(self) -> Iterator[tuple[Foreign, int, PageBlock]]:
+        """The blocks of other processes, with their depths."""
+        return ((foreign, depth, block) for foreign, blocks in self._foreign.items() for depth, block in blocks.items())
 
     def _retract(self, change: Change, block: PageBlock) -> None:
         self._band.shared.retract(change, block)
@@ -168,11 +173,12 @@ class Exchange(Decisions):
             self._let_go()
         mapper = self._core.mapper
         if mapper.passed(mapper.last) and not mapper.failed:
-            for block, foreign in [*self._foreign.items()]:
+            for foreign, depth, block in [*self._blocks()]:
                 if not block.published and not block.slots:
-                    del self._foreign[block]
-                    self._shares.release(foreign)
-            self._shares.release_all_but(self._foreign.values())
+                    del self._foreign[foreign][depth]
+                    if not self._foreign[foreign]:
+                        del self._foreign[foreign]
+            self._shares.release_all_but(self._foreign)
         self._shares.forget_ended()
         self._count_pinned()
 
@@ -180,7 +186,7 @@ class Exchange(Decisions):
         now = time.monotonic_ns()
         unused = [
             block
-            for block in self._foreign
+            for _, _, block in self._blocks()
             if not block.users
             and (block.published or block.slots)
             and now - block.last_use > _UNUSED_NS

@@ -313,6 +313,50 @@ def test_a_block_that_leaves_while_a_prefix_is_looked_up_ends_it(
         taker.close()
 
 
+def test_a_block_that_is_missing_among_others_ends_a_prefix(broker: brokers.Process) -> None:
+    """Also where the entry after it is still there, so that the run looks whole at first."""
+    with engines("a", "b") as (a, b):
+        a.kv.free_reqid(a.publish(PROMPT))
+        b.meets()
+        mine = a.shares.directory
+        taker = OwnDirectory(os.open(f"/proc/self/fd/{mine.fileno()}", os.O_RDWR))
+        (number,) = (number for number, entry in mine.entries() if [*entry.tokens] == PROMPT[7 * BLOCK : 8 * BLOCK])
+        assert taker.remove(number)
+        slot, cached = b.compute([*PROMPT, 1])
+        assert cached == 7 * BLOCK
+        assert b.says(slot, PROMPT)
+        assert len(taker.pinned()) == 7
+        b.kv.check()
+        taker.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "fused", "num_layers": 2}, {"v_head_dim": 128}])
+def test_parts_of_a_run_are_used_and_given_back_apart(broker: brokers.Process, options: dict[str, Any]) -> None:
+    """Also where keys and values are of two kinds, of which a block has other numbers of pages."""
+    with engines("a", "b", **options) as (a, b):
+        a.kv.free_reqid(a.publish(PROMPT))
+        wait_until(lambda: not a.pool.publishing)
+        b.meets()
+        blocks = len(PROMPT) // a.kv.prefix_block_tokens
+        slot, cached = b.compute([*PROMPT, 1])
+        pages = b.shares.foreign_pages
+        short, again = b.compute([*PROMPT[: 12 * BLOCK], 1])
+        assert (cached, again) == (len(PROMPT), 12 * BLOCK)
+        assert b.shares.foreign_pages == pages
+        b.kv.check()
+        b.kv.free_reqid(slot)
+        wait_until(lambda: b.shares.foreign_pages == pages * 12 // 20)
+        assert len(a.shares.directory.pinned()) == blocks * 12 // 20
+        assert b.says(short, PROMPT[: 12 * BLOCK])
+        b.kv.check()
+        slot, cached = b.compute([*PROMPT, 2])  # what it has, and what it has given back
+        assert cached == len(PROMPT)
+        assert b.says(slot, PROMPT)
+        assert b.shares.foreign_pages == pages
+        assert len(a.shares.directory.pinned()) == blocks
+        b.kv.check()
+
+
 def test_what_an_interrupted_admission_has_fetched_is_given_back(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
