@@ -498,7 +498,7 @@ class World:
             self._fail_a_prefix()
 
     def _fail_a_prefix(self) -> None:
-        """Tokens that nobody has computed, in the step that fails, and again after it: what failed is found by nobody."""
+        """Tokens that nobody has computed, in the step that fails, and again after it: nobody finds what has failed."""
         begin = self._draw_tokens(self.rng.randint(50, 110))
         for _ in range(2):
             self._add(begin)

@@ -337,6 +337,25 @@ class Drawer:
             yield Admit(number, third, found + rng.randint(1, each.block), 0)
             yield Step(number, {third: (found, 0)})
 
+    def behind(self, world: World) -> Iterator[Operation]:
+        """A request that ends while the worker still backs what was to come of it, and a fork that gets its slot."""
+        rng = self.rng
+        number = rng.randrange(len(world.caches))
+        each = world.caches[number]
+        if not each.open or each.slots < 2:
+            return
+        running = list(each.model.requests)
+        for label in running[: max(0, len(running) + 2 - each.slots)]:
+            yield Free(number, label)
+        first, second, third = (self.next_label() for _ in range(3))
+        length = rng.randint(1, each.context)
+        yield Alloc(number, first)
+        yield Step(number, {first: (length, 0)})
+        yield Alloc(number, second)
+        yield Step(number, {second: (rng.randint(1, length), 0)}, {second: each.context})
+        yield Free(number, second)
+        yield Fork(number, first, third)
+
     def target(self, world: World) -> tuple[list[Operation], Operation]:
         """An operation that is a call, to be interrupted, and those that it needs before it."""
         rng = self.rng
