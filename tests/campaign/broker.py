@@ -292,16 +292,7 @@ class World:
         return top is not None and top["free"] == PAGES * PAGE
 
     def _ask(self, kind: str, **fields: object) -> dict[str, Any] | None:
-        """What the broker answers; None if it refuses, or has killed itself."""
-        try:
-            with contextlib.closing(Control(NAME, seconds=PATIENCE)) as control:
-                return control.ask(kind, **fields)
-        except ConfigError:
-            return None
-        except VattnError as error:
-            if not self._broker.ends():
-                raise Wrong(f"the broker does not answer: {kind}: {error}\n{self._broker.said()}") from error
-            return None
+        return ask(self._broker, kind, **fields)
 
     def _wait(self, condition: Any) -> bool:
         end = time.monotonic() + PATIENCE
@@ -320,6 +311,19 @@ _STAGES = ("free", "parked", "cached")
 
 def _connected(top: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in top["borrowers"] if not each["lost"]]
+
+
+def ask(broker: Forked, kind: str, **fields: object) -> dict[str, Any] | None:
+    """What a broker answers; None if it refuses, or has killed itself."""
+    try:
+        with contextlib.closing(Control(NAME, seconds=PATIENCE)) as control:
+            return control.ask(kind, **fields)
+    except ConfigError:
+        return None
+    except VattnError as error:
+        if not broker.ends():
+            raise Wrong(f"the broker does not answer: {kind}: {error}\n{broker.said()}") from error
+        return None
 
 
 def serve(name: str, budget: int, slowness: float, pipe: Connection) -> None:

@@ -22,15 +22,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.campaign.broker import hurry, serve
+from tests.campaign.broker import NAME, ask, hurry, serve
 from tests.campaign.forked import PATIENCE, Forked, Wrong, play_out
 from tests.campaign.play import Played
-from tests.campaign.roling import BLOCKS, BUDGET, CHUNK, CONTEXT, NAME, Answers, Request, decode, prefill
+from tests.campaign.roling import BLOCKS, BUDGET, CHUNK, CONTEXT, Answers, Request, decode, prefill
 from tests.support.tiny_models import VOCAB, make_smallest_model
-from vattn.broker.control import Control
 from vattn.broker.places import FOLDER_VARIABLE, folder, socket_path
 from vattn.engine.roles import decoder, prefiller
-from vattn.errors import ConfigError, VattnError
 
 BURSTS = 3
 _SALTS = ("", "", "", "one", "two é")
@@ -220,16 +218,16 @@ class World:
             role.process.tell("check")
             role.process.answer()
         if not self._wait(lambda: self._all_joined() or not self._all_live()):
-            raise Wrong(f"engines do not join again: {self._ask('top')}\n{self._said()}")
+            raise Wrong(f"engines do not join again: {ask(self._broker, 'top')}\n{self._said()}")
         if not self._wait(lambda: self._is_asked() or not self._all_live()):
             raise Wrong(f"a prefiller is asked nothing: {_sockets()}\n{self._said()}")
         if not self._wait(lambda: len(_sockets()) <= 1 or not self._all_live()):
             raise Wrong(f"sockets of prefillers that were killed stay: {_sockets()}")
-        if (check := self._ask("check")) is not None and check["problems"]:
+        if (check := ask(self._broker, "check")) is not None and check["problems"]:
             raise Wrong(f"the broker's check: {check['problems']}")
 
     def _all_joined(self) -> bool:
-        top = self._ask("top")
+        top = ask(self._broker, "top")
         return top is not None and sum(not each["lost"] for each in top["borrowers"]) == 2
 
     def _is_asked(self) -> bool:
@@ -251,25 +249,15 @@ class World:
         if all(left) and _sockets():
             raise Wrong(f"sockets of prefillers that have left stay: {_sockets()}")
         if not self._wait(self._all_free):
-            raise Wrong(f"memory is lost: {self._ask('top')}")
+            raise Wrong(f"memory is lost: {ask(self._broker, 'top')}")
         if status := self._broker.kill(signal.SIGTERM):
             raise Wrong(f"the broker ends: with {status}\n{self._broker.said()}")
         if socket_path(NAME).exists():
             raise Wrong("the broker leaves its socket:")
 
     def _all_free(self) -> bool:
-        top = self._ask("reclaim", name=None, stage="cached")  # what has been published outlives its process
+        top = ask(self._broker, "reclaim", name=None, stage="cached")  # what has been published outlives its process
         return top is not None and top["free"] == BUDGET
-
-    def _ask(self, kind: str, **fields: object) -> dict[str, Any] | None:
-        """What the broker answers; None if it refuses."""
-        try:
-            with contextlib.closing(Control(NAME, seconds=PATIENCE)) as control:
-                return control.ask(kind, **fields)
-        except ConfigError:
-            return None
-        except VattnError as error:
-            raise Wrong(f"the broker does not answer: {kind}: {error}\n{self._broker.said()}") from error
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         end = time.monotonic() + PATIENCE

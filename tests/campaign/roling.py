@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.campaign.broker import NAME
 from tests.campaign.forked import PATIENCE, Wrong
 from tests.support.tiny_models import make_smallest_model
 from vattn.engine import LLM, AsyncEngine, SamplingParams
@@ -21,7 +22,6 @@ from vattn.engine.roles import prefiller as prefilling
 from vattn.engine.roles.line import Kind, message
 from vattn.errors import ConfigError
 
-NAME = "campaign"
 BUDGET = 2 * 2**20  # bytes of the pool
 CONTEXT = 220
 CHUNK = 48  # tokens of a step
