@@ -127,7 +127,7 @@ ASAN_TESTS := $(addprefix tests/vattn/,attention/test_plain.py attention/test_to
   drivers/test_vmm_host.py pool slots test_block_windows.py test_cache.py test_cpu.py test_quantised.py windows)
 sanitize-python: $(VENV)/.dev
 	@ls -d $(ASAN_TESTS) > /dev/null
-	VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
+	VATTN_WERROR=ON VATTN_KERNELS=all $(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/asan \
 	  -C build-dir=build/asan-{wheel_tag} -C cmake.build-type=RelWithDebInfo \
 	  -C cmake.define.VATTN_SANITIZE=address,undefined .
 	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
@@ -177,7 +177,9 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
 	touch $@
 
-# What tests and checks need besides. The project is there, so only what the extra names is fetched.
+# What tests and checks need besides. The project is there, so only what the extra names is fetched. Where it is installed
+# for tests, it has the kernels of all instruction sets, of which the tests take those that the machine can run.
+$(VENV)/.dev: export VATTN_KERNELS := all
 $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile "vattn[dev]"

@@ -290,7 +290,7 @@ State& state() {
 // during a fork, so that none falls between the making of a file or a mapping and what keeps it out of children.
 thread_local State* forking = nullptr;  // locked by the fork that the calling thread makes
 
-[[maybe_unused]] const int registered = pthread_atfork(
+[[maybe_unused]] const int cleared_in_child = pthread_atfork(
     [] {
       forking = current_state.load(std::memory_order_acquire);
       forking->mutex.lock();
