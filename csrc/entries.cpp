@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace vattn {
 namespace {
 
 constexpr std::size_t kWord = sizeof(std::uint64_t);
+constexpr std::size_t kPieceBytes = 8192;  // what is read at once stays in the fastest cache, and touches little memory
 
 std::uint64_t word_at(std::string_view bytes, std::size_t at) {
   std::uint64_t word;
@@ -73,6 +75,22 @@ std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std
         word_at(entry, body_bytes) != checksum(body))
       break;
     found += body.substr(offsets_at);
+  }
+  return found;
+}
+
+std::string entry_offsets(int file, off_t at, std::size_t entry_bytes, std::string_view keys, std::string_view tokens,
+                          std::size_t token_bytes) {
+  const std::size_t total = keys.size() / kKeyBytes, most = std::max<std::size_t>(1, kPieceBytes / entry_bytes);
+  std::string found;
+  for (std::size_t first = 0, count = 0; first < total; first += count) {
+    count = std::min(most, total - first);
+    const Piece piece = read_piece(file, at + static_cast<off_t>(first * entry_bytes), count * entry_bytes);
+    const std::string_view rest = tokens.substr(std::min(tokens.size(), first * token_bytes));
+    const std::string some =
+        entry_offsets(piece.view(), entry_bytes, keys.substr(first * kKeyBytes, count * kKeyBytes), rest, token_bytes);
+    found += some;
+    if (some.size() < count * (entry_bytes - kKeyBytes - 2 * kWord - token_bytes)) break;
   }
   return found;
 }

@@ -41,5 +41,8 @@ std::size_t entries_alike(int file, off_t at, std::size_t entry_bytes, std::stri
 // an entry.
 std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std::string_view keys,
                           std::string_view tokens, std::size_t token_bytes);
+// The same of entries in a file. Throws std::system_error.
+std::string entry_offsets(int file, off_t at, std::size_t entry_bytes, std::string_view keys, std::string_view tokens,
+                          std::size_t token_bytes);
 
 }  // namespace vattn

@@ -321,8 +321,7 @@ NB_MODULE(_native, m) {
       "entry_offsets",
       [](int file, off_t at, std::size_t entry_bytes, const nb::bytes& keys, const nb::bytes& tokens,
          std::size_t token_bytes) {
-        const Piece entries = read_piece(file, at, keys.size() / kKeyBytes * entry_bytes);
-        const std::string found = entry_offsets(entries.view(), entry_bytes, view(keys), view(tokens), token_bytes);
+        const std::string found = entry_offsets(file, at, entry_bytes, view(keys), view(tokens), token_bytes);
         return nb::bytes(found.data(), found.size());
       },
       "file"_a, "at"_a, "entry_bytes"_a, "keys"_a, "tokens"_a, "token_bytes"_a,

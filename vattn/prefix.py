@@ -41,7 +41,7 @@ class Admission(NamedTuple):
     cached_tokens: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A token block, which a store holds only once, however many requests use it.
 

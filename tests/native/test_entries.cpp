@@ -72,6 +72,26 @@ TEST(entries_of_a_file_are_alike_if_the_last_one_is) {
   close(file);
 }
 
+TEST(offsets_of_entries_in_a_file_are_those_of_all_of_them_as_far_as_they_go) {
+  const int many = 500, wrong = 321;  // more than are read at once
+  Run run(many);
+  const int file = memfd_create("entries", MFD_CLOEXEC);
+  CHECK_EQ(pwrite(file, run.entries.data(), run.entries.size(), 0), static_cast<ssize_t>(run.entries.size()));
+  const auto found = [&](int from, std::string_view keys, std::string_view ids) {
+    return entry_offsets(file, from * static_cast<off_t>(kEntryBytes), kEntryBytes, keys, ids, kTokenBytes);
+  };
+  CHECK(found(0, run.keys, run.ids) == run.expected);
+  CHECK(found(7, run.keys.substr(7 * kKeyBytes), run.ids.substr(7 * kTokenBytes)) == run.expected.substr(7 * 16));
+  for (const int few : {0, 1, wrong}) {
+    CHECK(found(0, run.keys.substr(0, few * kKeyBytes), run.ids) == run.expected.substr(0, few * 16));
+    CHECK(found(0, run.keys, run.ids.substr(0, few * kTokenBytes)) == run.expected.substr(0, few * 16));
+  }
+  CHECK_EQ(pwrite(file, "?", 1, wrong * kEntryBytes + kKeyBytes), 1);
+  CHECK(found(0, run.keys, run.ids) == run.expected.substr(0, wrong * 16));
+  CHECK_THROWS(std::system_error, entry_offsets(-1, 0, kEntryBytes, run.keys, run.ids, kTokenBytes));
+  close(file);
+}
+
 TEST(an_entry_of_which_any_bit_is_another_is_none) {
   const Run run(3);
   for (std::size_t at = kEntryBytes; at < 2 * kEntryBytes; ++at)

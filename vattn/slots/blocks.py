@@ -43,9 +43,14 @@ class State(Enum):
     GONE = "gone"
 
 
-@dataclass(eq=False)
+_NOWHERE = frozenset[int]()
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class PageBlock(Block):
     """A block in memory.
+
+    A prompt has many, which are often all in the same slots, so that one set stands for these.
 
     Attributes:
         own: its pages, per kind of tensor, if they are this process's.
@@ -60,7 +65,7 @@ class PageBlock(Block):
     retracted: bool = False
     foreign: Foreign | None = None
     entry: int | None = None
-    slots: set[int] = field(default_factory=set)
+    slots: frozenset[int] = _NOWHERE
     state: State = State.GONE
 
     @property
@@ -201,8 +206,8 @@ class SharedBlocks:
         if not removed:
             return
         change.splice(mine.blocks, count)
+        _note(removed, slot, mapped=False)
         for block in removed:
-            block.slots.discard(slot)
             self._recount(block)
 
     def retire(self, change: Change, slot: int, count: int) -> None:
@@ -217,8 +222,8 @@ class SharedBlocks:
             return
         mine.blocks[:count], mine.start = (), mine.start + len(removed)
         self._release(used)
+        _note(removed, slot, mapped=False)
         for block in removed:
-            block.slots.discard(slot)
             self._recount(block)
 
     def adopt(self, change: Change, slot: int, end: int) -> None:
@@ -323,10 +328,9 @@ class SharedBlocks:
         """Recomputes users, slots, states and counts."""
         blocks = {block for slot in self._slots for block in slot.blocks} | set(self.index)
         for block in blocks:
-            block.users, block.slots = 0, set()
+            block.users, block.slots = 0, _NOWHERE
         for number, slot in enumerate(self._slots):
-            for block in slot.blocks:
-                block.slots.add(number)
+            _note(slot.blocks, number, mapped=True)
             for block in self.used(number):
                 block.users += 1
         self._blocks = dict.fromkeys(State, 0)
@@ -435,8 +439,7 @@ class SharedBlocks:
         if not mine.blocks:
             change.set(mine, "start", blocks[0].depth)
         change.splice(mine.blocks, len(mine.blocks), blocks)
-        for block in blocks:
-            block.slots.add(slot)
+        _note(blocks, slot, mapped=True)
         end = self._end(slot)
         self._acquire(block for block in blocks if block.depth < end)
         for block in blocks:
@@ -474,6 +477,16 @@ class SharedBlocks:
         if block.published:
             return State.CACHED
         return State.PARKED if block.slots else State.GONE
+
+
+def _note(blocks: Iterable[PageBlock], slot: int, *, mapped: bool) -> None:
+    """Notes whether a slot has blocks mapped."""
+    after: dict[frozenset[int], frozenset[int]] = {}
+    for block in blocks:
+        before = block.slots
+        if before not in after:
+            after[before] = before | {slot} if mapped else before - {slot}
+        block.slots = after[before]
 
 
 def _pages(blocks: Iterable[PageBlock], kind: int) -> Iterator[_native.Pages]:
