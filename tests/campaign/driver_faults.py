@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, Source, draw_config, repeats
+from tests.campaign.scenarios import SELDOM, Drawer, Source, crowded, draw_config, repeats
 from tests.campaign.world import Config, Refused, World
 
 _CODES = (2, 999)  # out of memory, unknown
@@ -56,7 +56,10 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> P
     if rng.random() < 0.4:  # what an undo brings back must not be seen by the next request
         zeroing = tuple(options | {"zero_on_free": True} for options in config.caches)
         config = replace(config, zero_on_free=True, caches=zeroing)
-    return fail_each(rng, config, Drawer(rng), operations, points)
+    full = config.zero_on_free and rng.random() < 0.3
+    if full:
+        config = crowded(config)
+    return fail_each(rng, config, Drawer(rng, full=full), operations, points)
 
 
 def fail_each(rng: random.Random, config: Config, drawer: Source, operations: int, points: int) -> Played:
@@ -88,6 +91,8 @@ def fail_each(rng: random.Random, config: Config, drawer: Source, operations: in
         more = [rng.randint(1, calls) for _ in range(rng.choice((0, 0, 1, 3)))]
         if rng.random() < 0.3:  # undoing begins with the next call, and is tried twice
             more += [nth + each for each in range(1, rng.choice((2, 4, 6)))]
+        elif rng.random() < 0.3:  # what a call brings back may be taken and brought back once more
+            more.append(nth + rng.randint(10, 60))
         failing = tuple((each, rng.choice(_CODES)) for each in sorted({nth, *more}))
         done = done.plus(play(replace(config, fail=failing), lambda world: made))
         if done.kind:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import vattn
@@ -27,6 +28,7 @@ from tests.campaign.operations import (
 )
 from tests.campaign.world import CacheUnderTest, Config, World, make_config
 from vattn.config import resolve
+from vattn.layout import Layout
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "float8_e5m2")
 WINDOWS: tuple[tuple[int | None, ...], ...] = (
@@ -90,11 +92,33 @@ def repeats(config: Config, most: int) -> int:
     return max(2, min(most, (64 << 20) // (config.pool_pages * config.page_size)))
 
 
+def crowded(config: Config) -> Config:
+    """The same with one cache, which is full as long as all but one of its slots are, and backs ahead."""
+    options = config.caches[0] | {
+        "groups": [{k: v for k, v in group.items() if k != "sliding_window"} for group in config.caches[0]["groups"]],
+        "max_batch_size": max(2, config.caches[0]["max_batch_size"]),
+        "overlap": True,
+        "eager_pages": 0,
+        "zero_on_free": True,
+    }
+    pages = _full(options) * (options["max_batch_size"] - 1)
+    options["memory_budget"] = pages * config.page_size
+    return replace(config, pool_pages=pages, caches=(options,), zero_on_free=True)
+
+
+def _full(options: dict[str, Any]) -> int:
+    """Pages of a slot at its longest."""
+    return _layout(options, 1 << 20).pages(options["max_context_len"] + options["guard_rows"])
+
+
 def _block_tokens(options: dict[str, Any], pages: int) -> int:
     """Tokens of a block; a ConfigError where a pool of so many pages cannot have the cache."""
+    return _layout(options, pages).bands[0].block_tokens
+
+
+def _layout(options: dict[str, Any], pages: int) -> Layout:
     size = options["page_size"]
-    layout, _ = resolve(make_config(options), pool_page_size=size, pool_budget=pages * size)
-    return layout.bands[0].block_tokens
+    return resolve(make_config(options), pool_page_size=size, pool_budget=pages * size)[0]
 
 
 def _draw_cache(rng: random.Random, page_size: int, zeroes: bool, guard: str) -> dict[str, Any]:
@@ -168,16 +192,23 @@ class Source(Protocol):
 
 
 class Drawer:
-    """Draws operations, one after another, for the model as it is then."""
+    """Draws operations, one after another, for the model as it is then.
 
-    def __init__(self, rng: random.Random) -> None:
+    Args:
+        full: begin with a cache that `crowded` made for it being full.
+    """
+
+    def __init__(self, rng: random.Random, *, full: bool = False) -> None:
         self.rng = rng
+        self._full = full
         self._label = 0
         self._next: tuple[int, int, type[Operation]] | None = None  # what usually follows: cache, request, which
 
     def operations(self, world: World, count: int) -> Iterator[Operation]:
         """So many, each drawn when the one before it has been made; sometimes with an opening before them."""
-        if self.rng.random() < 0.4:
+        if self._full:
+            yield from self._taken(world)
+        elif self.rng.random() < 0.4:
             openings = (self._opening, self._copied, self._turns, self._left)
             zeroing = any(each.zeroes for each in world.caches)
             (opening,) = self.rng.choices(openings, (0.4, 0.2, 0.2, 1.0 if zeroing else 0.2))
@@ -336,6 +367,19 @@ class Drawer:
             found = rng.randint(1, blocks - 1) * each.block
             yield Admit(number, third, found + rng.randint(1, each.block), 0)
             yield Step(number, {third: (found, 0)})
+
+    def _taken(self, world: World) -> Iterator[Operation]:
+        """A full cache, a request that ends there, and a step that takes the last of its pages ahead of need."""
+        number = self.rng.randrange(len(world.caches))
+        each = world.caches[number]
+        waiting, *others = (self.next_label() for _ in range(each.slots))
+        yield Alloc(number, waiting)
+        for label in others:
+            yield Alloc(number, label)
+            yield Step(number, {label: (each.context, 0)})
+        yield Free(number, self.rng.choice(others or [waiting]))
+        begin = self.rng.choice((0, 1, min(each.block, each.context)))
+        yield Step(number, {waiting: (begin, 0)}, {waiting: each.context})
 
     def behind(self, world: World) -> Iterator[Operation]:
         """A request that ends while the worker still backs what was to come of it, and a fork that gets its slot."""

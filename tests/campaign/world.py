@@ -522,7 +522,10 @@ class World:
             raise Found("blocks are miscounted", f"{counted} instead of {len(model.contents)}, {total} and {total}")
 
     def check(self) -> None:
-        """Compares everything; waits for the worker."""
+        """Compares everything; waits for the worker, of which driver calls may fail until then."""
+        if self.table is not None:
+            mapper = self.pool._core.worker.mapper
+            mapper.wait(mapper.last)
         with self.quiet():
             if self.pool._core in leftovers.holding:  # what was dropped while a driver call failed
                 self.pool._core.take_back()
