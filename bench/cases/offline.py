@@ -33,7 +33,7 @@ def run(quick: bool) -> Report:
     sizes = MODEL | (SMALL if quick else {})
     model = qwen2(**sizes)
     trace = TRACES[0]
-    requests, rounds, divisors = (4, 1, (1024, 64)) if quick else (16, 3, _DIVISORS)
+    requests, rounds, divisors = (4, 1, (1024, 64)) if quick else (16, 8, _DIVISORS)
     arrivals = log_normal(
         trace.prompt, trace.output, requests, sizes["vocab_size"], divisors=divisors, longest=_LONGEST
     )
