@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.harness import theme
+from bench.harness import theme, vllm_cpu
 from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison, columns
 from bench.harness.records import Record
@@ -104,10 +104,8 @@ def interpreter() -> str:
 
 def environment(python: str, **more: str) -> dict[str, str]:
     """The variables of an engine in a process of its own."""
-    library = Path(python).parent.parent / "lib" / "libiomp5.so"  # as vLLM's documentation advises
-    preload = {"LD_PRELOAD": str(library)} if library.exists() else {}
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    return {**os.environ, **preload, **settings, **more}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", **more}
+    return {**os.environ, **vllm_cpu.environment(python, **settings)}
 
 
 def _measure(python: str, order: dict[str, Any]) -> list[dict[str, Any]]:

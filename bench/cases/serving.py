@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import theme
+from bench.harness import theme, vllm_cpu
 from bench.harness.models import QWEN2, qwen2
 from bench.harness.ratios import Comparison, rows
 from bench.harness.records import Record
@@ -134,9 +134,7 @@ def _servers(model: Path, quick: bool) -> dict[str, tuple[list[str], dict[str, s
         options = ["--dtype", "bfloat16", "--max-num-seqs", "32", "--max-model-len", "1024", "--max-num-batched-tokens"]
         options.append(str(_BATCHED))
         command = [vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
-        library = Path(vllm).parent.parent / "lib" / "libiomp5.so"  # as vLLM's documentation advises
-        preload = {"LD_PRELOAD": str(library)} if library.exists() else {}
-        servers["vllm"] = [*command, "--port"], {"VLLM_CPU_KVCACHE_SPACE": "1", **preload}
+        servers["vllm"] = [*command, "--port"], vllm_cpu.environment(vllm)
     return servers
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import theme
+from bench.harness import theme, vllm_cpu
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.ratios import Comparison, Pair, by_round, interval
 from bench.harness.records import Record
@@ -145,10 +145,7 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
             "max_num_batched_tokens": 2048,  # of 512, 2048, 4096
             "max_model_len": _MAX_MODEL_LEN,
         }
-        # As vLLM's documentation advises.
-        library = Path(vllm).parent.parent / "lib" / "libiomp5.so"
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | ({"LD_PRELOAD": str(library)} if library.exists() else {})
-        yield "vllm", (vllm, "vllm_cpu", options, environment)
+        yield "vllm", (vllm, "vllm_cpu", options, vllm_cpu.environment(vllm))
     if workload == "short":
         blocks = {"max_batch_tokens": 512, "page_size": 256, "num_blocks": 512}  # of 128, 512; pages of 16, 256
         yield "generate_batch", (sys.executable, "transformers_generate", {"batch": True, **blocks}, {})

@@ -36,12 +36,13 @@ class Peer:
         self, python: str, script: str, model: Path, options: dict[str, Any], environment: dict[str, str] | None = None
     ) -> None:
         file = Path(__file__).with_name(f"{script}.py")
+        path = os.pathsep.join(filter(None, (str(file.parent), os.environ.get("PYTHONPATH"))))  # what it shares
         self._process = subprocess.Popen(
             [python, str(file), str(model), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
         ready = self._answer()
         self.name: str = ready["name"]
