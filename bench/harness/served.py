@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +12,6 @@ from transformers import PreTrainedModel
 from bench.harness.report import Row
 from bench.harness.trace import Arrival, Played, play
 from vattn.engine import LLM
-from vattn.engine.scheduling.record import StepRecord
 
 BACKENDS = ("virtual", "paged", "static", "dynamic")
 MODEL = {
@@ -33,7 +33,6 @@ class Served:
     """A trace through one backend."""
 
     played: Played
-    steps: Sequence[StepRecord]
 
     def row(self, objectives: Mapping[str, float] | None = None) -> Row:
         """Throughput, medians and 99th percentiles, and how the memory was used.
@@ -53,9 +52,18 @@ class Served:
             "median latency ms": summary["median_e2el_ms"],
             "p99 latency ms": summary["p99_e2el_ms"],
             **({} if objectives is None else {"goodput, requests/s": summary["request_goodput"]}),
-            "most running": float(max(step.num_running for step in self.steps)),
-            "preempted": float(sum(step.num_preempted for step in self.steps)),
+            "most running": float(self.most_running),
+            "preempted": float(sum(output.metrics.num_preemptions for output in self.played.outputs)),
         }
+
+    @property
+    def most_running(self) -> int:
+        """The most requests that had started and not ended; a preempted one counts until it ends."""
+        # Records of the steps would tell, but the figures in them take time, and more of it with some backends.
+        times = [output.metrics for output in self.played.outputs]
+        starts = [(each.first_scheduled_time, 1) for each in times]
+        ends = [(each.finished_time, -1) for each in times]
+        return max(accumulate(change for _, change in sorted(starts + ends)))
 
 
 def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longest: int, budget: str) -> Served:
@@ -65,7 +73,6 @@ def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longe
         longest: most tokens of a request.
         budget: bytes of the cache, as text.
     """
-    steps: list[StepRecord] = []
     with LLM(
         model,
         kv=kv,
@@ -77,5 +84,4 @@ def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longe
         num_threads=torch.get_num_threads(),
     ) as llm:
         play(llm, [Arrival(0.0, [1] * 64, 4)])  # warms up
-        llm.on_step = steps.append
-        return Served(play(llm, arrivals), steps)
+        return Served(play(llm, arrivals))
