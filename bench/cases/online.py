@@ -21,8 +21,8 @@ from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
-from bench.harness.served import BACKENDS, MODEL, SMALL, Served, serve
-from bench.harness.trace import Arrival, log_normal
+from bench.harness.served import BACKENDS, MODEL, SMALL, as_row, serve
+from bench.harness.trace import Arrival, Played, log_normal
 from bench.harness.traces import TRACES
 
 ABOUT = "requests with Poisson arrivals through every backend: latencies, goodput, preemptions"
@@ -52,23 +52,23 @@ def run(quick: bool) -> Report:
             longest=_LONGEST,
         )
 
-    def through(kv: str, rate: float, count: int = requests) -> Served:
+    def through(kv: str, rate: float, count: int = requests) -> Played:
         return serve(model, kv, arrivals(rate, count), longest=_LONGEST, budget=_BUDGET)
 
     at_once = through("virtual", math.inf)
-    rate = _LOAD * requests / at_once.played.seconds
-    alone = through("virtual", math.inf, 1).row()
+    rate = _LOAD * requests / at_once.seconds
+    alone = as_row(through("virtual", math.inf, 1))
     objectives = {metric: times * float(alone[f"median {metric.upper()} ms"]) for metric, times in _OBJECTIVES.items()}
-    served: dict[str, list[Served]] = {kv: [] for kv in BACKENDS}
+    served: dict[str, list[Played]] = {kv: [] for kv in BACKENDS}
     for number in range(rounds):
         for kv in BACKENDS[number % len(BACKENDS) :] + BACKENDS[: number % len(BACKENDS)]:
             served[kv].append(through(kv, rate))
-    rows = {kv: [each.row(objectives) for each in turns] for kv, turns in served.items()}
+    rows = {kv: [as_row(each, objectives) for each in turns] for kv, turns in served.items()}
     figures: list[Row] = [
         {"backend": kv, **{column: median(float(row[column]) for row in each) for column in each[0]}}
         for kv, each in rows.items()
     ]
-    latencies = {kv: [timing.e2el for each in turns for timing in each.played.timings] for kv, turns in served.items()}
+    latencies = {kv: [timing.e2el for each in turns for timing in each.timings] for kv, turns in served.items()}
     return Report(
         parameters={
             "model": sizes,

@@ -104,8 +104,8 @@ def interpreter() -> str:
 
 def environment(python: str, **more: str) -> dict[str, str]:
     """The variables of an engine in a process of its own."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", **more}
-    return {**os.environ, **vllm_cpu.environment(python, **settings)}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {**os.environ, **vllm_cpu.environment(python), **settings, **more}
 
 
 def _measure(python: str, order: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -28,45 +27,7 @@ MODEL = {
 SMALL = {"vocab_size": 256, "num_hidden_layers": 1}
 
 
-@dataclass(frozen=True)
-class Served:
-    """A trace through one backend."""
-
-    played: Played
-
-    def row(self, objectives: Mapping[str, float] | None = None) -> Row:
-        """Throughput, medians and 99th percentiles, and how the memory was used.
-
-        Args:
-            objectives: milliseconds by metric; goodput counts the requests that meet all of them.
-        """
-        summary = self.played.summary(objectives)
-        times = {
-            f"{name} {metric.upper()} ms": summary[f"{name}_{metric}_ms"]
-            for metric in ("ttft", "tpot")
-            for name in ("median", "p99")
-        }
-        return {
-            "output tokens/s": summary["output_throughput"],
-            **times,
-            "median latency ms": summary["median_e2el_ms"],
-            "p99 latency ms": summary["p99_e2el_ms"],
-            **({} if objectives is None else {"goodput, requests/s": summary["request_goodput"]}),
-            "most running": float(self.most_running),
-            "preempted": float(sum(output.metrics.num_preemptions for output in self.played.outputs)),
-        }
-
-    @property
-    def most_running(self) -> int:
-        """The most requests that had started and not ended; a preempted one counts until it ends."""
-        # Records of the steps would tell, but the figures in them take time, and more of it with some backends.
-        times = [output.metrics for output in self.played.outputs]
-        starts = [(each.first_scheduled_time, 1) for each in times]
-        ends = [(each.finished_time, -1) for each in times]
-        return max(accumulate(change for _, change in sorted(starts + ends)))
-
-
-def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longest: int, budget: str) -> Served:
+def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longest: int, budget: str) -> Played:
     """Plays a trace through an engine of its own.
 
     Args:
@@ -84,4 +45,36 @@ def serve(model: PreTrainedModel, kv: str, arrivals: Sequence[Arrival], *, longe
         num_threads=torch.get_num_threads(),
     ) as llm:
         play(llm, [Arrival(0.0, [1] * 64, 4)])  # warms up
-        return Served(play(llm, arrivals))
+        return play(llm, arrivals)
+
+
+def as_row(played: Played, objectives: Mapping[str, float] | None = None) -> Row:
+    """Throughput, medians and 99th percentiles, and how the memory was used.
+
+    Args:
+        objectives: milliseconds by metric; goodput counts the requests that meet all of them.
+    """
+    summary = played.summary(objectives)
+    times = {
+        f"{name} {metric.upper()} ms": summary[f"{name}_{metric}_ms"]
+        for metric in ("ttft", "tpot")
+        for name in ("median", "p99")
+    }
+    return {
+        "output tokens/s": summary["output_throughput"],
+        **times,
+        "median latency ms": summary["median_e2el_ms"],
+        "p99 latency ms": summary["p99_e2el_ms"],
+        **({} if objectives is None else {"goodput, requests/s": summary["request_goodput"]}),
+        "most running": float(_most_running(played)),
+        "preempted": float(sum(output.metrics.num_preemptions for output in played.outputs)),
+    }
+
+
+def _most_running(played: Played) -> int:
+    """The most requests that had started and not ended; a preempted one counts until it ends."""
+    # Records of the steps would tell, but the figures in them take time, and more of it with some backends.
+    times = [output.metrics for output in played.outputs]
+    starts = [(each.first_scheduled_time, 1) for each in times]
+    ends = [(each.finished_time, -1) for each in times]
+    return max(accumulate(change for _, change in sorted(starts + ends)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def environment(python: str, **more: str) -> dict[str, str]:
+def environment(python: str) -> dict[str, str]:
     """Variables for a process of this interpreter.
 
     vLLM starts modules in processes of their own. Unless told otherwise, these look for packages in the current folder,
@@ -13,4 +13,4 @@ def environment(python: str, **more: str) -> dict[str, str]:
     """
     library = Path(python).parent.parent / "lib" / "libiomp5.so"  # as vLLM's documentation advises
     preload = {"LD_PRELOAD": str(library)} if library.exists() else {}
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONSAFEPATH": "1", **preload, **more}
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONSAFEPATH": "1", **preload}

@@ -36,7 +36,8 @@ class Peer:
         self, python: str, script: str, model: Path, options: dict[str, Any], environment: dict[str, str] | None = None
     ) -> None:
         file = Path(__file__).with_name(f"{script}.py")
-        path = os.pathsep.join(filter(None, (str(file.parent), os.environ.get("PYTHONPATH"))))  # what it shares
+        # Python looks in a script's folder, where `protocol` is, unless PYTHONSAFEPATH is set.
+        path = os.pathsep.join(filter(None, (str(file.parent), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [python, str(file), str(model), json.dumps(options)],
             stdin=subprocess.PIPE,
