@@ -290,6 +290,8 @@ class World:
             self._generate: 3,
             self._beams: 4,
         }
+        if self.rng.random() < 0.5:  # a world of its own kind, in which what is rare meets itself
+            weights[self.rng.choice(list(weights))] += 100
         for _ in range(operations):
             (operation,) = self.rng.choices(list(weights), list(weights.values()))
             operation()

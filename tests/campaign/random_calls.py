@@ -14,7 +14,7 @@ from tests.campaign.world import World
 
 def scenario(rng: random.Random, *, operations: int = 120) -> Played:
     """So many operations; in some scenarios the worker lags behind."""
-    slow = rng.random() < 0.05
+    slow = rng.random() < 0.15
     config, drawer = draw_config(rng, table=slow), Drawer(rng)
     if not slow:
         return play(config, lambda world: drawer.operations(world, operations))
