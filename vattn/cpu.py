@@ -226,6 +226,102 @@ def attend(
     return out
 
 
+class Layer:
+    """A layer whose memory does not move, so that a step is one native call: it stores new keys and values, and
+    attends. Nothing is checked: a wrong argument reads or writes memory that is not there.
+
+    Args:
+        key, value: as `vattn.attention.attend` takes them, in the type of queries.
+        key_home, value_home: where new rows are stored, `[rows, num_kv_heads, dim]`: in the memory of `key` and
+            `value`, which may have other addresses there.
+        scale, softcap, window, sinks: as in `attend`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key: Tensor,
+        value: Tensor,
+        key_home: Tensor,
+        value_home: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        self._kept = key, value, key_home, value_home, sinks
+        self._dtype = key.dtype
+        self._size = key.element_size()
+        self._native = _module()[0].Layer(
+            _index(),
+            _TYPES[key.dtype],
+            num_heads,
+            key.shape[2],
+            key.shape[3],
+            value.shape[3],
+            *map(_place, (key, value)),
+            *(_place(home.unsqueeze(1)) for home in (key_home, value_home)),
+            scale,
+            softcap or 0.0,
+            0 if window is None else min(window, _MOST),
+            0 if sinks is None else sinks.data_ptr(),
+        )
+
+    def takes(self, *rows: Tensor) -> bool:
+        """Whether `step` takes these queries, keys and values: they have the type of the memory, and their heads are
+        contiguous.
+        """
+        return all(each.dtype == self._dtype and each.stride(2) == 1 and not each.is_neg() for each in rows)
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        homes: Tensor,
+        out: Tensor,
+        *,
+        slots: Tensor,
+        lengths: Tensor,
+        starts: Tensor,
+    ) -> None:
+        """Stores new keys and values, and attends to what `key` and `value` of the layer then show.
+
+        Args:
+            query: `[n, num_heads, head_dim]`, or more rows, which are ignored.
+            key, value: `[n, num_kv_heads, dim]`, likewise.
+            homes: the row where each of them is stored, `[n]` int64, contiguous.
+            out: `n` contiguous rows of `num_heads * v_head_dim`, or more.
+            slots, lengths, starts: as in `attend`.
+        """
+        size = self._size
+        key_token, key_head, _ = key.stride()
+        value_token, value_head, _ = value.stride()
+        query_token, query_head, _ = query.stride()
+        self._native.step(
+            len(homes),
+            key.data_ptr(),
+            key_token * size,
+            key_head * size,
+            value.data_ptr(),
+            value_token * size,
+            value_head * size,
+            homes.data_ptr(),
+            query.data_ptr(),
+            query_token * size,
+            query_head * size,
+            len(lengths),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            starts.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
 def store(
     key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor | None = None
 ) -> bool:

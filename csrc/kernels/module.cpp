@@ -36,6 +36,43 @@ Rows rows(const Place& place) {
 
 const Kernels& find(int index) { return kernels()[index]; }
 
+// A layer whose memory does not move: what a step adds are the new rows and the requests.
+struct Layer {
+  const Kernels* kernels;
+  Attention attention;
+  Store key, value;
+
+  // Stores new keys and values, each at its row of the homes, and attends. Keys and values of a head are contiguous.
+  void step(std::int64_t tokens, std::uintptr_t new_key, std::int64_t key_token, std::int64_t key_head,
+            std::uintptr_t new_value, std::int64_t value_token, std::int64_t value_head, std::uintptr_t homes,
+            std::uintptr_t query, std::int64_t query_token, std::int64_t query_head, int count, std::uintptr_t slots,
+            std::uintptr_t lengths, std::uintptr_t starts, std::uintptr_t output, int threads) const {
+    Store k = key, v = value;
+    k.tokens = v.tokens = tokens;
+    k.slots = v.slots = pointer<const std::int64_t>(homes);
+    k.source = pointer<const std::byte>(new_key);
+    k.source_token = key_token;
+    k.source_head = key_head;
+    v.source = pointer<const std::byte>(new_value);
+    v.source_token = value_token;
+    v.source_head = value_head;
+    store(k, threads);
+    store(v, threads);
+
+    Attention a = attention;
+    a.count = count;
+    a.slots = pointer<const std::int32_t>(slots);
+    a.lengths = pointer<const std::int32_t>(lengths);
+    a.starts = pointer<const std::int32_t>(starts);
+    a.query = pointer<const std::byte>(query);
+    a.query_token_stride = query_token;
+    a.query_head_stride = query_head;
+    a.output = pointer<std::byte>(output);
+    a.threads = threads;
+    attend(a, *kernels);
+  }
+};
+
 }  // namespace
 
 NB_MODULE(_kernels, module) {
@@ -121,6 +158,37 @@ NB_MODULE(_kernels, module) {
         }
       },
       "Stores new keys and values; see store.h. Addresses are integers, strides bytes.");
+
+  nb::class_<Layer>(module, "Layer", "A layer whose memory does not move; see `vattn.cpu.Layer`.")
+      .def("__init__",
+           [](Layer* self, int kernel, int type, int num_heads, int num_kv_heads, int head_dim, int v_head_dim,
+              const Place& key, const Place& value, const Place& key_home, const Place& value_home, float scale,
+              float softcap, int window, std::uintptr_t sinks) {
+             const auto stored = static_cast<Type>(type);
+             const auto home = [&](const Place& place, int dim) {
+               const auto [data, slot, token, head] = place;
+               return Store{.heads = num_kv_heads,
+                            .bytes = dim * size_of(stored),
+                            .target = pointer<std::byte>(data),
+                            .target_slot = slot,
+                            .target_token = token,
+                            .target_head = head};
+             };
+             Attention attention{};
+             attention.query_type = attention.stored_type = stored;
+             attention.num_heads = num_heads;
+             attention.num_kv_heads = num_kv_heads;
+             attention.head_dim = head_dim;
+             attention.v_head_dim = v_head_dim;
+             attention.key = rows(key);
+             attention.value = rows(value);
+             attention.scale = scale;
+             attention.softcap = softcap;
+             attention.window = window;
+             attention.sinks = pointer<const float>(sinks);
+             new (self) Layer{&find(kernel), attention, home(key_home, head_dim), home(value_home, v_head_dim)};
+           })
+      .def("step", &Layer::step, nb::call_guard<nb::gil_scoped_release>());
 
   module.def(
       "norm",

@@ -1,6 +1,8 @@
-"""`cpu.store`: new keys and values, copied to where a cache has its rows."""
+"""`cpu.store`: new keys and values, copied to where a cache has its rows; `cpu.Layer`, which also attends."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +72,49 @@ def test_leaves_what_it_cannot_copy_to_others(key: Tensor, swapped: bool) -> Non
 
     assert not keys.any()
     assert not values.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 7, "softcap": 20.0}, {"sinks": _rows(4, dtype=torch.float32)}], ids=str
+)
+def test_a_layer_stores_and_attends(options: dict[str, Any], dtype: torch.dtype) -> None:
+    heads, dim, v_dim = 2, 24, 16
+    key, value = (_rows(4, 60, heads, each, dtype=dtype) for each in (dim, v_dim))
+    slots, lengths = (torch.tensor(each, dtype=torch.int32) for each in ([2, 0, 3], [31, 60, 5]))
+    starts = torch.tensor([0, 1, 9, 10], dtype=torch.int32)
+    homes = torch.tensor([2 * 60 + 30, *range(52, 60), 3 * 60 + 4])
+    # As a projection makes them; and two more rows, of no meaning.
+    both = _rows(12, 4 * dim + heads * (dim + v_dim), dtype=dtype)
+    query, new_key, new_value = both.split([4 * dim, heads * dim, heads * v_dim], dim=1)
+    query, new_key, new_value = query.view(12, 4, dim), new_key.view(12, heads, dim), new_value.view(12, heads, v_dim)
+    expected_key, expected_value = key.clone(), value.clone()
+    assert cpu.store(new_key[:10], new_value[:10], *_flat(expected_key, expected_value), homes)
+    expected = cpu.attend(
+        query[:10], expected_key, expected_value, slots=slots, lengths=lengths, starts=starts, scale=0.2, **options
+    )
+    out = torch.full((12, 4 * v_dim), 3.0, dtype=dtype)
+
+    layer = cpu.Layer(4, key, value, *_flat(key, value), scale=0.2, **options)
+    assert layer.takes(query, new_key, new_value)
+    layer.step(query, new_key, new_value, homes, out, slots=slots, lengths=lengths, starts=starts)
+
+    assert torch.equal(out[:10].view(10, 4, v_dim), expected)
+    assert (out[10:] == 3).all()
+    assert torch.equal(key, expected_key)
+    assert torch.equal(value, expected_value)
+
+
+def _flat(*stored: Tensor) -> tuple[Tensor, ...]:
+    return tuple(rows.flatten(0, 1) for rows in stored)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [_rows(3, 2, 8, dtype=torch.float32), _rows(3, 2, 16)[..., ::2], torch._neg_view(_rows(3, 2, 8))],
+    ids=["another type", "not contiguous", "negated by a bit"],
+)
+def test_a_layer_says_what_it_does_not_take(rows: Tensor) -> None:
+    stored = torch.zeros(2, 50, 2, 8, dtype=torch.bfloat16)
+    layer = cpu.Layer(2, stored, stored, *_flat(stored, stored), scale=1.0)
+    assert not layer.takes(_rows(3, 2, 8), rows)

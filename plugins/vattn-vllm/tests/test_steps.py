@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from vattn_vllm.steps import NULL_BLOCK, Group, Step
+from vattn_vllm.steps import NULL_BLOCK, Group, Step, Windows
 
-from vattn import BlockWindows
+from vattn import BlockWindows, InvalidBlock
 
 BLOCK, BLOCKS, LONGEST = 4, 60, 100
 
@@ -23,7 +23,7 @@ def test_every_block_of_a_group_without_a_window() -> None:
     has = torch.ones(BLOCKS, dtype=torch.bool)
     rows = group.rows(table([5, 9, 3]), torch.tensor([8]), torch.tensor([9]), has)
     assert rows.blocks[0, : int(rows.counts[0])].tolist() == [5, 9, 3]
-    assert rows.offsets.tolist() == [0]
+    assert rows.offsets is None
     assert not rows.null
     assert group.tokens(LONGEST, 16) == LONGEST
 
@@ -89,8 +89,8 @@ def test_a_block_that_was_replaced_stays_so() -> None:
     assert seen == [row, [NULL_BLOCK, *row[1:]], [NULL_BLOCK, *row[1:]]]
 
 
-def test_one_call_shows_the_rows_of_all_groups() -> None:
-    windows = BlockWindows(
+def block_windows() -> BlockWindows:
+    return BlockWindows(
         num_layers=1,
         num_blocks=BLOCKS,
         block_size=BLOCK,
@@ -99,6 +99,10 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
         num_windows=4,
         max_context_len=LONGEST,
     )
+
+
+def test_one_call_shows_the_rows_of_all_groups() -> None:
+    windows = block_windows()
     has = torch.zeros(BLOCKS, dtype=torch.bool)
 
     def back(blocks: list[int]) -> None:
@@ -107,7 +111,7 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
 
     back(list(range(5, 12)))
     tables = [[[5, 6, 7], [8, 0, 0]], [[40, 9, 10], [11, 0, 0]]]
-    step = Step(windows, back)
+    step = Step(Windows(windows), back)
     for number, group in enumerate((Group(BLOCK, None), Group(BLOCK, 2 * BLOCK))):
         blocks = torch.tensor(tables[number], dtype=torch.int32)
         step.add(number, group.rows(blocks, torch.tensor([11, 0]), torch.tensor([12, 2]), has))
@@ -119,4 +123,45 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
     # Block 40 has no memory, but no query sees it; the null block got some.
     assert [windows.shown(window) for window in found[1]] == [[NULL_BLOCK, 9, 10], [11]]
     windows.check()
+    windows.close()
+
+
+def test_rows_that_are_shown_are_not_shown_again() -> None:
+    windows = block_windows()
+    windows.back(range(1, 9))
+    shown = Windows(windows)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+
+    def show(*counts: int) -> list[list[int]]:
+        found = shown.show(table, torch.tensor(counts, dtype=torch.int32)).tolist()
+        return [windows.shown(window) for window in found]
+
+    assert show(2, 1) == show(2, 1) == [[1, 2], [4]]
+    assert windows.stats().shows == 1
+    assert show(2, 2) == [[1, 2], [4, 5]]
+    assert windows.stats().shows == 2
+    table[0, 1] = 7  # as vLLM changes it, in place
+    assert show(2, 2) == [[1, 7], [4, 5]]
+    windows.trim({1, 4, 5})
+    windows.back([7])
+    shown.forget()
+    assert show(2, 2) == [[1, 7], [4, 5]]
+    table = table[:1]
+    assert show(2) == [[1, 7]]
+    assert windows.stats().shows == 5
+    windows.check()
+    windows.close()
+
+
+def test_rows_that_could_not_be_shown_are_shown_again() -> None:
+    windows = block_windows()
+    windows.back([1])
+    shown = Windows(windows)
+    table, counts = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    shown.show(table, counts)
+    for _ in range(2):
+        with pytest.raises(InvalidBlock):
+            shown.show(table, counts + 1)
+    shown.show(table, counts)
+    assert windows.stats().shows == 2
     windows.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -27,6 +28,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 import vattn.attention
 import vattn.cpu
 from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, SpanColumns
+from vattn.attention.native import Native
 from vattn.errors import ConfigError
 from vattn_vllm.memory import KVMemory
 from vattn_vllm.options import Options
@@ -96,10 +98,8 @@ class WindowMetadata:
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
     """Prepares to show the rows of a block table, and packs the batch.
 
-    vLLM puts single tokens first, as kernels have them best, except those of requests that begin.
+    On CUDA, vLLM puts single tokens first, as kernels have them best, except those of requests that begin.
     """
-
-    reorder_batch_threshold = 1
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -108,26 +108,30 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self._layers = vllm_config.compilation_config.static_forward_context
         self._name = layer_names[0]
         self._block_size = kv_cache_spec.block_size
+        self.reorder_batch_threshold = 1 if device.type == "cuda" else None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> WindowMetadata:
         step = common_attn_metadata
-        counts = step.query_start_loc_cpu[: step.num_reqs + 1].diff()
-        rows = int(counts.count_nonzero())  # without padding, which comes last
-        tokens = int(step.query_start_loc_cpu[rows])
+        first_rows = step.query_start_loc_cpu[: step.num_reqs + 1].numpy()
+        counts = first_rows[1:] - first_rows[:-1]
+        rows = int(np.count_nonzero(counts))  # without padding, which comes last
+        tokens = int(first_rows[rows])
         blocks = -(-step.max_seq_len // self._block_size)
         table, ends = on_host(step.block_table_tensor[:rows, :blocks], step.seq_lens[:rows])
-        starts = ends - counts[:rows]
+        starts = torch.from_numpy(ends.numpy() - counts[:rows])
         attention: WindowAttention = self._layers[self._name].impl
         shown, offsets = attention.memory.rows(attention.group, table, starts, ends)
+        if offsets is not None:
+            starts, ends = starts - offsets, ends - offsets
         return WindowMetadata(
             tokens,
             step.slot_mapping[:tokens].long(),
             shown,
             attention.group,
-            starts - offsets,
-            ends - offsets,
+            starts,
+            ends,
             self.device,
         )
 
@@ -197,6 +201,19 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         self._stored = memory.stored(name)
         rows = memory.slots(name)
         self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
+        self._layer: vattn.cpu.Layer | None = None
+        if isinstance(self._kernel, Native) and self._shares is None:
+            self._layer = vattn.cpu.Layer(
+                self.num_heads,
+                self._stored.key,
+                self._stored.value,
+                self._keys,
+                self._values,
+                scale=self.scale,
+                softcap=self._params.softcap,
+                window=self._params.window,
+                sinks=self._params.sinks,
+            )
 
     def forward(
         self,
@@ -214,6 +231,12 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
             return output
         count, slots = attn_metadata.num_actual_tokens, attn_metadata.slots
         batch = attn_metadata.batch  # which shows the rows of this step
+        if self._layer is not None and self._layer.takes(query, key, value):
+            group = batch.together
+            self._layer.step(
+                query, key, value, slots, output, slots=group.slots, lengths=group.lengths, starts=group.starts
+            )
+            return output
         if self._shares is None:
             key, value = key[:count], value[:count]
             if not vattn.cpu.store(key, value, self._keys, self._values, slots):

@@ -13,7 +13,7 @@ from vattn import BlockWindows
 from vattn.attention import Contiguous
 from vattn_vllm.options import Options
 from vattn_vllm.refusals import check_cache
-from vattn_vllm.steps import NULL_BLOCK, Group, Step
+from vattn_vllm.steps import NULL_BLOCK, Group, Step, Windows
 
 
 class KVMemory:
@@ -54,6 +54,7 @@ class KVMemory:
             device=device,
             guard=options.guard,
         )
+        self._rows_shown = Windows(self.windows)
         self._has = torch.zeros(cache.num_blocks, dtype=torch.bool)
         self._step: Step | None = None
 
@@ -88,6 +89,7 @@ class KVMemory:
             keep = self.windows.backed() - gone
             # It has memory since a row showed it, for which other blocks are needed as well.
             keep = set() if keep == {NULL_BLOCK} else keep
+            self._rows_shown.forget()
             self.windows.trim(keep)
             self._has.zero_()[list(keep)] = True
         if new:
@@ -100,7 +102,7 @@ class KVMemory:
 
     # What the attention metadata are built from
 
-    def rows(self, group: int, table: Tensor, starts: Tensor, ends: Tensor) -> tuple[Step, Tensor]:
+    def rows(self, group: int, table: Tensor, starts: Tensor, ends: Tensor) -> tuple[Step, Tensor | None]:
         """Prepares to show the rows of a group's block table in this step.
 
         Args:
@@ -108,10 +110,11 @@ class KVMemory:
             starts, ends: the new tokens of each row, `[rows]` int32.
 
         Returns:
-            The step, which knows the rows' windows when all groups have theirs; and the token with which each begins.
+            The step, which knows the rows' windows when all groups have theirs; and the token with which each begins,
+            or None if that is the first.
         """
         if self._step is None or self._step.shown:
-            self._step = Step(self.windows, self._back)
+            self._step = Step(self._rows_shown, self._back)
         rows = self._groups[group].rows(table, starts, ends, self._has)
         self._step.add(group, rows)
         return self._step, rows.offsets

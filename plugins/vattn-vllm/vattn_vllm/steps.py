@@ -53,10 +53,12 @@ class Group:
             starts, ends: the new tokens of each row, `[rows]` int32.
             has: for each block, whether it has memory.
         """
-        counts = (ends + (self.block_size - 1)) // self.block_size
         if self.window is None:
+            # numpy's calls on a few numbers take a third of torch's.
+            counts = torch.from_numpy(-(-ends.numpy() // self.block_size))
             # Only a run that warms up has rows of the null block.
-            return Rows(table, counts, torch.zeros_like(counts), null=bool((table[:, 0] == NULL_BLOCK).any()))
+            return Rows(table, counts, None, null=bool((table.numpy()[:, 0] == NULL_BLOCK).any()))
+        counts = (ends + (self.block_size - 1)) // self.block_size
         behind = (starts - self.window + 1).clamp_(min=0) // self.block_size
         first = behind // self.stride * self.stride
         columns = torch.arange(int((counts - first).max()))
@@ -79,14 +81,39 @@ class Rows:
     Attributes:
         blocks: `[rows, blocks]` int32.
         counts: `[rows]`, how many blocks of each row count.
-        offsets: `[rows]`, the token with which each row begins.
+        offsets: `[rows]`, the token with which each row begins; None: all with the first.
         null: whether a row has the null block.
     """
 
     blocks: Tensor
     counts: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
     null: bool
+
+
+class Windows:
+    """Shows rows in windows, and remembers them: a step with the rows of the one before, as most steps of decoding are,
+    makes no call.
+    """
+
+    def __init__(self, windows: BlockWindows) -> None:
+        self._windows = windows
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def show(self, table: Tensor, counts: Tensor) -> Tensor:
+        """The window of each row of a block table, `[rows]` int32; arguments are those of `BlockWindows.show`."""
+        if self._last is not None:
+            before, has, found = self._last
+            if torch.equal(counts, has) and torch.equal(table, before):
+                return found
+            self._last = None
+        found = torch.tensor(self._windows.show(table, counts), dtype=torch.int32)
+        self._last = table.clone(), counts, found  # the table is vLLM's, which changes it
+        return found
+
+    def forget(self) -> None:
+        """To be called when windows may have lost what they showed."""
+        self._last = None
 
 
 class Step:
@@ -100,7 +127,7 @@ class Step:
         back: gives blocks memory.
     """
 
-    def __init__(self, windows: BlockWindows, back: Callable[[list[int]], None]) -> None:
+    def __init__(self, windows: Windows, back: Callable[[list[int]], None]) -> None:
         self._windows = windows
         self._back = back
         self._rows: dict[int, Rows] = {}
@@ -120,10 +147,13 @@ class Step:
             parts = list(self._rows.values())
             if any(part.null for part in parts):
                 self._back([NULL_BLOCK])
-            width = max(part.blocks.shape[1] for part in parts)
-            blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
-            counts = [part.counts for part in parts]
-            table, wanted = (blocks[0], counts[0]) if len(parts) == 1 else (torch.cat(blocks), torch.cat(counts))
-            found = torch.tensor(self._windows.show(table, wanted), dtype=torch.int32)
-            self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
+            if len(parts) == 1:
+                (part,) = parts
+                self._found = {group: self._windows.show(part.blocks, part.counts)}
+            else:
+                width = max(part.blocks.shape[1] for part in parts)
+                blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
+                counts = [part.counts for part in parts]
+                found = self._windows.show(torch.cat(blocks), torch.cat(counts))
+                self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
         return self._found[group]
