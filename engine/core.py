@@ -539,7 +539,9 @@ class EngineCore:
         try:
             decodes = plan.num_tokens == len(plan.entries)
             with self.threads.computing("decode" if decodes else "prefill", plan.num_tokens):
-                forward = self._fork(self.runner.run(plan.entries), forked)
+                forward = self.runner.run(plan.entries)
+                _keep_back(forward)
+                forward = self._fork(forward, forked)
                 forward, beams = take_beams(forward, self._groups)
                 tokens = self.sampler.sample(forward.logits, forward.rows)
             reports = self._token_logprobs(forward, tokens)
@@ -598,12 +600,8 @@ class EngineCore:
 
     def _publish(self, entry: Entry, forward: Forward) -> None:
         """Publish a chunk of a prompt to the prefix cache, if the model's outputs for it are finite."""
-        request = entry.request
-        finite = forward.finite.get(request)
-        if finite is False:
-            request.publishes = False  # nor later tokens, which attend to it
-        elif finite:
-            self.scheduler.publish(request, since=entry.start)
+        if forward.finite.get(entry.request):
+            self.scheduler.publish(entry.request, since=entry.start)
 
     def _copy_rest(self, request: Request) -> None:
         """Copy what fills no block of a prompt that was computed, if that may be for another engine."""
@@ -709,6 +707,15 @@ class EngineCore:
     def group_ids(self) -> list[str]:
         """Names of the prompts whose last output no step has returned, in order of arrival."""
         return list(dict.fromkeys([*(output.request_id for output in self._outputs), *self._groups]))
+
+
+def _keep_back(forward: Forward) -> None:
+    """Requests with a chunk that is not finite keep their prefixes to themselves, as do later tokens, which attend to
+    it, and completions that are forked.
+    """
+    for request, finite in forward.finite.items():
+        if not finite:
+            request.publishes = False
 
 
 def _nothing() -> None:

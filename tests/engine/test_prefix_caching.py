@@ -218,6 +218,20 @@ def test_a_prefill_that_is_not_finite_is_not_published(caching_kv: str, chunk: i
     assert second.num_cached_tokens > 0
 
 
+def test_completions_of_a_prefill_that_is_not_finite_do_not_publish_it(caching_kv: str) -> None:
+    prompt = make_prompts([100])[0]
+    want = expected("llama", prompt, MAX_TOKENS)
+    with make_llm("llama", caching_kv, max_num_batched_tokens=128, max_num_seqs=4) as llm:
+        # No token is taken, so that none of them fails.
+        params = SamplingParams(max_tokens=0, n=3, temperature=1.0)
+        with poisoned(llm.model.get_input_embeddings()):
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert [each.finish_reason for each in output.outputs] == ["length"] * 3
+        again = run(llm, [prompt])[0]
+    assert tokens([again]) == [want]
+    assert again.num_cached_tokens == 0
+
+
 def test_what_no_window_reaches_is_not_published_either(caching_kv: str) -> None:
     """The request itself is none the worse for it; one that continued the poisoned block would be."""
     family = "mistral-window"

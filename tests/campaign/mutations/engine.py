@@ -156,11 +156,27 @@ def shared_rest() -> None:
 
 @mutation(None, "what a failed request published stays in the prefix cache", "engine")
 def poisoned_prefixes() -> None:
-    from vattn.engine.core import EngineCore
+    from vattn.engine import core
     from vattn.engine.scheduling.scheduler import Scheduler
 
     _replaced(Scheduler, "release", "request.finish_reason is FinishReason.ERROR", "False")
-    _replaced(EngineCore, "_publish", "forward.finite.get(request)", "request in forward.finite or None")
+    _replaced(core.EngineCore, "_publish", "forward.finite.get(entry.request)", "entry.request in forward.finite")
+    core._keep_back = lambda forward: None
+
+
+@mutation("engine", "completions of a prompt that is not finite publish it", "engine")
+def forked_prefixes() -> None:
+    from vattn.engine import core
+
+    keep_back, fork = core._keep_back, core.EngineCore._fork
+    core._keep_back = lambda forward: None
+
+    def forked_first(self: Any, forward: Any, forked: Any) -> Any:
+        result = fork(self, forward, forked)
+        keep_back(result)
+        return result
+
+    core.EngineCore._fork = forked_first  # type: ignore[method-assign]
 
 
 @mutation(None, "sleep keeps the prefix cache", "engine")
