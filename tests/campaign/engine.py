@@ -14,9 +14,10 @@ import random
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # they load transformers, which other modes do without
     from vattn.engine import RequestOutput
 
 _OPERATIONS = 80
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INTERRUPTED = (0.03, 0.03, 0.03, 0.2)  # the share of calls, of a world
 
 
@@ -344,9 +346,9 @@ class World:
         self.asleep = self.llm.is_sleeping()
         self.llm.check()
 
-    def _add(self, begin: Sequence[int] = ()) -> None:
-        """A request, whose prompt begins with these tokens, if there are any."""
-        ticket, arguments = self._draw_request(begin)
+    def _add(self, begin: Sequence[int] = (), more: Mapping[str, Any] = _NOTHING) -> None:
+        """A request, whose prompt begins with these tokens, if there are any, and which has these parameters."""
+        ticket, arguments = self._draw_request(begin, more)
         name, prompt, params, priority = arguments
         what = f"add {name}: {prompt}, {params}, priority {priority}"
         try:
@@ -502,8 +504,10 @@ class World:
     def _fail_a_prefix(self) -> None:
         """Tokens that nobody has computed, in the step that fails, and again after it: nobody finds what has failed."""
         begin = self._draw_tokens(self.rng.randint(50, 110))
-        for _ in range(2):
-            self._add(begin)
+        # Completions without a token do not fail, as none has to be drawn.
+        without = {"max_tokens": 0, "min_tokens": 0, "n": 3, "temperature": 1.0}
+        for more in (without if self.rng.random() < 0.5 else {}, {}):
+            self._add(begin, more)
             self._steps()
 
     def _on_step(self, record: Any) -> None:
@@ -665,7 +669,9 @@ class World:
             tokens = prefix[: rng.choice([len(prefix), rng.randint(1, len(prefix))])] + tokens[:20]
         return tokens, rng.choice([tokens, tuple(tokens), {"prompt_token_ids": tokens}])
 
-    def _draw_request(self, begin: Sequence[int] = ()) -> tuple[Ticket, tuple[str, Any, Any, int]]:
+    def _draw_request(
+        self, begin: Sequence[int] = (), more: Mapping[str, Any] = _NOTHING
+    ) -> tuple[Ticket, tuple[str, Any, Any, int]]:
         rng, reference = self.rng, self.reference
         tokens, prompt = self._draw_prompt()
         salt = rng.choice(["", "", "one", "two"])
@@ -675,7 +681,7 @@ class World:
         if salt:
             prompt = {**prompt, "cache_salt": salt} if isinstance(prompt, dict) else _salted(prompt, salt)
         form = rng.choice(self._forms) if self._forms and rng.random() < 0.4 else None
-        params = self._draw_params(form)
+        params = {**self._draw_params(form), **more}
         kind = rng.choice(list(vattn.engine.RequestOutputKind))
         given = {**params, "output_kind": kind, **({"structured_outputs": form.wanted} if form else {})}
         longest = min(reference.CONTEXT, len(tokens) + params.get("max_tokens", 16))

@@ -76,7 +76,9 @@ def test_leaves_what_it_cannot_copy_to_others(key: Tensor, swapped: bool) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 7, "softcap": 20.0}, {"sinks": _rows(4, dtype=torch.float32)}], ids=str
+    "options",
+    [{}, {"window": 7, "softcap": 20.0}, {"sinks": torch.tensor([-1.0, 0.5, 0.0, 2.0])}],
+    ids=["plain", "window and softcap", "sinks"],
 )
 def test_a_layer_stores_and_attends(options: dict[str, Any], dtype: torch.dtype) -> None:
     heads, dim, v_dim = 2, 24, 16
