@@ -710,6 +710,7 @@ class KVCache(PoolMember):
 
     def _give_slot(self, plan: Callable[[Change], int]) -> int:
         """Executes a plan that takes and returns a slot; the slot becomes idle again if the call fails later."""
+        self._backer.await_vacated()
         taken: list[int] = []
 
         def decide(change: Change) -> None:

@@ -32,6 +32,11 @@ def comes_back_unmarked() -> None:
     )
 
 
+@mutation("zero_on_free", "a slot is given away before what has to leave it has left", "faults")
+def given_away_early() -> None:
+    backer.Backer.await_vacated = lambda self: None  # type: ignore[method-assign]
+
+
 @mutation("zero_on_free", "blocks that only requests share stay in idle slots", "random")
 def shared_blocks_stay() -> None:
     def kept(self: band.BandPages, slot: int) -> int:

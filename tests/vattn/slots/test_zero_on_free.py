@@ -282,8 +282,9 @@ def test_pages_that_come_back_after_their_slot_was_forgotten_leave_again() -> No
 
 @target.host_only
 @pytest.mark.parametrize("failing", ["cuMemUnmap", "cuMemSetAccess"])
-def test_pages_that_come_back_while_a_step_waits_leave_with_it(failing: str) -> None:
-    """The step was planned when its slot was believed to be empty."""
+@pytest.mark.parametrize("length", [0, 16])
+def test_pages_that_come_back_while_a_slot_is_given_away_leave_with_the_first_step(length: int, failing: str) -> None:
+    """Also with one that needs no page, and would wait for nothing."""
     mine, table, pool = faulty(overlap=True, max_batch_size=1)
     first = mine.alloc_reqid()
     mine.step({first: 16})
@@ -295,7 +296,9 @@ def test_pages_that_come_back_while_a_step_waits_leave_with_it(failing: str) -> 
     mine.free_reqid(first)
     second = mine.alloc_reqid()
     assert second == first
-    mine.step({second: 16})
+    mine.step({second: length})
+    pool._core.drain()
+    assert table.failed == failing
     table.delay = 0.0
     table.heal()
     assert secrets(mine, second, 16) == 0
