@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from vattn_vllm.steps import NULL_BLOCK, Group, Step, Windows
+from vattn_vllm.steps import NULL_BLOCK, Group, ShownRows, Step
 
 from vattn import BlockWindows, InvalidBlock
 
@@ -111,7 +111,7 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
 
     back(list(range(5, 12)))
     tables = [[[5, 6, 7], [8, 0, 0]], [[40, 9, 10], [11, 0, 0]]]
-    step = Step(Windows(windows), back)
+    step = Step(ShownRows(windows), back)
     for number, group in enumerate((Group(BLOCK, None), Group(BLOCK, 2 * BLOCK))):
         blocks = torch.tensor(tables[number], dtype=torch.int32)
         step.add(number, group.rows(blocks, torch.tensor([11, 0]), torch.tensor([12, 2]), has))
@@ -129,7 +129,7 @@ def test_one_call_shows_the_rows_of_all_groups() -> None:
 def test_rows_that_are_shown_are_not_shown_again() -> None:
     windows = block_windows()
     windows.back(range(1, 9))
-    shown = Windows(windows)
+    shown = ShownRows(windows)
     table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
 
     def show(*counts: int) -> list[list[int]]:
@@ -156,7 +156,7 @@ def test_rows_that_are_shown_are_not_shown_again() -> None:
 def test_rows_that_could_not_be_shown_are_shown_again() -> None:
     windows = block_windows()
     windows.back([1])
-    shown = Windows(windows)
+    shown = ShownRows(windows)
     table, counts = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     shown.show(table, counts)
     for _ in range(2):

@@ -13,7 +13,7 @@ from vattn import BlockWindows
 from vattn.attention import Contiguous
 from vattn_vllm.options import Options
 from vattn_vllm.refusals import check_cache
-from vattn_vllm.steps import NULL_BLOCK, Group, Step, Windows
+from vattn_vllm.steps import NULL_BLOCK, Group, ShownRows, Step
 
 
 class KVMemory:
@@ -54,7 +54,7 @@ class KVMemory:
             device=device,
             guard=options.guard,
         )
-        self._rows_shown = Windows(self.windows)
+        self._shown_rows = ShownRows(self.windows)
         self._has = torch.zeros(cache.num_blocks, dtype=torch.bool)
         self._step: Step | None = None
 
@@ -89,7 +89,7 @@ class KVMemory:
             keep = self.windows.backed() - gone
             # It has memory since a row showed it, for which other blocks are needed as well.
             keep = set() if keep == {NULL_BLOCK} else keep
-            self._rows_shown.forget()
+            self._shown_rows.forget()
             self.windows.trim(keep)
             self._has.zero_()[list(keep)] = True
         if new:
@@ -114,7 +114,7 @@ class KVMemory:
             or None if that is the first.
         """
         if self._step is None or self._step.shown:
-            self._step = Step(self._rows_shown, self._back)
+            self._step = Step(self._shown_rows, self._back)
         rows = self._groups[group].rows(table, starts, ends, self._has)
         self._step.add(group, rows)
         return self._step, rows.offsets

@@ -91,7 +91,7 @@ class Rows:
     null: bool
 
 
-class Windows:
+class ShownRows:
     """Shows rows in windows, and remembers them: a step with the rows of the one before, as most steps of decoding are,
     makes no call.
     """
@@ -123,12 +123,12 @@ class Step:
     other rows, while the kernels of this step have yet to read them.
 
     Args:
-        windows: where rows are shown.
+        shown_rows: what shows them.
         back: gives blocks memory.
     """
 
-    def __init__(self, windows: Windows, back: Callable[[list[int]], None]) -> None:
-        self._windows = windows
+    def __init__(self, shown_rows: ShownRows, back: Callable[[list[int]], None]) -> None:
+        self._shown_rows = shown_rows
         self._back = back
         self._rows: dict[int, Rows] = {}
         self._found: dict[int, Tensor] = {}
@@ -149,11 +149,11 @@ class Step:
                 self._back([NULL_BLOCK])
             if len(parts) == 1:
                 (part,) = parts
-                self._found = {group: self._windows.show(part.blocks, part.counts)}
+                self._found = {group: self._shown_rows.show(part.blocks, part.counts)}
             else:
                 width = max(part.blocks.shape[1] for part in parts)
                 blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
                 counts = [part.counts for part in parts]
-                found = self._windows.show(torch.cat(blocks), torch.cat(counts))
+                found = self._shown_rows.show(torch.cat(blocks), torch.cat(counts))
                 self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
         return self._found[group]
