@@ -326,8 +326,8 @@ class Backer(Decisions):
             return self._core.execute(plan)
 
     def await_vacated(self) -> None:
-        """With `zero_on_free`, waits until what had to leave idle slots has left, before a request gets one: if a driver
-        call failed, it comes back, and a first step that needs no page would not learn of it.
+        """With `zero_on_free`, waits until what had to leave idle slots has left, before a request gets one: if a
+        driver call failed, it comes back, and a first step that needs no page would not learn of it.
         """
         if self._config.zero_on_free:
             self._core.wait(self._vacated)
