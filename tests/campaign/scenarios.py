@@ -349,9 +349,9 @@ class Drawer:
         yield Step(number, {first: (length, 0)})
         yield Commit(number, first)
         if each.slots == 1 or rng.random() < 0.3:
-            yield Free(number, first)
-            for _ in range(each.slots - 1):
+            for _ in range(each.slots - 1):  # so that the next request gets this slot, at once
                 yield Alloc(number, self.next_label())
+            yield Free(number, first)
             yield rng.choice((Alloc(number, third), Admit(number, third, length, 0, 1)))
             yield Step(number, {third: (0, 0)})
             return
@@ -369,7 +369,9 @@ class Drawer:
             yield Step(number, {third: (found, 0)})
 
     def _taken(self, world: World) -> Iterator[Operation]:
-        """A full cache, a request that ends there, and a step that takes the last of its pages ahead of need."""
+        """A full cache, a request that ends there, and a step that takes the last of its pages ahead of need; sometimes
+        another request has its slot before that is done.
+        """
         number = self.rng.randrange(len(world.caches))
         each = world.caches[number]
         waiting, *others = (self.next_label() for _ in range(each.slots))
@@ -377,9 +379,16 @@ class Drawer:
         for label in others:
             yield Alloc(number, label)
             yield Step(number, {label: (each.context, 0)})
-        yield Free(number, self.rng.choice(others or [waiting]))
+        ended = self.rng.choice(others or [waiting])
+        if self.rng.random() < 0.5:
+            yield Commit(number, ended)
+        yield Free(number, ended)
         begin = self.rng.choice((0, 1, min(each.block, each.context)))
         yield Step(number, {waiting: (begin, 0)}, {waiting: each.context})
+        if self.rng.random() < 0.5:
+            after = self.next_label()
+            yield Alloc(number, after)
+            yield Step(number, {after: (0, 0)})
 
     def behind(self, world: World) -> Iterator[Operation]:
         """A request that ends while the worker still backs what was to come of it, and a fork that gets its slot."""

@@ -39,7 +39,6 @@ class Backer(Decisions):
         # An idle slot with this extent has its eager pages. None with windows, where the extent alone does not tell.
         kinds = bands.kinds if config.eager_pages and not bands.windowed else ()
         self._eager_tokens = max((k.tokens(min(config.eager_pages, k.run_pages)) for k in kinds), default=None)
-        self._vacated = 0  # the ticket of the last unmapping of what had to leave idle slots
         self.waits = 0
         self.wait_ns = 0
 
@@ -236,7 +235,7 @@ class Backer(Decisions):
         slots = self._slots
         leaving = [slot for slot in slots.leaving if slot in slots.idle and self._fences.passed(slot)]
         if leaving:
-            self._vacated = self.in_background(lambda change: self._reclaimer.vacate(change, leaving))
+            self.in_background(lambda change: self._reclaimer.vacate(change, leaving))
         low, ledger = self._low_water, self._ledger
         if ledger.parked and ledger.free < low:
             self.in_background(lambda change: self._reclaimer.unpark(change, low - ledger.free, wait=False))
@@ -326,11 +325,12 @@ class Backer(Decisions):
             return self._core.execute(plan)
 
     def await_vacated(self) -> None:
-        """With `zero_on_free`, waits until what had to leave idle slots has left, before a request gets one: if a
-        driver call failed, it comes back, and a first step that needs no page would not learn of it.
+        """With `zero_on_free`, waits until what leaves idle slots has left, before a request gets one: if a driver call
+        failed, it comes back, and a first step that needs no page would not learn of it. Any change may take cached
+        blocks from there, of another cache on the pool too.
         """
         if self._config.zero_on_free:
-            self._core.wait(self._vacated)
+            self._core.drain()
 
     def await_idle_growth(self, tokens: int) -> None:
         """Waits for background growth of idle slots that the next request may rely on for `tokens` tokens."""

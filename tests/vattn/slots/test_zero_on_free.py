@@ -370,6 +370,36 @@ def test_the_first_step_removes_what_came_back_even_if_it_adds_no_token() -> Non
 
 
 @target.host_only
+@pytest.mark.parametrize("failing", ["cuMemUnmap", "cuMemSetAccess"])
+@pytest.mark.parametrize("length", [0, 16])
+def test_blocks_that_come_back_while_a_slot_is_given_away_leave_with_the_first_step(length: int, failing: str) -> None:
+    """They were being evicted for what another request will need."""
+    mine, table, pool = faulty(overlap=True, pages=8)
+    other, first = mine.alloc_reqid(), mine.alloc_reqid()
+    mine.step({other: 16, first: 32})
+    for tensor in mine.layer(0):
+        tensor[first, :32] = SECRET
+    mine.commit(first, list(range(32)))
+    mine.free_reqid(first)
+    pool._core.drain()
+    table.delay = 0.03
+    table.fail(1, name=failing)
+    mine.step({other: 16}, {other: 64})
+    assert mine.stats().cached_pages < 4, "evicted, as far as the calling thread knows"
+    second = mine.alloc_reqid()
+    assert second == first
+    mine.step({second: length})
+    pool._core.drain()
+    assert table.failed == failing
+    table.delay = 0.0
+    table.heal()
+    assert secrets(mine, second, 32) == 0
+    mine.check()
+    mine.close()
+    pool.close()
+
+
+@target.host_only
 def test_check_sees_pages_of_an_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
     true = SlotTable.refresh
     monkeypatch.setattr(SlotTable, "refresh", lambda self, passed: (self.leaving.clear(), true(self, passed)))
