@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tests.campaign.operations import Operation
 from tests.campaign.play import Played, play
-from tests.campaign.scenarios import SELDOM, Drawer, Source, crowded, draw_config, repeats
+from tests.campaign.scenarios import SELDOM, Drawer, Source, crowded, draw_config, is_large, repeats
 from tests.campaign.world import Config, Refused, World
 
 _CODES = (2, 999)  # out of memory, unknown
@@ -56,7 +56,7 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> P
     if rng.random() < 0.4:  # what an undo brings back must not be seen by the next request
         zeroing = tuple(options | {"zero_on_free": True} for options in config.caches)
         config = replace(config, zero_on_free=True, caches=zeroing)
-    full = config.zero_on_free and rng.random() < 0.3
+    full = config.zero_on_free and rng.random() < 0.4
     if full:
         config = crowded(config)
     return fail_each(rng, config, Drawer(rng, full=full), operations, points)
@@ -66,9 +66,8 @@ def fail_each(rng: random.Random, config: Config, drawer: Source, operations: in
     """So many operations of a drawer, and again with each of their driver calls failing: with so many of them at most,
     and fewer where worlds are large. In some runs others fail as well.
     """
-    config = replace(
-        config, every=rng.choice((1, 3, SELDOM, SELDOM)), delay=rng.choice((0.0, 0.0, 0.0003)), books=False
-    )
+    delay = 0.0 if is_large(config.caches) else rng.choice((0.0, 0.0, 0.0003))
+    config = replace(config, every=rng.choice((1, 3, SELDOM, SELDOM)), delay=delay, books=False)
     calls = 0
 
     def retried(world: World) -> Iterator[Operation]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # they load transformers, which other modes do without
     from vattn.engine import RequestOutput
 
 _OPERATIONS = 80
+_END = 20  # most tokens that follow a beginning that requests have in common
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INTERRUPTED = (0.03, 0.03, 0.03, 0.2)  # the share of calls, of a world
 
@@ -503,11 +504,15 @@ class World:
 
     def _fail_a_prefix(self) -> None:
         """Tokens that nobody has computed, in the step that fails, and again after it: nobody finds what has failed."""
-        begin = self._draw_tokens(self.rng.randint(50, 110))
-        # Completions without a token do not fail, as none has to be drawn.
-        without = {"max_tokens": 0, "min_tokens": 0, "n": 3, "temperature": 1.0}
-        for more in (without if self.rng.random() < 0.5 else {}, {}):
-            self._add(begin, more)
+        length, more = self.rng.randint(50, 110), {}
+        if self.rng.random() < 0.5:
+            # Completions without a token do not fail, as none has to be drawn. They begin in the step that computes the
+            # end of the prompt, which is to be the one that fails.
+            more = {"max_tokens": 0, "min_tokens": 0, "n": 3, "temperature": 1.0}
+            length = min(length, max(20, self.options["max_num_batched_tokens"] - _END))
+        begin = self._draw_tokens(length)
+        for given in (more, {}):
+            self._add(begin, given)
             self._steps()
 
     def _on_step(self, record: Any) -> None:
@@ -676,7 +681,7 @@ class World:
         tokens, prompt = self._draw_prompt()
         salt = rng.choice(["", "", "one", "two"])
         if begin:
-            tokens, salt = [*begin, *tokens[:20]], ""
+            tokens, salt = [*begin, *tokens[:_END]], ""
             prompt = tokens
         if salt:
             prompt = {**prompt, "cache_salt": salt} if isinstance(prompt, dict) else _salted(prompt, salt)

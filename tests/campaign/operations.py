@@ -323,6 +323,22 @@ class Trim(Operation):
         return _of(world.caches[self.cache], "trim()")
 
 
+@dataclass(frozen=True)
+class Lag(Operation):
+    """From now on every driver call takes so many seconds longer, where the world's table allows it, and nothing is
+    checked: what is planned in the background has not happened when the next calls are made. With 0 that ends.
+    """
+
+    seconds: float = 0.0
+
+    def perform(self, world: World) -> None:
+        if world.table is not None:
+            world.run(f"table.delay = {self.seconds or world.config.delay}")
+            world.lags = self.seconds > 0
+            if not world.lags:
+                world.check()
+
+
 def _mapping(lengths: dict[int, int]) -> str:
     return "{" + ", ".join(f"r{label}: {length}" for label, length in lengths.items()) + "}"
 

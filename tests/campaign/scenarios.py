@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from tests.campaign.operations import (
     Evict,
     Fork,
     Free,
+    Lag,
     Operation,
     Retract,
     Step,
@@ -72,7 +73,6 @@ def draw_config(rng: random.Random, *, table: bool = False) -> Config:
             continue
         # Mostly such that several blocks fit a request.
         if min(blocks) >= 3 or rng.random() < 0.05:
-            large = any(options["max_context_len"] > 400 for options in caches)
             return Config(
                 total,
                 caches,
@@ -81,10 +81,15 @@ def draw_config(rng: random.Random, *, table: bool = False) -> Config:
                 guard=guard,
                 own=not table and rng.random() < 0.1,
                 table=table,
-                every=rng.choice((5, SELDOM) if large else (1, 2, 5, 10, SELDOM)),
+                every=rng.choice((5, SELDOM) if is_large(caches) else (1, 2, 5, 10, SELDOM)),
                 drop=rng.random() < 0.2,
                 books=rng.random() < 0.05,
             )
+
+
+def is_large(caches: Sequence[dict[str, Any]]) -> bool:
+    """Whether a step may take thousands of pages: minutes, where every driver call takes longer."""
+    return any(options["max_context_len"] > 400 for options in caches)
 
 
 def repeats(config: Config, most: int) -> int:
@@ -351,9 +356,14 @@ class Drawer:
         if each.slots == 1 or rng.random() < 0.3:
             for _ in range(each.slots - 1):  # so that the next request gets this slot, at once
                 yield Alloc(number, self.next_label())
+            lags = rng.random() < 0.5
+            if lags:
+                yield Lag(number, _lag(each))
             yield Free(number, first)
             yield rng.choice((Alloc(number, third), Admit(number, third, length, 0, 1)))
             yield Step(number, {third: (0, 0)})
+            if lags:
+                yield Lag(number)
             return
         yield Admit(number, second, length, 0)
         yield Step(number, {second: (length, 0)})
@@ -383,12 +393,16 @@ class Drawer:
         if self.rng.random() < 0.5:
             yield Commit(number, ended)
         yield Free(number, ended)
-        begin = self.rng.choice((0, 1, min(each.block, each.context)))
-        yield Step(number, {waiting: (begin, 0)}, {waiting: each.context})
         if self.rng.random() < 0.5:
-            after = self.next_label()
-            yield Alloc(number, after)
-            yield Step(number, {after: (0, 0)})
+            begin = self.rng.choice((0, 1, min(each.block, each.context)))
+            yield Step(number, {waiting: (begin, 0)}, {waiting: each.context})
+            return
+        after = self.next_label()
+        yield Lag(number, _lag(each))
+        yield Step(number, {waiting: (0, 0)}, {waiting: each.context})
+        yield Alloc(number, after)
+        yield Step(number, {after: (0, 0)})
+        yield Lag(number)
 
     def behind(self, world: World) -> Iterator[Operation]:
         """A request that ends while the worker still backs what was to come of it, and a fork that gets its slot."""
@@ -518,6 +532,11 @@ class Drawer:
 
     def _stream(self) -> int:
         return self.rng.choice((0,) * 12 + tuple(range(len(BRANCHES))))
+
+
+def _lag(each: CacheUnderTest) -> float:
+    """How much longer driver calls have to take, for a slot to be emptied later than an opening's calls are made."""
+    return 0.05 / _full(each.options)
 
 
 def _look(rng: random.Random) -> str:

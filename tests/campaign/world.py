@@ -222,6 +222,7 @@ class World:
         self.table: FaultyTable | None = None
         self.kept: list[Kept] = []
         self.stamp = 0
+        self.lags = False  # between two of `Lag`
         if config.drop or config.books:
             gc.collect()  # what is left of earlier worlds does not count
         self._before = usage()
@@ -234,26 +235,26 @@ class World:
             self.names["table"] = self.table
             self.lines.append("table = FaultyTable()")
             options += ", table=table.addresses"
-        self._exec(f"pool = vattn.PagePool({config.pool_pages * config.page_size}{options})")
+        self.run(f"pool = vattn.PagePool({config.pool_pages * config.page_size}{options})")
         self.pool: vattn.PagePool = self.names["pool"]
         self.caches: list[CacheUnderTest] = []
         self.windows: list[WindowsUnderTest] = []
         try:
             for i, each in enumerate(config.caches):
-                self._exec(f"c{i} = {cache_code(each, config)}")
+                self.run(f"c{i} = {cache_code(each, config)}")
                 self.caches.append(self.known_cache(f"c{i}", each))
             for i, each in enumerate(config.windows):
-                self._exec(f"b{i} = {windows_code(each, config)}")
+                self.run(f"b{i} = {windows_code(each, config)}")
                 self.windows.append(self.known_windows(f"b{i}", each))
         except BaseException:
             self.close()
             raise
         if config.fail:
-            self._exec(f"table.fail_several{config.fail}")
+            self.run(f"table.fail_several{config.fail}")
         if config.delay:
-            self._exec(f"table.delay = {config.delay}")
+            self.run(f"table.delay = {config.delay}")
 
-    def _exec(self, line: str) -> None:
+    def run(self, line: str) -> None:
         self.lines.append(line)
         exec(line, self.names)
 
