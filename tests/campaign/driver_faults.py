@@ -56,7 +56,7 @@ def scenario(rng: random.Random, *, operations: int = 12, points: int = 30) -> P
     if rng.random() < 0.4:  # what an undo brings back must not be seen by the next request
         zeroing = tuple(options | {"zero_on_free": True} for options in config.caches)
         config = replace(config, zero_on_free=True, caches=zeroing)
-    full = config.zero_on_free and rng.random() < 0.4
+    full = rng.random() < (0.4 if config.zero_on_free else 0.1)
     if full:
         config = crowded(config)
     return fail_each(rng, config, Drawer(rng, full=full), operations, points)

@@ -104,11 +104,11 @@ def crowded(config: Config) -> Config:
         "max_batch_size": max(2, config.caches[0]["max_batch_size"]),
         "overlap": True,
         "eager_pages": 0,
-        "zero_on_free": True,
+        "zero_on_free": config.zero_on_free,
     }
     pages = _full(options) * (options["max_batch_size"] - 1)
     options["memory_budget"] = pages * config.page_size
-    return replace(config, pool_pages=pages, caches=(options,), zero_on_free=True)
+    return replace(config, pool_pages=pages, caches=(options,))
 
 
 def _full(options: dict[str, Any]) -> int:
@@ -401,7 +401,7 @@ class Drawer:
         yield Lag(number, _lag(each))
         yield Step(number, {waiting: (0, 0)}, {waiting: each.context})
         yield Alloc(number, after)
-        yield Step(number, {after: (0, 0)})
+        yield Step(number, {after: (self.rng.choice((0, min(each.block, each.context))), 0)})
         yield Lag(number)
 
     def behind(self, world: World) -> Iterator[Operation]:

@@ -66,7 +66,7 @@ def unused_blocks_stay() -> None:
     table.SlotTable.note_left_over = lambda self, change, slot: None  # type: ignore[method-assign]
 
 
-@mutation("zero_on_free", "a step is planned again with what was left over before a failure", "faults")
+@mutation("KVCache", "a step is planned again with what was left over before a failure", "faults")
 def stale_left_over() -> None:
     def grow_now(self: backer.Backer, needs: Any, leftover: Any, lengths: Any, lowered: Any, handle: Any) -> None:
         kept = {slot: self._slots.length[slot] // self._bands.block_tokens for slot in leftover}

@@ -406,6 +406,38 @@ def test_a_slot_whose_memory_is_still_being_mapped_is_waited_for(how: str) -> No
         table.delay = 0
 
 
+@host_only
+@pytest.mark.parametrize("failing", ["cuMemUnmap", "cuMemSetAccess"])
+def test_blocks_that_come_back_while_a_step_waits_are_not_written_to(failing: str) -> None:
+    """The step was planned when they were believed to have been evicted, for what another request will need."""
+    table = FaultyTable()
+    pool = vattn.PagePool(20 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
+    with make(pool, overlap=True, memory_budget=20 * PAGE, max_batch_size=2) as cache:
+        other = cache.alloc_reqid()
+        cache.step({other: BLOCK})
+        first = run(cache, PROMPT[: 2 * BLOCK])
+        cache.free_reqid(first)
+        pool._core.drain()
+        table.delay = 0.03
+        table.fail({"cuMemUnmap": 2, "cuMemSetAccess": 1}[failing], name=failing)
+        cache.step({other: BLOCK}, {other: 5 * BLOCK})
+        assert cache.stats().cached_pages == 0
+        second = cache.alloc_reqid()
+        assert second == first
+        cache.step({second: BLOCK})
+        assert table.failed == failing
+        table.delay = 0.0
+        for layer in range(2):
+            for tensor in cache.layer(layer):
+                tensor[second, :BLOCK] = 2
+        cache.free_reqid(other)
+        third, cached = cache.admit(PROMPT)
+        assert cached >= BLOCK
+        assert holds(cache, third, 0, cached, 1)
+        cache.check()
+    pool.close()
+
+
 def test_token_ids_may_be_a_tensor(cache: vattn.KVCache) -> None:
     run(cache, PROMPT)
     ids: Any = torch.tensor(PROMPT)
