@@ -255,6 +255,7 @@ class World:
             self.run(f"table.delay = {config.delay}")
 
     def run(self, line: str) -> None:
+        """Executes a line, which the script of a finding has, too."""
         self.lines.append(line)
         exec(line, self.names)
 
