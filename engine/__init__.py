@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .absent import NotOffered
-    from .async_engine import AsyncEngine, EngineStopped, QueueFull, Stream
+    from .async_engine import AsyncEngine, EngineStopped, QueueFull
     from .beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .config import EngineConfig
     from .exclusive import EngineAsleep, EngineBusy, EngineClosed
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .requests.sampling import RequestOutputKind, SamplingParams
     from .requests.structured import StructuredOutputs
     from .scheduling.record import StepRecord
+    from .streams import Stream
 
 __all__ = [
     "LLM",
@@ -57,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     ".absent": ("NotOffered",),
-    ".async_engine": ("AsyncEngine", "EngineStopped", "QueueFull", "Stream"),
+    ".async_engine": ("AsyncEngine", "EngineStopped", "QueueFull"),
     ".beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     ".config": ("EngineConfig",),
     ".exclusive": ("EngineAsleep", "EngineBusy", "EngineClosed"),
@@ -69,6 +70,7 @@ _HOMES = {
     ".requests.sampling": ("RequestOutputKind", "SamplingParams"),
     ".requests.structured": ("StructuredOutputs",),
     ".scheduling.record": ("StepRecord",),
+    ".streams": ("Stream",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

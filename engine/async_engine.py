@@ -18,7 +18,6 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -36,11 +35,12 @@ from .core import EngineCore
 from .exclusive import EngineClosed
 from .metrics import Metric
 from .requests.intake import as_params, refuse_lora
-from .requests.outputs import RequestGroup, RequestOutput, merged
+from .requests.outputs import RequestOutput
 from .requests.prompts import Prompt
 from .requests.request import InvalidRequest
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .roles.prefiller import Prefiller
+from .streams import Stream
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -52,8 +52,6 @@ _T = TypeVar("_T")
 _GRAMMAR_THREADS = 2
 # How long an idle engine that has a request waits for those that are announced.
 _GATHER_SECONDS = 0.02
-# Outputs of a stream that wait one by one.
-_MOST_WAITING = 64
 
 # What ends the announcement of the task's request.
 _announced: ContextVar[Callable[[], None] | None] = ContextVar("_announced", default=None)
@@ -65,73 +63,6 @@ class QueueFull(VattnError):
 
 class EngineStopped(VattnError, RuntimeError):
     """The engine takes no requests: it was shut down, or died of the error that is the cause of this one."""
-
-
-class Stream:
-    """The outputs of one request, as an async iterator that ends after the finished one. One task may read it.
-
-    Outputs that nobody takes are put together, so that they take little more memory than their tokens.
-
-    Attributes:
-        waiting_logprobs: in the outputs that wait, alternatives included.
-    """
-
-    def __init__(self, group: RequestGroup) -> None:
-        self.request_id = group.request_id
-        self.group = group
-        self.loop = asyncio.get_running_loop()
-        self.waiting_logprobs = 0
-        self._outputs: deque[RequestOutput] = deque()
-        self._stopped: EngineStopped | None = None
-        self._news = asyncio.Event()
-        self._finished = False
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished:
-            raise StopAsyncIteration
-        while not self._outputs:
-            if self._stopped is not None:
-                self._finished = True
-                raise self._stopped
-            self._news.clear()
-            await self._news.wait()
-        output = self._outputs.popleft()
-        self.waiting_logprobs -= _logprobs_of(output)
-        self._finished = output.finished
-        return output
-
-    async def ready(self) -> list[RequestOutput]:
-        """Waits for the next output and returns it with those that have come meanwhile; empty after the finished one.
-
-        For readers that can write several outputs at once.
-        """
-        if self._finished:
-            return []
-        outputs = [await anext(self)]
-        while self._outputs:
-            outputs.append(await anext(self))
-        return outputs
-
-    def put(self, output: RequestOutput | EngineStopped) -> None:
-        """Called in the event loop."""
-        self._news.set()
-        if isinstance(output, EngineStopped):
-            self._stopped = output
-            return
-        self._outputs.append(output)
-        self.waiting_logprobs += _logprobs_of(output)
-        if len(self._outputs) > _MOST_WAITING:
-            together = merged(self._outputs) if self.group.kind is RequestOutputKind.DELTA else output
-            self._outputs.clear()
-            self._outputs.append(together)
-            self.waiting_logprobs = _logprobs_of(together)
-
-
-def _logprobs_of(output: RequestOutput) -> int:
-    return sum(len(report) for completion in output.outputs for report in completion.logprobs or ())
 
 
 class AsyncEngine:
@@ -353,12 +284,14 @@ class AsyncEngine:
             end_announcement()
         return streams
 
-    def abort(self, request_id: str) -> None:
-        """End a request soon; its stream gets a last output. No effect if the name is unknown."""
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one or several requests soon; each stream gets a last output. No effect if a name is unknown."""
+        names = [request_id] if isinstance(request_id, str) else request_id
         with self._changed:
-            stream = self._streams.get(request_id)
-        if stream is not None:
-            self._abort([stream])
+            known = [self._streams[name] for name in names if name in self._streams]
+            self._aborting += known
+            if known:
+                self._changed.notify()
 
     async def shutdown(self, *, timeout: float | None = None) -> None:
         """Refuse new requests, let the others finish, stop the thread and close the LLM. Idempotent.

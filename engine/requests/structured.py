@@ -92,11 +92,17 @@ def _wrong(message: str) -> ConfigError:
     return ConfigError(message, param=_PARAM)
 
 
+def _both(value: object) -> tuple[str, Any]:
+    """JSON as text, and as what the text says; it is given as either of them."""
+    if isinstance(value, str):
+        return value, json_text.loads(value)
+    return json_text.dumps(value, allow_nan=False), value
+
+
 def _schema(schema: object) -> str:
     """A JSON schema as text."""
     try:
-        text = schema if isinstance(schema, str) else json_text.dumps(schema, allow_nan=False)
-        parsed = json_text.loads(text)
+        text, parsed = _both(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"the json of structured_outputs is no JSON schema: {error}") from None
     if not isinstance(parsed, dict):
@@ -109,8 +115,7 @@ def _tags(given: object) -> str:
     """A structural tag as text."""
     what = "the structural_tag of structured_outputs"
     try:
-        text = given if isinstance(given, str) else json_text.dumps(given, allow_nan=False)
-        found = json_text.loads(text)
+        text, found = _both(given)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"{what} is no JSON: {error}") from None
     check_encodable(what, text, ConfigError, _PARAM)
@@ -119,9 +124,9 @@ def _tags(given: object) -> str:
     if not isinstance(found, dict) or not {"triggers", "structures"} <= found.keys() <= _TAG_KEYS:
         raise _wrong(f"{what} is {shown(found)}; give a mapping with triggers and structures")
     triggers, structures = found["triggers"], found["structures"]
-    if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+    if not isinstance(triggers, list | tuple) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise _wrong(f"{what} has the triggers {shown(triggers)}; give a list of texts, none of them empty")
-    if not isinstance(structures, list) or not structures:
+    if not isinstance(structures, list | tuple) or not structures:
         raise _wrong(f"{what} has the structures {shown(structures)}; give a list of at least one")
     for structure in structures:
         if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:

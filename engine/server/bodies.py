@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from .errors import ClientGone, bad, bad_field
 from .limits import Limits
-from .workers import Check, Workers
+from .workers import SMALL_BYTES, Check, Workers
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
@@ -95,11 +95,11 @@ def parse(body: bytes | bytearray, most_values: int) -> Any:
     """
     if has_more_values(body, most_values):
         raise bad(f"the body has more than {most_values} values; send less in one request", code="too_many_values")
-    # A function of Python's for each whole number takes its time, so only where there may be long ones.
-    long = b"0" * (_MOST_DIGITS + 1) in body.translate(_ZEROS)
+    # They take their time, so only for what would keep other threads waiting, and where there may be long numbers.
+    hooks = len(body) > SMALL_BYTES or b"0" * (_MOST_DIGITS + 1) in body.translate(_ZEROS)
     try:
         text = body.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse_constant, parse_int=_whole if long else None)
+        return json.loads(text, parse_constant=_refuse_constant, **(_HOOKS if hooks else {}))
     except RecursionError:
         raise bad("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -151,6 +151,18 @@ def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise bad(f"the body has a whole number of {len(digits)} digits; it can have at most {_MOST_DIGITS}")
     return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    return float(digits)
+
+
+def _object(members: dict[str, Any]) -> dict[str, Any]:
+    return members
+
+
+# Wherever Python calls a function of Python's, other threads can run; `json` alone lets none of them until it is done.
+_HOOKS: dict[str, Any] = {"parse_int": _whole, "parse_float": _fraction, "object_hook": _object}
 
 
 def _refuse_constant(name: str) -> NoReturn:

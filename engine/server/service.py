@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import Request as HttpRequest
 
-from ..async_engine import AsyncEngine, QueueFull, Stream
+from ..async_engine import AsyncEngine, QueueFull
 from ..requests.outputs import RequestOutput
 from ..requests.prompts import TokenizedPrompt
 from ..requests.request import InvalidRequest
 from ..requests.sampling import RequestOutputKind, SamplingParams
+from ..streams import Stream, as_they_come
 from .bodies import Bodies
 from .errors import ApiError, api_error, bad
 from .limits import Limits
@@ -23,11 +23,11 @@ from .prompts import Prompts
 from .protocol import MOST_COMPLETIONS, Sampling
 from .settings import ServerSettings
 from .state import StateReader
-from .streams import end, until_gone
+from .streams import until_gone
 
 logger = logging.getLogger(__name__)
 
-_MOST_READY = 256  # prompts whose outputs wait for the next part of an answer
+_MOST_READY = 256  # prompts whose outputs are written at a time
 
 
 class Service:
@@ -165,44 +165,13 @@ class Run:
             self.check(output)
         return finals
 
-    async def batches(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    def batches(self) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """The outputs of all prompts as they come, each with the number of its prompt.
 
         Raises:
             EngineStopped: as the streams.
         """
-        if len(self.streams) == 1:
-            while outputs := await self.streams[0].ready():
-                yield [(0, output) for output in outputs]
-            return
-        # While nobody takes them, they wait in their streams, which put them together.
-        ready: asyncio.Queue[tuple[int, list[RequestOutput]] | Exception] = asyncio.Queue(_MOST_READY)
-
-        async def pass_on(number: int, stream: Stream) -> None:
-            try:
-                while outputs := await stream.ready():
-                    await ready.put((number, outputs))
-                await ready.put((number, []))
-            except Exception as error:
-                await ready.put(error)
-
-        passing = [asyncio.ensure_future(pass_on(*numbered)) for numbered in enumerate(self.streams)]
-        unfinished = len(passing)
-        try:
-            while unfinished:
-                found = [await ready.get()]
-                while not ready.empty():
-                    found.append(ready.get_nowait())
-                batch: list[tuple[int, RequestOutput]] = []
-                for item in found:
-                    if isinstance(item, Exception):
-                        raise item
-                    number, outputs = item
-                    unfinished -= not outputs
-                    batch += ((number, output) for output in outputs)
-                yield batch
-        finally:
-            await end(*passing)
+        return as_they_come(self.streams, _MOST_READY)
 
     def check(self, output: RequestOutput) -> None:
         """Raise an ApiError for a prompt that failed: 400 if what was asked for is impossible, else 500.
@@ -219,5 +188,4 @@ class Run:
 
     def abort(self) -> None:
         """End what has not ended."""
-        for stream in self.streams:
-            self._engine.abort(stream.request_id)
+        self._engine.abort([stream.request_id for stream in self.streams])

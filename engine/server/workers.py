@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,13 +18,16 @@ from .streams import until_gone
 
 T = TypeVar("T")
 
-# Raises ClientGone once nobody waits for the result. Work calls it between its parts.
+# Raises ClientGone once nobody waits for the result, and lets the event loop run. Work calls it between its parts.
 Check = Callable[[], None]
 
 SMALL_BYTES = 2**16
 _SMALL_THREADS = 4
 # One at a time, so that what large bodies take does not add up.
 _LARGE_THREADS = 1
+_TURNS = 3  # of the event loop: it receives a request, calls its endpoint, and sends the answer
+_MOST_SECONDS = 1.0  # that a thread waits for them
+_SECONDS = 0.01  # of work, after which it waits again
 
 
 class Workers:
@@ -39,21 +44,31 @@ class Workers:
             ClientGone: it left.
         """
         gone = threading.Event()
+        loop = asyncio.get_running_loop()
 
-        def check() -> None:
-            if gone.is_set():
-                raise ClientGone
+        def begin() -> T:
+            large = size > SMALL_BYTES
+            # What was before a large body is freed all at once.
+            waited = 0.0 if large else time.monotonic()
 
-        def work_and_trim() -> T:
+            def check() -> None:
+                nonlocal waited
+                if gone.is_set():
+                    raise ClientGone
+                if time.monotonic() - waited > _SECONDS:
+                    _let_run(loop)
+                    waited = time.monotonic()
+
             try:
                 check()
                 return work(check)
             finally:
-                _give_back()
+                if large:
+                    _give_back()
 
-        threads, job = (self._small, lambda: work(check)) if size <= SMALL_BYTES else (self._large, work_and_trim)
+        threads = self._small if size <= SMALL_BYTES else self._large
         try:
-            return await until_gone(request, asyncio.get_running_loop().run_in_executor(threads, job))
+            return await until_gone(request, loop.run_in_executor(threads, begin))
         finally:
             gone.set()
 
@@ -61,6 +76,25 @@ class Workers:
         """Work that has not begun is dropped."""
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _let_run(loop: asyncio.AbstractEventLoop) -> None:
+    """Wait until the event loop has answered what waits for it.
+
+    A large body is parsed and checked by calls that keep all of Python waiting for tens of milliseconds each. The loop
+    takes several turns to answer, and a thread that does not wait would begin the next call after the first of them.
+    """
+    answered = threading.Event()
+
+    def turn(left: int) -> None:
+        if left:
+            loop.call_soon(turn, left - 1)
+        else:
+            answered.set()
+
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(turn, _TURNS)
+        answered.wait(_MOST_SECONDS)
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
