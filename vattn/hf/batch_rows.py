@@ -89,11 +89,11 @@ class BatchRows:
                 self._step(cache, start, before, length)
                 done += 1
         except BaseException as error:
-            if not done and isinstance(error, VattnError):  # refused
-                self.start = held
             if length > before:
                 for cache in caches[:done]:
                     self._take_back(cache, start, before, length)
+            if isinstance(error, VattnError) and all(_window(cache) is None for cache in caches[:done]):
+                self.start = held  # refused before a window moved
             raise
         self.start = start
 

@@ -411,6 +411,31 @@ def test_tokens_that_a_refused_update_gave_back_are_not_copied() -> None:
     assert refused
 
 
+def test_a_copy_after_a_refused_update_goes_back_as_far_as_before() -> None:
+    """The full layer's cache grows before the other one is refused, and is taken back."""
+    keys = torch.randn(1, HEADS, 62, 64)
+    refused = 0
+    for pages in range(16, 200, 2):
+        pool = vattn.PagePool(pages * 4096, page_size=4096, guard="strict")
+        with mixed(max_batch_size=1, pool=pool, deferred_reclamation=False) as cache:
+            try:
+                for first, end in ((0, 60), (60, 62)):
+                    for layer in range(2):
+                        cache.update(*[keys[:, :, first:end]] * 2, layer)
+            except vattn.OutOfPages:
+                continue
+            with contextlib.suppress(vattn.OutOfPages):
+                cache.update(*[torch.ones(1, HEADS, 60, 64)] * 2, 0)
+                continue
+            refused += 1
+            with pickle.loads(pickle.dumps(cache)) as other:
+                for each in (cache, other):
+                    each.crop(-2)
+                    assert torch.equal(shown(each, 0)[0], keys[:, :, :60])
+                    assert torch.equal(shown(each, 1)[0], keys[:, :, 41:60])
+    assert refused
+
+
 def _refused(cache: vattn.VirtualCache) -> None:
     with contextlib.suppress(vattn.InvalidLength):
         cache.crop(-90)
