@@ -158,11 +158,9 @@ def compare(record: Record) -> list[Comparison]:
 def draw(axes: Any, record: Record) -> None:
     rows = record["figures"]
     values = {
-        f"in {where}, pages of {row['KiB of a page']} KiB": row[f"{where} ms"]
-        for row in rows
-        for where in _HITS.values()
+        f"{where}, pages of {row['KiB of a page']} KiB": row[f"{where} ms"] for row in rows for where in _HITS.values()
     }
     theme.bars(axes, values, [name for name in values if "process" in name])
     most = max(row["more ms"] for row in rows)
-    axes.set_title(f"A prefix of another process takes at most {most:.2f} ms more to admit than one in another slot")
-    axes.set(xlabel=f"ms of an admission and its first step, {rows[0]['tokens found']:,} tokens found")
+    axes.set_title(f"A prefix of another process takes at most {most:.2f} ms more")
+    axes.set(xlabel=f"ms of an admission, {rows[0]['tokens found']:,} tokens found")
