@@ -170,6 +170,7 @@ class World:
     bystander: int = 0  # its length
     focus: str = ""  # the cache of the last operation
     lost: tuple[str, int] | None = None  # the cache that the last operation lost the rows of, and how many
+    failing: bool = False  # a driver call of the next call fails, if it can be made to
     tearing: bool = False  # the next call is interrupted, if it can be
     staying: bool = False  # operations keep to one cache
     places: Counter[tuple[str, str]] = field(default_factory=Counter)  # for an interrupt in a call, as far as is known
@@ -328,7 +329,7 @@ class World:
         wrapped = self.interrupted(code, torn=tearing) if tearing or self.rng.random() < 0.04 else None
         if wrapped is not None:
             code = wrapped
-        elif fails and under.pooled and self.faulty and self.rng.random() < 0.25:
+        elif fails and under.pooled and self.faulty and (self.failing or self.rng.random() < 0.25):
             self.run(f"table.fail({self.rng.randint(1, 12)}, {self.rng.choice((2, 999))})")
             self.armed = True
         where = len(self.lines)
@@ -591,7 +592,7 @@ class World:
         if self.filled():
             choices += [(5, self.crop), (10, self.move), (1, self.reset), (3, self.assign), (4, self.write)]
             choices += [(4, self.keep), (2.5, self.duplicate), (1, self.unfinished), (2, self.read), (1, self.ask)]
-            choices.append((3, self.tear))
+            choices += [(3, self.tear), (3, self.refuse)]
         if self.kept:
             choices += [(3, self.write_kept), (3, self.drop_kept)]
         if self.loose:
@@ -605,6 +606,29 @@ class World:
         self.add(name, self.rng.choice((17, 33, 70)), rows)
         if self.caches[name].plain.length:
             self.crop_to(name, self.rng.randint(1, self.caches[name].plain.length))
+
+    def refuse(self) -> None:
+        """An update that fails on its way, then as far back as before it; in a copy first: it has what windows kept."""
+        rng = self.rng
+        filled = self.filled()
+        mixed = [each for each in filled if len({window is None for window in self.caches[each].plain.windows}) == 2]
+        name = self.pick([each for each in mixed if self.caches[each].pooled] or filled)
+        rows = self.caches[name].plain.rows
+        self.add(name, rng.choice((1, 2, 5)), rows)
+        if name not in self.filled():
+            return
+        before = self.caches[name].plain.length
+        self.failing = True
+        self.add(name, rng.choice((1, 17, 33, 70)), rows)
+        self.failing = False
+        if name not in self.filled() or self.caches[name].plain.length != before:
+            return
+        if rng.random() < 0.7:
+            self.focus = name
+            self.duplicate()
+        for each in dict.fromkeys(([*self.caches][-1], name)):
+            if each in self.filled():
+                self.crop_to(each, self.caches[each].plain.floor)
 
     def update(self) -> None:
         rng = self.rng

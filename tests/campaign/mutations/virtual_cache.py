@@ -89,6 +89,11 @@ def nothing_recorded() -> None:
     _rewrite(_storage(), "advance", ("recording = any(self.recording)", "recording = False"))
 
 
+@mutation("virtual cache", "a refused update moves where rows begin", "virtual_cache")
+def refused_begins_later() -> None:
+    _rewrite(_rows(), "step", ("all(_window(cache) is None for cache in caches[:done])", "not done"))
+
+
 @mutation("virtual cache", "rows that are repeated begin at their length", "virtual_cache")
 def repeated_rows_begin() -> None:
     _rewrite(_rows(), "select", ("cache.step(self._all(self.start))", "self.start = length"))
