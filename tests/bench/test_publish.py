@@ -69,7 +69,7 @@ def test_claims_are_those_of_the_report() -> None:
     for key, cell in shown.items():
         assert cell.startswith(f"**{said[key].median:.2f}**")
         assert cell.endswith(claims.WORDS[claims.verdict(said[key])])
-    assert len(header) == 3, "two machines beside each other"
+    assert len(header) > 2, "machines beside each other"
 
 
 @pytest.mark.parametrize("asked", ["claims stride", "claims mla unknown", "plot unknown", "plot profile"])

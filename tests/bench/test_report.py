@@ -305,7 +305,8 @@ def test_every_benchmark_is_on_the_page_once(tree: Node, found: dict[str, Case])
 def test_machines_are_told_apart_and_void_runs_say_so(tree: Node) -> None:
     (step,) = [node for node in tree.all() if node.attributes.get("id") == "step"]
     cards = [node for node in step.all() if node.attributes.get("class") == "card"]
-    assert len(cards) == 3
+    committed = [*(ROOT / "bench" / "results").glob("*/step.json")]
+    assert len(cards) == len(committed) + 1 > 2
     for card in cards:
         keys = {node.attributes["data-record"] for node in card.all() if "data-record" in node.attributes}
         assert len(keys) == 1
@@ -313,7 +314,7 @@ def test_machines_are_told_apart_and_void_runs_say_so(tree: Node) -> None:
     badges = [node.text for node in cards[-1].all() if node.attributes.get("class") == "badge"]
     assert badges[:2] == ["quick", "contended"]
     marks = [[node.text for node in card.all() if "mark" in (node.attributes.get("class") or "")] for card in cards]
-    assert marks == [["▲ vattn ahead"], ["▲ vattn ahead"], ["∅ void: a busy machine"]]
+    assert marks == [*[["▲ vattn ahead"]] * len(committed), ["∅ void: a busy machine"]]
 
 
 def test_plots_follow_the_colours_of_the_page(text: str, tree: Node, found: dict[str, Case]) -> None:
