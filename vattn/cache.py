@@ -319,9 +319,10 @@ class KVCache(PoolMember):
         """Backs tokens `[0, n)` of every slot in `lengths`. To be called before the kernels of an iteration are
         launched, and after those of the previous iteration have been launched.
 
-        Missing pages are mapped before the call returns. With `overlap`, the pages that the next call will need are
-        queued for the worker: for one more token in every slot, or for the lengths in `next_lengths`. Slots that are
-        not in `lengths` keep their length and their pages.
+        Missing pages are mapped before the call returns. With `overlap`, pages that the next calls will need are queued
+        for the worker: for the lengths in `next_lengths`, and for one more token in every slot. In some slots it is up
+        to eight (at most a quarter of a token block), so that not all of those that grow alike are mapped in the same
+        step. Slots that are not in `lengths` keep their length and their pages.
 
         A length may decrease; the pages stay. If it decreases into shared token blocks, the request gets pages of its
         own for the tokens from there on, by a copy if necessary, when the length next increases (copy-on-write); so

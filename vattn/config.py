@@ -69,7 +69,7 @@ class KVConfig:
             and memory that other caches used, may hold NaN.
         guard: effect of other reads past the mapped pages on the host: "zero" returns zeros, "strict" faults. On CUDA
             such a read is always an error of the kernel.
-        overlap: map the pages for the next step while this one computes.
+        overlap: map the pages for coming steps while this one computes.
         deferred_reclamation: leave a finished request's pages mapped for the next request in that slot.
         eager_pages: pages per run mapped ahead in one idle slot for the next request; 0 for none.
         zero_on_free: zero the pages of a request before another one gets them; docs/security.md describes scope and

@@ -185,6 +185,25 @@ def test_overlap_maps_the_next_block_before_it_is_needed() -> None:
         assert cache.stats().waits == waits
 
 
+@pytest.mark.parametrize(("block", "ahead"), [(4, 1), (8, 2), (16, 4), (64, 8), (128, 8)])
+def test_slots_that_grow_alike_are_mapped_in_different_steps(block: int, ahead: int) -> None:
+    with make(head_dim=1024 // block, max_batch_size=8, eager_pages=0, watermark=0) as cache:
+        slots = [cache.alloc_reqid() for _ in range(8)]
+        cache.step(dict.fromkeys(slots, block // 2))
+        cache.check()
+        waits = cache.stats().waits
+        grown = {}
+        for tokens in range(block // 2 + 1, 5 * block // 2):
+            before = cache.stats().owned_pages
+            cache.step(dict.fromkeys(slots, tokens))
+            cache.check()  # waits for the worker
+            if more := cache.stats().owned_pages - before:
+                grown[tokens] = more
+        each = 8 // ahead * COLUMN
+        assert grown == {n * block - early: each for n in (1, 2) for early in range(ahead)}
+        assert cache.stats().waits == waits
+
+
 def test_next_lengths_are_mapped_ahead() -> None:
     with make(eager_pages=0, watermark=0) as cache:
         reqid = cache.alloc_reqid()

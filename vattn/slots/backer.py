@@ -213,11 +213,11 @@ class Backer(Decisions):
             self._slots.set_limit(slot)
 
     def _look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
-        """Queues the pages that the next step will need, for slots that crossed their limit and announced lengths."""
+        """Queues the pages that coming steps will need, for slots that crossed their limit and announced lengths."""
         if not self._config.overlap:
             return
         slots, most = self._slots, self._config.max_context_len
-        expected = {slot: lengths[slot] + 1 for slot in crossing} | dict(announced)
+        expected = {slot: lengths[slot] + slots.ahead(slot) for slot in crossing} | dict(announced)
         needs = {
             slot: tokens
             for slot, length in expected.items()

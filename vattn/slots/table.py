@@ -53,6 +53,13 @@ class Known:
     retracted: bool = False
 
 
+def most_ahead(block_tokens: int) -> int:
+    """The most tokens before its first one that a block of so many tokens is queued: for that, at most a quarter of
+    a block lies unused.
+    """
+    return max(1, min(8, block_tokens // 4))
+
+
 class SlotTable:
     """The slots of one cache; used under the pool's lock.
 
@@ -100,6 +107,12 @@ class SlotTable:
     def backed(self, length: int) -> int:
         """Tokens to back for a slot of `length` tokens."""
         return length + self._config.guard_rows if length else 0
+
+    def ahead(self, slot: int) -> int:
+        """How many tokens before its first one the next block of a slot is queued. Slots differ, so that the worker
+        spreads over several steps what it does for those that grow alike: it takes time from who computes.
+        """
+        return 1 + slot % most_ahead(self._bands.block_tokens)
 
     def needed_tokens(self, slot: int) -> int:
         """Tokens that an active slot needs backed, including all tokens of the blocks that its request uses."""
@@ -272,8 +285,8 @@ class SlotTable:
                 limit = min(limit, used - self._config.guard_rows)
             return limit
         most = self._config.max_context_len
-        # With overlap, a step that reaches the last backed token has to queue the next one.
-        limit = most if ready >= most else ready - self._config.overlap
+        # With overlap, a step that comes that near to the last backed token has to queue the next one.
+        limit = most if ready >= most else ready - (self.ahead(slot) if self._config.overlap else 0)
         return self._bands.outlives_at(slot, default=limit) if self._bands.windowed else limit
 
     def mapped(self, slot: int) -> None:
