@@ -54,9 +54,7 @@ class Known:
 
 
 def most_ahead(block_tokens: int) -> int:
-    """The most tokens before its first one that a block of so many tokens is queued: for that, at most a quarter of
-    a block lies unused.
-    """
+    """How many tokens before its first one a block of so many tokens is queued, at most: a quarter of the block."""
     return max(1, min(8, block_tokens // 4))
 
 
