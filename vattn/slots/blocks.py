@@ -216,6 +216,8 @@ class SharedBlocks:
         """
         mine = self._slots[slot]
         removed = mine.blocks[:count]
+        if mine.blocks and not removed:
+            return  # no private pages begin it
         used = self.used(slot)[:count]
         change.on_revert(self._bring_back, slot, removed)
         if not removed:

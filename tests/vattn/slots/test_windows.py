@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -376,3 +377,34 @@ def test_pages_that_come_back_to_a_window_after_a_commit_are_blocks_of_its_reque
     cache.check()
     cache.close()
     pool.close()
+
+
+def test_a_fork_that_is_refused_leaves_the_window_that_was_in_its_slot() -> None:
+    """The fork finds blocks of the larger window there and has some unmapped, and other blocks of the smaller one."""
+    text = list(range(600))
+    windows = [
+        vattn.TensorGroup(layers=[i], num_kv_heads=1, head_dim=16, sliding_window=n) for i, n in ((0, 400), (1, 100))
+    ]
+    refused = 0
+    for pages in range(20, 60):
+        with make(groups=windows, max_batch_size=2, memory_budget=pages * PAGE) as cache:
+            first, _ = cache.admit(text)
+            with contextlib.suppress(vattn.OutOfPages):
+                cache.step({first: 300})
+                write(cache, first, 0, 300)
+                cache.commit(first, text[:300])
+                second = cache.fork(first)
+                cache.free_reqid(second)
+                for end in (500, 600):
+                    cache.step({first: end})
+                    write(cache, first, end - 200, end)
+                cache.commit(first, text[:590])
+                cache.check()
+                before = cache.page_map()
+                try:
+                    cache.fork(first)
+                except vattn.OutOfPages:
+                    refused += 1
+                    assert cache.page_map() == before
+            cache.check()
+    assert refused
