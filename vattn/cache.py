@@ -320,9 +320,9 @@ class KVCache(PoolMember):
         launched, and after those of the previous iteration have been launched.
 
         Missing pages are mapped before the call returns. With `overlap`, pages that the next calls will need are queued
-        for the worker: for the lengths in `next_lengths`, and for one more token in every slot. In some slots it is up
-        to eight (at most a quarter of a token block), so that not all of those that grow alike are mapped in the same
-        step. Slots that are not in `lengths` keep their length and their pages.
+        for the worker: for the lengths in `next_lengths`, and in other slots for one more token, or up to eight (at
+        most a quarter of a token block). Slots differ in this, so that not all of those that grow alike are mapped in
+        the same step. Slots that are not in `lengths` keep their length and their pages.
 
         A length may decrease; the pages stay. If it decreases into shared token blocks, the request gets pages of its
         own for the tokens from there on, by a copy if necessary, when the length next increases (copy-on-write); so

@@ -54,7 +54,7 @@ class Known:
 
 
 def most_ahead(block_tokens: int) -> int:
-    """How many tokens before its first one a block of so many tokens is queued, at most: a quarter of the block."""
+    """How many tokens before its first one a block of so many tokens is queued: at most eight, and a quarter of it."""
     return max(1, min(8, block_tokens // 4))
 
 
