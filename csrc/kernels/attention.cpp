@@ -121,7 +121,7 @@ Plan plan(const Attention& a) {
   // Where the heads of a token are neighbours, an item takes all heads, so that memory is read in order.
   const bool together = a.key.head_stride < a.key.token_stride;
   const int heads = together ? a.num_kv_heads : 1;
-  const int tokens = std::max(1, kRows / a.group() / heads);
+  const int tokens = std::max(1, kRows / a.group());
   for (int i = 0; i < a.count; ++i) {
     const int num_new = a.num_new(i);
     const bool few = (num_new + tokens - 1) / tokens * (a.num_kv_heads / heads) < kMost;
@@ -150,7 +150,7 @@ std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* 
   take(s.values, width * kBlock);
   take(s.scores, rows * kBlock);
   take(s.weights, rows * kBlock);
-  take(s.sums, rows * width);
+  take(s.sums, (rows + std::int64_t{a.num_kv_heads} * kMaxLanes) * width);
   for (float** field : {&s.maximum, &s.total, &s.factor, &s.next, &s.rescale}) take(*field, rows);
   take(s.lanes, std::int64_t{a.num_kv_heads} * a.head_dim * kMaxLanes);
   take(s.zeros, width);

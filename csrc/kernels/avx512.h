@@ -183,6 +183,8 @@ struct Avx512 {
 struct TokenPairs {
   using F = Avx512::F;
   static constexpr int kTokens = 2;
+  static constexpr int kMultiple = 2;
+  static constexpr int kRowMultiple = 1;
   static constexpr int kVectors = 2;
 
   static void unpack(__m512i even, __m512i odd, F (&out)[2]) {
@@ -210,6 +212,6 @@ bool has_avx512() {
 
 }  // namespace
 
-extern const Kernels avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+extern const Kernels avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels, amx_bf16_kernels;
 
 }  // namespace vattn::kernels

@@ -148,9 +148,11 @@ struct NoLanes {
 template <class Isa, Type kStored>
 struct Floats : FloatOperands<Isa> {
   using F = typename Isa::F;
-  static constexpr int kElements = 1;  // of a row, in an element of a panel of keys
-  static constexpr int kTokens = 1;    // in an element of a panel of values; one needs no panels
-  static constexpr int kVectors = 1;   // of values, whose lanes are in an order of their own that `order` mends
+  static constexpr int kElements = 1;     // of a row, in an element of a panel of keys
+  static constexpr int kTokens = 1;       // in an element of a panel of values; one needs no panels
+  static constexpr int kMultiple = 1;     // of tokens that values are weighed in; the last ones may be zeros
+  static constexpr int kRowMultiple = 1;  // of rows of sums of a head, the last of which are nobody's
+  static constexpr int kVectors = 1;      // of values, whose lanes are in an order of their own that `order` mends
   static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of a row of values, for a vector
   using Lanes = NoLanes;
   static constexpr int kLaneRows = 0;     // most rows for which keys and values are used as they lie
@@ -358,6 +360,13 @@ constexpr int most_rows() {
 
 // out = rescale * out + factor * (a x right), for any number of rows; out = factor * (a x right) without rescale.
 template <class Product, class Right>
+  requires requires { Product::kTiles; }
+void multiply(int rows, const std::uint32_t* a, int a_stride, int, const Right& right, int columns, int steps,
+              const float*, const float* rescale, float* out, std::int64_t out_stride) {
+  Product::multiply(rows, a, a_stride, right, columns, steps, rescale, out, out_stride);
+}
+
+template <class Product, class Right>
 void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
               const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   // Tiles of nearly equal size: nine rows are five and four.
@@ -435,16 +444,23 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, const Plac
   }
 }
 
-// Lays out the elements from `from` on of values. `kVectors` vectors come of the rows of `kTokens` tokens.
+// Lays out the elements from `from` on of values. `kVectors` vectors come of the rows of `kTokens` tokens. Zeros follow
+// the last of `count` tokens, up to `padded` ones.
 template <class Kind>
-void pack_values(const Place& values, int count, int from, int v_head_dim, const Place& next, std::uint32_t* panels) {
+void pack_values(const Place& values, int count, int padded, int from, int v_head_dim, const Place& next,
+                 std::uint32_t* panels) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
-  for (int token = 0; token < count; token += Kind::kTokens) {
+  for (int token = 0; token < padded; token += Kind::kTokens) {
     const std::byte* rows[Kind::kTokens];
     const int present = smaller(Kind::kTokens, count - token);
-    for (int i = 0; i < Kind::kTokens; ++i) rows[i] = values[token + smaller(i, present - 1)];
     float* out = reinterpret_cast<float*>(panels) + token / Kind::kTokens * kLanes;
+    if (Kind::kMultiple > Kind::kTokens && present <= 0) {
+      for (int d = from; d < v_head_dim; d += kLanes * Kind::kVectors, out += kBlock * kLanes * Kind::kVectors)
+        for (int i = 0; i < Kind::kVectors; ++i) Isa::store(out + i * kBlock * kLanes, Isa::zero(), kLanes);
+      continue;
+    }
+    for (int i = 0; i < Kind::kTokens; ++i) rows[i] = values[token + smaller(i, present - 1)];
     for (int d = from; d < v_head_dim; d += kLanes * Kind::kVectors, out += kBlock * kLanes * Kind::kVectors) {
       typename Isa::F x[Kind::kVectors];
       for (int i = 0; i < present; ++i) fetch(next[token + i] + d / kLanes * Kind::kVectorBytes);
@@ -602,7 +618,8 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   }
   const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
   std::memset(s.zeros, 0, sizeof(float) * width);
-  std::memset(s.sums, 0, sizeof(float) * all * width);
+  const int sum_rows = ceil_div(rows, Kind::kRowMultiple) * Kind::kRowMultiple;
+  std::memset(s.sums, 0, sizeof(float) * item.num_heads * sum_rows * width);
 
   // Where keys and values are laid out alike, the values are the keys' rows at a distance.
   const bool together = alike(a.key, a.value), scales_together = alike(a.key_scale, a.value_scale);
@@ -611,7 +628,8 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   int room = 0;
   for (std::int64_t at = item.begin; at < item.end; at += kBlock) {  // a length may be the largest number of 32 bits
     const int begin = static_cast<int>(at), count = smaller(kBlock, item.end - begin);
-    const int full = ceil_div(count, kLanes);
+    const int padded = ceil_div(count, Kind::kMultiple) * Kind::kMultiple;
+    const int full = ceil_div(padded, kLanes);
     const Place first_keys = next_keys;
     const std::byte** next_room = s.places + (room ^= kBlock);
     if (count < item.end - begin) {
@@ -687,18 +705,19 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
       }
 
       const auto weigh = [&](const auto& right, int first, int columns) {
-        multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, ceil_div(count, Kind::kTokens),
-                                           s.next, s.rescale, s.sums + h * rows * width + first * kLanes, width);
+        multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, padded / Kind::kTokens, s.next,
+                                           s.rescale, s.sums + h * sum_rows * width + first * kLanes, width);
       };
       int whole = 0;
-      if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {
-        whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
-        values.visit([&]<class Rows>(const Rows& places) {
-          weigh(Values<Kind, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
-        });
-      }
+      if constexpr (Kind::kTokens == 1 || Kind::kLaneRows)
+        if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {
+          whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
+          values.visit([&]<class Rows>(const Rows& places) {
+            weigh(Values<Kind, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
+          });
+        }
       if (whole < vectors) {
-        pack_values<Kind>(values, count, whole * kLanes, a.v_head_dim, after, s.values);
+        pack_values<Kind>(values, count, padded, whole * kLanes, a.v_head_dim, after, s.values);
         weigh(Panels<Isa>{s.values, kBlock * kLanes}, whole, vectors - whole);
       }
     }
@@ -707,7 +726,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   for (int h = 0, r = 0; h < item.num_heads; ++h)
     for (int t = 0; t < item.num_tokens; ++t)
       for (int g = 0; g < group; ++g, ++r) {
-        float* sums = s.sums + r * width;
+        float* sums = s.sums + (h * sum_rows + t * group + g) * width;
         for (int d = 0; Kind::kVectors > 1 && d < vectors * kLanes; d += kLanes * Kind::kVectors) {
           typename Isa::F x[Kind::kVectors];
           for (int i = 0; i < Kind::kVectors; ++i) x[i] = Isa::load(sums + d + i * kLanes);

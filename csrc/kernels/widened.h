@@ -12,6 +12,8 @@ struct Widened : Neighbours<Isa_> {
   using Isa = Isa_;
   using F = typename Isa::F;
   static constexpr int kTokens = 1;
+  static constexpr int kMultiple = 1;
+  static constexpr int kRowMultiple = 1;
   static constexpr int kVectors = 2;
   static constexpr int kVectorBytes = 2 * Isa::kLanes;
   static constexpr int kFloatPanels = Isa::kFloatPanels;
