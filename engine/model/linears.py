@@ -1,8 +1,8 @@
 """Linear layers with weights packed once, and single products in place of several.
 
 A call computes what the module would; `plus` adds another tensor in the epilogue of the matrix product, in float32,
-without another pass over memory. The products are oneDNN's, or vattn's own on CPUs that multiply floats faster than
-pairs of bfloat16, or have no product of pairs.
+without another pass over memory. The products are oneDNN's, or vattn's own on CPUs without AMX that multiply floats
+faster than pairs of bfloat16, or have no product of pairs.
 """
 
 from __future__ import annotations

@@ -459,9 +459,7 @@ class World:
     def _sinks(self) -> tuple[Tensor, Any]:
         rng, heads = self.rng, self.shape.heads
         made = self.memory.flat(heads, rng.choice(FLOATS))[-heads:]
-        odd = (-math.inf, -math.inf, 1e4, -1e4, 1e38, -1e38)
-        if not self.plain:  # torch's products let NaN of a row into the row before it, where a CPU has AMX
-            odd += (math.nan, math.inf)
+        odd = (-math.inf, -math.inf, math.nan, math.inf, 1e4, -1e4, 1e38, -1e38)
         for head in range(heads):
             made[head] = rng.gauss(0, 3) if rng.random() < 0.7 else rng.choice(odd)
         return made, exact(made)

@@ -97,8 +97,12 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         mask: added to the scores, broadcast against `[batch, 1, num_queries, num_keys]`; None for none.
 
     Returns:
-        `[batch, num_query_heads, num_queries, v_head_dim]`; all but the products is computed in float32 or more.
+        `[batch, num_query_heads, num_queries, v_head_dim]`; all but the products is computed in float32 or more, and on
+        a CPU the products too: with AMX, torch 2.13's products of bfloat16 let NaN of a row into the row before it.
     """
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = (each.to(torch.promote_types(dtype, torch.float32)) for each in (query, key, value))
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
@@ -118,4 +122,4 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     if params.sinks is not None:
         weights = weights[..., :-1]
     output = weights.reshape(batch, num_kv_heads, -1, weights.shape[-1]) @ value
-    return output.reshape(batch, num_heads, num_queries, -1)
+    return output.reshape(batch, num_heads, num_queries, -1).to(dtype)

@@ -129,7 +129,9 @@ def no_scale() -> None:
 
 @mutation("adapters", "a softcap is computed in half precision", "attention")
 def half_softcap() -> None:
-    _rewrite(torch_sdpa, "plain_attention", (".to(exact)", ""), ("softmax(dim=-1)", "softmax(-1, torch.float32)"))
+    halves = ('query.device.type == "cpu"', "False")
+    scores = (".to(exact)", ""), ("softmax(dim=-1)", "softmax(-1, torch.float32)")
+    _rewrite(torch_sdpa, "plain_attention", halves, *scores)
 
 
 @mutation(None, "the first key of a window is a token later", "attention")

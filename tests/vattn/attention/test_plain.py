@@ -130,6 +130,28 @@ def test_against_float64(kernels: str, seed: int, threads: int, longest: int) ->
     case.assert_near(got, case.want())
 
 
+@pytest.mark.parametrize("new", [1, 3, 9, 40])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_what_an_earlier_call_left(kernels: str, new: int, head_dim: int) -> None:
+    """What kernels keep between calls, and what pads their tiles, takes part in nothing."""
+    generator = torch.Generator().manual_seed(new)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16()
+
+    query, key, value = drawn(new, 14, head_dim), drawn(1, 300, 2, head_dim), drawn(1, 300, 2, head_dim)
+    starts, length = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, new], [245]))
+    ends = torch.tensor([0, 128], dtype=torch.int32), torch.tensor([300], dtype=torch.int32)
+    nothing = [torch.full_like(each, math.nan) for each in (drawn(128, 14, head_dim), key, value)]
+    results = []
+    for _ in range(2):
+        results.append(decode(query, key, value, length, starts=starts))
+        decode(*nothing, ends[1], starts=ends[0])
+    want = reference(query, key, value, length, torch.tensor([0]), starts)
+    assert (results[0].double() - want).abs().max() / want.abs().max() < TOLERANCE[torch.bfloat16]
+    assert torch.equal(*results)
+
+
 @settings(max_examples=effort(8, 20), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_neither_threads_nor_other_requests_change_a_result(kernels: str, seed: int) -> None:

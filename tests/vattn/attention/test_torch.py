@@ -15,6 +15,7 @@ from tests.support.effort import covering
 from vattn import attention
 from vattn.attention import AttentionParams, PackedBatch, Span, SpanColumns
 from vattn.attention.native import Native
+from vattn.attention.torch_sdpa import plain_attention
 
 HEADS, LONGEST = 2, 64
 
@@ -215,3 +216,14 @@ def test_masks_are_built_once_per_step() -> None:
         [0, 0, 1, 1, 1, 0],
         [0, 0, 0, 1, 1, 1],
     ]
+
+
+@pytest.mark.parametrize("keys", [125, 126, 127])
+def test_a_row_that_is_not_finite_shows_in_no_other(keys: int) -> None:
+    """torch's own products of bfloat16 let it into the row before it where the CPU has AMX."""
+    query, key, value = torch.randn(1, 4, 16, 64), torch.randn(1, 2, keys, 64), torch.randn(1, 2, keys, 64)
+    sinks = torch.tensor([0, math.nan, 0, 0])
+    got = plain_attention(*(each.bfloat16() for each in (query, key, value)), None, AttentionParams(sinks=sinks))
+    assert got.dtype == torch.bfloat16
+    assert got[0].isnan().all(-1).all(-1).tolist() == [False, True, False, False]
+    assert got[0, [0, 2, 3]].isfinite().all()
