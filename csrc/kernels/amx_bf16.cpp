@@ -24,11 +24,11 @@ class Tiles {
       config.bytes[i] = 4 * kTileSteps;
       config.rows[i] = kTileRows;
     }
-    _tile_loadconfig(&config);
+    load(config);
   }
   ~Tiles() {
     if (before_.palette)
-      _tile_loadconfig(&before_);
+      load(before_);
     else
       _tile_release();
   }
@@ -42,6 +42,9 @@ class Tiles {
     std::uint8_t rows[16];
   };
   static_assert(sizeof(Config) == 64);
+  // The intrinsic tells GCC 12 of the first eight bytes only, so that it leaves out what writes the others.
+  static void load(const Config& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+
   Config before_;
 };
 
