@@ -61,7 +61,7 @@ def _place(path: Path, names: Sequence[str]) -> tuple[str, int]:
 def machine(record: Record) -> str:
     """The CPU that a record was taken on. Its family and model tell apart those that call themselves `AMD EPYC`."""
     hardware = record["hardware"]
-    name = re.sub(r"\((R|TM)\)| Processor$", "", hardware["cpu"])
+    name = re.sub(r"\((R|TM)\)| Processor( @.*)?$", "", hardware["cpu"])
     known = f", family {hardware['cpu_family']} model {hardware['cpu_model']}" if "cpu_family" in hardware else ""
     return f"{name}{known}, {hardware['cores']} cores"
 

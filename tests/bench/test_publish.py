@@ -205,6 +205,10 @@ def test_a_plot_that_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest
     [
         ({"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "cores": 2}, "AMD EPYC, family 25 model 17, 2 cores"),
         ({"cpu": "Intel(R) Xeon(R) Processor", "cores": 4}, "Intel Xeon, 4 cores"),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cpu_family": 6, "cpu_model": 85, "cores": 2},
+            "Intel Xeon, family 6 model 85, 2 cores",
+        ),
     ],
 )
 def test_machines_with_one_name_are_told_apart(hardware: dict[str, object], name: str) -> None:

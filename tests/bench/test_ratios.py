@@ -89,7 +89,7 @@ def test_every_case_compares_its_committed_records() -> None:
             assert comparison.says.count("{}") == 1
             assert comparison.pairs, f"{path}: {comparison.says}"
             assert all(value > 0 for value in comparison.values)
-    decode = json.loads((ROOT / "bench" / "results" / "xeon-2core" / "decode.json").read_text())
+    decode = json.loads((ROOT / "bench" / "results" / "xeon-cascade-lake-2core" / "decode.json").read_text())
     paged = found["decode"].load().compare(decode)[0]
     assert paged.values == [row["paged over virtual"] for row in decode["figures"]]
     assert paged.median == median(row["paged over virtual"] for row in decode["figures"])
