@@ -198,13 +198,11 @@ def compare(record: Record) -> list[Comparison]:
             columns(record, "step paged ms", "step virtual ms"),
         ),
     ]
-    if _ROUNDS in record["series"]:
-        last = record["figures"][-1]
-        says = f"With {last['batch']} requests of {last['context']:,} tokens, scattered blocks take {{}} times as long"
-        found.append(Comparison(says, record, by_round(record, _ROUNDS), of="rounds"))
-    if "virtual of limit" in record["figures"][0]:
-        says = "Attention in a step is {} times as fast as one that does nothing but read, or nothing but multiply"
-        found.append(Comparison(says, record, columns(record, "virtual of limit"), is_limit=True))
+    last = record["figures"][-1]
+    says = f"With {last['batch']} requests of {last['context']:,} tokens, scattered blocks take {{}} times as long"
+    found.append(Comparison(says, record, by_round(record, _ROUNDS), of="rounds"))
+    says = "Attention in a step is {} times as fast as one that does nothing but read, or nothing but multiply"
+    found.append(Comparison(says, record, columns(record, "virtual of limit"), is_limit=True))
     return found
 
 

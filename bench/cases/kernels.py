@@ -153,12 +153,8 @@ def _row(length: int, threads: int, rounds: int, caches: str) -> Row:
 
 
 def compare(record: Record) -> list[Comparison]:
-    if "native of limit" in record["figures"][0]:
-        says = "vattn's kernel is {} times as fast as one that does nothing but read, or nothing but multiply"
-        limit = Comparison(says, record, columns(record, "native of limit"), is_limit=True)
-    else:  # records that have a copy instead
-        says = "vattn's kernel reads keys and values at {} times the rate at which this machine copies as many bytes"
-        limit = Comparison(says, record, columns(record, "native GB/s", "copy GB/s"), is_limit=True)
+    says = "vattn's kernel is {} times as fast as one that does nothing but read, or nothing but multiply"
+    limit = Comparison(says, record, columns(record, "native of limit"), is_limit=True)
     return [
         Comparison(
             "torch's kernel takes {} times as long as vattn's",
@@ -170,7 +166,7 @@ def compare(record: Record) -> list[Comparison]:
 
 
 def draw(axes: Any, record: Record) -> None:
-    figures = [row for row in record["figures"] if row.get("caches", "cold") == "cold"]  # some records do not tell
+    figures = [row for row in record["figures"] if row["caches"] == "cold"]
     for threads, name in zip(sorted({row["threads"] for row in figures}), ("virtual", "paged"), strict=False):
         rows = [row for row in figures if row["threads"] == threads]
         tokens, ratios = ([row[column] for row in rows] for column in ("tokens", "torch over native"))
