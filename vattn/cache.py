@@ -538,8 +538,8 @@ class KVCache(PoolMember):
 
     def _obtainable(self) -> int:
         """Pages that running requests have or can get, of those that are there."""
-        takeable = self._core.spare_pages + self._reclaimer.stuck_pages()
-        return self._core.free_pages + takeable + self._ledger.owned
+        own = self._ledger.held - self._ledger.pinned
+        return own + self._core.free_pages + self._core.spare_beside(self._reclaimer)
 
     @reading
     def borrow_pages(self, pages: int, following: int = 0) -> int:
@@ -572,15 +572,16 @@ class KVCache(PoolMember):
             InvalidSlot: `reqid` is not allocated.
             InvalidLength: a number is not an integer, or no slot can have that length.
         """
-        # An engine asks about every request in every step, and mostly about a token of a page that it has.
+        # An engine asks about every request in every step, and mostly about one that just grows.
         if (
-            type(num_tokens) is type(reqid) is int
+            type(num_tokens) is int
+            and (reqid is None or type(reqid) is int)
             and (chunk_tokens is None or (type(chunk_tokens) is int and chunk_tokens >= 0))
             and not self._closed
             and self._core.settled
-            and self._within_pages(reqid, num_tokens)
+            and (pages := self._growth(reqid, num_tokens)) is not None
         ):
-            return 0
+            return pages
         return self._pages_needed(num_tokens, reqid, chunk_tokens)
 
     @reading
@@ -727,16 +728,17 @@ class KVCache(PoolMember):
         self._backer.prepare_idle_slot()
         return slot
 
-    def _within_pages(self, slot: int, length: int) -> bool:
-        """Whether a slot surely can grow to `length` in the pages that its tokens need anyway."""
-        slots, bands = self._slots, self._bands
-        before = slots.length.get(slot, 0)
-        return (
-            0 < before <= length <= self.config.max_context_len
-            and not bands.windowed
-            and bands.used_tokens.get(slot, 0) <= before - before % bands.block_tokens
-            and self.layout.pages(slots.backed(length)) == self.layout.pages(slots.backed(before))
-        )
+    def _growth(self, slot: int | None, length: int) -> int | None:
+        """Pages by which a slot, or a request without one, grows to `length`; None if it may have to give up blocks or
+        windows for that, or does not grow.
+        """
+        slots, bands, pages = self._slots, self._bands, self.layout.pages
+        before, used = (0, 0) if slot is None else (slots.length.get(slot, -1), bands.used_tokens.get(slot, 0))
+        if not 0 <= before <= length <= self.config.max_context_len:
+            return None
+        if bands.windowed or used > before - before % bands.block_tokens:
+            return None
+        return pages(slots.backed(length)) - pages(slots.backed(before))
 
     def _by_slot(self, lengths: Sequence[int]) -> dict[int, int]:
         try:

@@ -289,7 +289,7 @@ class Scheduler:
             if underway.computes_prefix(request):
                 break
             if room < 0 and self.running:
-                room += self.kv.borrow(-room, self._following(held, budget) if self._lent else 0)
+                room += self.kv.borrow(-room, self._following(held, budget)) if self._lent else 0
                 if room < 0:
                     break
             self._start(request)

@@ -351,7 +351,7 @@ def test_pages_needed_and_available_agree_with_step() -> None:
 def test_pages_needed_is_the_same_with_and_without_a_look_at_the_books(
     guard_rows: int, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most calls ask for a token in a page that the slot needs anyway, and are answered without a call to the pool."""
+    """Most calls ask for a request that just grows, or begins, and are answered without a call to the pool."""
     looks = 0
     rng = random.Random(0)
     with make(guard_rows=guard_rows, sliding_window=sliding_window, max_batch_size=6) as cache:
@@ -376,9 +376,11 @@ def test_pages_needed_is_the_same_with_and_without_a_look_at_the_books(
             assert cache.pages_needed(asked, slot, chunk) == look(asked, slot, chunk)
             if sliding_window is not None or asked < length:
                 assert looks == before + 1
+            new = rng.randrange(1001)
+            assert cache.pages_needed(new, chunk_tokens=chunk) == look(new, None, chunk)
             if rng.random() < 0.5 and not (sliding_window and asked < length):
                 cache.step({slot: min(asked, 890)})
-        assert looks == 300 if sliding_window else looks < 200
+        assert looks == 600 if sliding_window else looks < 200
         with pytest.raises(vattn.InvalidSlot):
             cache.pages_needed(1, 5)
         with pytest.raises(vattn.InvalidLength):

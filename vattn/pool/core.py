@@ -151,6 +151,10 @@ class Core(Calls):
         """Pages that tenants hold but no request uses, and that `reclaim` can give."""
         return sum(tenant.spare_pages for tenant in self._tenants)
 
+    def spare_beside(self, tenant: Tenant) -> int:
+        """Pages that the other tenants hold but no request uses, and that `reclaim` can give."""
+        return sum([each.spare_pages for each in self._tenants if each is not tenant]) if self.tenants > 1 else 0
+
     def reclaim(self, change: Change, pages: int, *, wait: bool) -> int:
         """Plans to free pages of any tenant that no request uses; returns how many. `wait` as in `Tenant.reclaim`."""
         reclaimed = 0
