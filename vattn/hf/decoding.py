@@ -95,8 +95,9 @@ def _attend(
         if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
             stored, scales = [key.codes, value.codes], (key.scales.transpose(1, 2), value.scales.transpose(1, 2))
         rows = [tensor.transpose(1, 2) for tensor in stored]
-        output = cpu.attend(query[:, :, 0], *rows, slots=slots, lengths=lengths, scales=scales, scale=scale)
-        return output[:, :, None]
+        output = query.new_empty(batch, heads, 1, value.shape[3])
+        cpu.attend(query.squeeze(2), *rows, slots=slots, lengths=lengths, scales=scales, scale=scale, out=output)
+        return output
     key, value = (rows.plain() if isinstance(rows, Coded) else rows for rows in (key, value))
     if single and enable_gqa and (attn_mask is None or attn_mask.shape[-3:-1] == (1, 1)):
         folded = query.reshape(batch, key.shape[1], -1, query.shape[3])
