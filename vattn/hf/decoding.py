@@ -34,6 +34,8 @@ class DecodedKeys(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
+            if func in _COPYING:
+                args = tree_map_only(DecodedKeys, _plain, args)
             return func(*args, **(kwargs or {}))
 
 
@@ -76,6 +78,14 @@ class Coded(DecodedKeys):
         return repr(self.plain())
 
 
+# These refuse subclasses, before any dispatch.
+_COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
+
+
+def _plain(rows: DecodedKeys) -> Tensor:
+    return rows.plain() if isinstance(rows, Coded) else rows.as_subclass(Tensor)
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -87,9 +97,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    batch, heads, queries, _ = query.shape
-    single = queries == 1 and not is_causal
+    single = not is_causal and _is_step(query, key, value, enable_gqa)
     if single and attn_mask is None and not dropout_p and _is_native(query, key, value):
+        batch, heads, _, _ = query.shape
         slots, lengths = _all(batch, key.shape[2])
         stored, scales = [key, value], None
         if isinstance(key, Coded) and isinstance(value, Coded) and not key.is_read and not value.is_read:
@@ -100,11 +110,29 @@ def _attend(
         return output
     key, value = (rows.plain() if isinstance(rows, Coded) else rows for rows in (key, value))
     if single and enable_gqa and (attn_mask is None or attn_mask.shape[-3:-1] == (1, 1)):
-        folded = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        batch, heads, _, head_dim = query.shape
+        folded = query.reshape(batch, key.shape[1], -1, head_dim)
         output = scaled_dot_product_attention(folded, key, value, attn_mask, dropout_p, scale=scale)
         return output.reshape(batch, heads, 1, value.shape[3])
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _is_step(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether there is one query per sequence, in shapes that belong together. SDPA broadcasts others or refuses them;
+    the kernels would read memory that is not there.
+    """
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    batch, heads, queries, head_dim = query.shape
+    rows, kv_heads, _, key_dim = key.shape
+    return (
+        queries == 1
+        and batch == rows
+        and head_dim == key_dim
+        and value.shape[:3] == key.shape[:3]
+        and (heads == kv_heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
     )
 
 

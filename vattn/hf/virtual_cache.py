@@ -466,11 +466,13 @@ def _text_config(model_or_config: Any) -> PretrainedConfig:
     config = getattr(model_or_config, "config", model_or_config)
     if not isinstance(config, PretrainedConfig):
         raise ConfigError(f"{type(model_or_config).__name__} is neither a transformers model nor its config")
-    if getattr(model_or_config, "_is_stateful", False):
-        raise _unsupported(config, "keeps recurrent state besides keys and values")
     if config.is_encoder_decoder:
         raise _unsupported(config, "is an encoder-decoder, whose cross-attention needs a cache of its own")
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    # Of a hybrid that lists its layers, these say it: all of them may be attention.
+    if getattr(model_or_config, "_is_stateful", False) and getattr(text, "layer_types", None) is None:
+        raise _unsupported(config, "keeps recurrent state besides keys and values")
+    return text
 
 
 def _model_layers(config: PretrainedConfig) -> list[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +49,58 @@ def test_views_that_torch_negates() -> None:
     query, keys, values = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
     output = scaled_dot_product_attention(torch._neg_view(query), keys.as_subclass(DecodedKeys), values)
     torch.testing.assert_close(output, scaled_dot_product_attention(-query, keys, values))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "how"),
+    [
+        ((3, 2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
+        ((2, 2, 1, 16), (2, 2, 50, 16), (1, 2, 50, 16), {}),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 1, 50, 16), {}),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 2, 4, 16), {}),
+        ((1, 2, 1, 16), (1, 2, 50, 8), (1, 2, 50, 8), {}),
+        ((1, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
+        ((1, 3, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {"enable_gqa": True}),
+        ((3, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {"enable_gqa": True}),
+        ((2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (2, 50, 16), {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "coded"])
+def test_shapes_that_do_not_belong_together_are_for_torch(
+    kind: str, queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], how: dict[str, bool]
+) -> None:
+    """It broadcasts some and refuses others; the kernels would read what is not there."""
+    query, value = torch.randn(queries), torch.randn(values)
+    if kind == "coded":
+        key, plain = coded(*keys)
+    else:
+        plain = torch.randn(keys)
+        key = plain.as_subclass(DecodedKeys)  # type: ignore[assignment]
+
+    def result(rows: Tensor) -> Tensor | str:
+        try:
+            return scaled_dot_product_attention(query, rows, value, **how)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            return str(error)
+
+    expected, found = result(plain), result(key)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_copies_are_plain() -> None:
+    rows, plain = coded(1, 2, 5, 8)
+    decoded = plain.as_subclass(DecodedKeys)
+    for each in (rows, decoded):
+        copied = copy.deepcopy(each)
+        assert type(copied) is Tensor
+        assert torch.equal(copied, plain)
+        assert np.array_equal(each.numpy(), plain.numpy())
+        assert np.array_equal(np.asarray(each), plain.numpy())
+        assert each.tolist() == plain.tolist()
 
 
 def test_several_queries() -> None:

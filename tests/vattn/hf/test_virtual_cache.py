@@ -438,6 +438,29 @@ def test_blt_looks_up_its_prompt() -> None:
         cache.check()
 
 
+def test_a_hybrid_whose_layers_are_all_attention() -> None:
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        shared_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["attention", "attention"],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    )
+    torch.manual_seed(0)
+    model = transformers.GraniteMoeHybridForCausalLM(config).eval()
+    options = {**GREEDY, "pad_token_id": 0}
+    ids = IDS % 100
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), model.generate(ids, **options))
+
+
 # What it refuses
 
 
