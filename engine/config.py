@@ -140,7 +140,7 @@ class EngineConfig:
         "both",
         "`prefill`: also compute prompts for other engines of the `kv_pool` that have the same weights and settings, "
         "once an `AsyncEngine` or a server runs this one; `decode`: have prompts computed by such engines, as long as "
-        "there are any. Both imply `kv_share_prefixes`",
+        "there are any. Each of the two implies `kv_share_prefixes`",
         choices=get_args(Role),
     )
     kv_store: str | os.PathLike[str] | None = option(
@@ -212,7 +212,7 @@ class EngineConfig:
         "auto",
         "threads that compute a step on a CPU. `auto` measures steps with one thread up to torch's number "
         "(`OMP_NUM_THREADS`, `torch.set_num_threads`), when the model is loaded and as the engine runs, prefill and "
-        "decode steps apart: a small model, or a busy machine, is faster with fewer. Tokens do not depend on it",
+        "decode steps apart: a small model, or a busy machine, is faster with fewer",
         parse=_num_threads,
         metavar="NUMBER",
     )

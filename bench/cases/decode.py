@@ -201,7 +201,7 @@ def compare(record: Record) -> list[Comparison]:
     last = record["figures"][-1]
     says = f"With {last['batch']} requests of {last['context']:,} tokens, scattered blocks take {{}} times as long"
     found.append(Comparison(says, record, by_round(record, _ROUNDS), of="rounds"))
-    says = "Attention in a step is {} times as fast as one that does nothing but read, or nothing but multiply"
+    says = "Attention in a step reaches {} of the machine's roofline (read bandwidth or product rate)"
     found.append(Comparison(says, record, columns(record, "virtual of limit"), is_limit=True))
     return found
 

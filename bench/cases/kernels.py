@@ -153,7 +153,7 @@ def _row(length: int, threads: int, rounds: int, caches: str) -> Row:
 
 
 def compare(record: Record) -> list[Comparison]:
-    says = "vattn's kernel is {} times as fast as one that does nothing but read, or nothing but multiply"
+    says = "vattn's kernel reaches {} of the machine's roofline (read bandwidth or product rate)"
     limit = Comparison(says, record, columns(record, "native of limit"), is_limit=True)
     return [
         Comparison(

@@ -225,7 +225,7 @@ def compare(record: Record) -> list[Comparison]:
         if pairs := _rounds(record, engine):
             found.append(Comparison(text, record, pairs, of="rounds"))
     if floor := _rounds(record, "floor"):
-        share = "The products of the engine's steps alone, with attention at the machine's limit, take {} times as long"
+        share = "Matrix products alone, with attention at the machine's roofline, would take {} of the engine's time"
         found.append(Comparison(share, record, floor, of="rounds", is_limit=True))
     return found
 

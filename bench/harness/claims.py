@@ -13,7 +13,7 @@ WORDS = {
     "tie": "tie",
     "behind": "vattn behind",
     "few": "too few cases",
-    "limit": "of the machine's limit",
+    "limit": "of the limit",
     "void": "void: a busy machine",
 }
 

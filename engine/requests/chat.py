@@ -141,6 +141,11 @@ class _Template:
                 )
 
 
+def check_template(source: str) -> None:
+    """Raises jinja2's TemplateError for what is no template."""
+    _read(source)
+
+
 @functools.lru_cache(maxsize=32)
 def _read(source: str) -> _Template:
     # Only this environment knows all tags of transformers' templates.

@@ -66,7 +66,7 @@ class PromptReader:
             raise ContextTooLong(
                 f"the prompt has {len(token_ids)} tokens, but this model's maximum context length is "
                 f"{self.max_model_len} tokens (max_model_len) and the output "
-                "needs at least one; shorten the prompt, or set max_model_len higher",
+                "needs at least one; shorten the prompt, or raise max_model_len where the model allows it",
                 param=_PARAM,
             )
         self.check_token_ids("the prompt", token_ids, param=_PARAM)

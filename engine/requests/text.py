@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,12 @@ from .detokenizer import Detokenizer
 from .sampling import SamplingParams
 
 _TOKENS_KEPT = 65536  # texts of single tokens, which log probabilities ask for again and again
+
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback name a byte
+# How byte-level ones do: bytes that Latin-1 prints by that character, the others in order by those from U+0100 on.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTED]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class TokenText:
@@ -23,6 +30,7 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
         self.of_token = functools.lru_cache(maxsize=_TOKENS_KEPT)(self._of_token)
+        self.bytes_of = functools.lru_cache(maxsize=_TOKENS_KEPT)(self._bytes_of)
 
     def of(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of several tokens; there must be a tokenizer."""
@@ -44,3 +52,15 @@ class TokenText:
         if self.tokenizer is None or token_id >= len(self.tokenizer):
             return None
         return self.of([token_id], skip_special_tokens=False)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """A token alone in UTF-8, which may be a part of a character; nothing without a tokenizer."""
+        text = self.of_token(token_id) or ""
+        if "\ufffd" in text:
+            assert self.tokenizer is not None
+            name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+            if byte := _FALLBACK.fullmatch(name):
+                return bytes.fromhex(byte[1])
+            if _BYTES.keys() >= set(name):
+                return bytes(_BYTES[character] for character in name)
+        return text.encode("utf-8", "replace")

@@ -43,6 +43,8 @@ class Bodies:
         """
         if not _is_json(request.headers.get("content-type", "")):
             raise bad("the body is no JSON object; send one, with the header 'Content-Type: application/json'")
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise bad("the body is compressed, as its header 'Content-Encoding' says; send it as it is")
         received = bytearray()
         try:
             async for chunk in request.stream():

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from ..requests.outputs import CompletionOutput, RequestOutput
 from ..requests.prompts import TokenizedPrompt
 from ..requests.sampling import SamplingParams
+from ..requests.text import TokenText
 from .answers import answered, ending, head, of_prompt, stream, usage_of, weight
 from .bodies import described
 from .errors import bad
@@ -47,11 +48,11 @@ def router(service: Service) -> APIRouter:
         model = body.model or service.names[0]
         if body.stream:
             start = head("chat.completion.chunk", "chatcmpl", request, model)
-            return EventStream(stream(run, body, start, _Chunks(body)), run.abort)
+            return EventStream(stream(run, body, start, _Chunks(body, service.text)), run.abort)
         start = head("chat.completion", "chatcmpl", request, model)
         (output,) = finals = await run.finals(request)
         choices = (
-            _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}})
+            _choice(completion, body, {"message": {"role": "assistant", "content": completion.text}}, service.text)
             for completion in output.outputs
         )
         answer = {**start, "choices": choices, "usage": usage_of(finals), **of_prompt(output, body)}
@@ -63,8 +64,9 @@ def router(service: Service) -> APIRouter:
 class _Chunks:
     """Makes the chunks of one stream; the first of each choice names the role."""
 
-    def __init__(self, body: ChatRequest) -> None:
+    def __init__(self, body: ChatRequest, text: TokenText) -> None:
         self._body = body
+        self._text = text
         self._begun: set[int] = set()
 
     def __call__(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -78,12 +80,12 @@ class _Chunks:
                 extra = {} if self._begun else of_prompt(output, self._body)
                 self._begun.add(completion.index)
                 delta = {"role": "assistant", "content": completion.text}
-            chunks.append({"choices": [_choice(completion, self._body, {"delta": delta})], **extra})
+            chunks.append({"choices": [_choice(completion, self._body, {"delta": delta}, self._text)], **extra})
         return chunks
 
 
-def _choice(completion: CompletionOutput, body: ChatRequest, what: dict[str, Any]) -> dict[str, Any]:
+def _choice(completion: CompletionOutput, body: ChatRequest, what: dict[str, Any], text: TokenText) -> dict[str, Any]:
     logprobs = None
     if body.logprobs:
-        logprobs = chat_logprobs(completion.token_ids, completion.logprobs or (), body.top_logprobs or 0)
+        logprobs = chat_logprobs(completion.token_ids, completion.logprobs or (), body.top_logprobs or 0, text)
     return {"index": completion.index, **what, "logprobs": logprobs, **ending(completion, body)}

@@ -124,7 +124,7 @@ class _Completion:
                 pairs += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
             pairs += zip(completion.token_ids, completion.logprobs or (), strict=True)
             if index not in self._logprobs:
-                self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text.of_token)
+                self._logprobs[index] = TextLogprobs(body.logprobs, self._service.text)
             choice["logprobs"] = self._logprobs[index].piece(pairs)
         choice |= ending(completion, body)
         return choice | of_prompt(output, body) if first else choice

@@ -4,6 +4,9 @@ httptools keeps the line, headers and trailers of a request in memory, however m
 application sees the request and its key; and uvicorn waits for the rest of a request as long as its client likes, and
 parses all requests that a client sends ahead, however many they are.
 
+A client may offer to go on in another protocol (Java's does in every request), and this server never accepts. httptools
+takes what follows the head for that protocol all the same, so such a request is parsed anew, without the offer.
+
 A client that has closed its sending side may still read (`nc -N` does) or be gone: both look the same. So an interim
 answer is sent, which HTTP/1.1 allows at any time before the answer: where nobody reads, the connection is reset. The
 parts of an answer do the same, so an answer has to begin no earlier than it goes on.
@@ -12,11 +15,13 @@ parts of an answer do the same, so an answer has to begin no earlier than it goe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Iterator
 from typing import ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 logger = logging.getLogger(__name__)
@@ -83,7 +88,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_request()
         for part in _slices(data):
             self._progressed = False
-            super().data_received(part)
+            self._parse(part)
             self._pass_body_on()
             if self.transport.is_closing():
                 return
@@ -114,6 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._progressed = True
+        if self._offers():
+            return
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
@@ -126,9 +133,36 @@ class LimitedProtocol(HttpToolsProtocol):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
+        if self._offers():
+            return
         self._expect_none()
         self._pass_body_on()
         super().on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """As `HttpToolsProtocol.data_received`, but for a request that offers another protocol."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offers():
+                (end,) = upgrade.args
+                head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+                for name, value in self.headers:
+                    if name != b"upgrade":
+                        head += b"%b: %b\r\n" % (name, value)
+                self.parser = httptools.HttpRequestParser(self)
+                with contextlib.suppress(AttributeError):  # httptools before 0.6.3; as uvicorn does
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._parse(head + b"\r\n" + data[end:])
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
+    def _offers(self) -> bool:
+        """Whether the request that is being parsed offers another protocol."""
+        return bool(self.parser.should_upgrade()) and any(name == b"upgrade" for name, _ in self.headers)
 
     def _pass_body_on(self) -> None:
         """A body that comes in chunks of single bytes is not copied for each of them."""

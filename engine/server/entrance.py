@@ -9,7 +9,6 @@ import re
 import time
 import uuid
 
-from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, error_response
@@ -55,7 +54,7 @@ class Entrance:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._limit:
-                    raise HTTPException(413, self._too_large())
+                    raise self._too_large()
             return message
 
         async def named(message: Message) -> None:
@@ -92,7 +91,7 @@ class Entrance:
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._limit:
-            return ApiError(413, self._too_large(), code="body_too_large")
+            return self._too_large()
         return None
 
     def _has_key(self, authorization: bytes) -> bool:
@@ -102,8 +101,9 @@ class Entrance:
         found = [hmac.compare_digest(digest, known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(found)
 
-    def _too_large(self) -> str:
-        return f"the body is over the limit of {self._limit} bytes; send less, or raise --max-body-bytes"
+    def _too_large(self) -> ApiError:
+        message = f"the body is over the limit of {self._limit} bytes; send less, or raise --max-body-bytes"
+        return ApiError(413, message, code="body_too_large")
 
 
 def _digest(key: bytes) -> bytes:

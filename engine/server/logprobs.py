@@ -5,11 +5,13 @@ Long lists are iterators, whose members are made as they are written.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..requests.logprobs import DecodeToken, Logprob
+from ..requests.logprobs import Logprob
+from ..requests.text import TokenText
 
 Report = Mapping[int, Logprob]
 
@@ -22,13 +24,15 @@ class TextLogprobs:
 
     Args:
         count: alternatives to report.
-        decode: a token alone as text.
+        text: of single tokens.
     """
 
-    def __init__(self, count: int, decode: DecodeToken) -> None:
+    def __init__(self, count: int, text: TokenText) -> None:
         self._count = count
-        self._decode = decode
+        self._text = text
         self._offset = 0
+        # A character begins where its first token does, however many tokens have parts of it.
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def piece(self, tokens: Iterable[tuple[int, Report | None]]) -> dict[str, Iterable[Any]]:
         """The next tokens, each with its report; None for the first one of a prompt.
@@ -36,8 +40,9 @@ class TextLogprobs:
         Of alternatives with the same text the most probable one is reported.
         """
         tokens = list(tokens)
-        names = [self._decode(token) or "" for token, _ in tokens]
-        *offsets, self._offset = accumulate(map(len, names), initial=self._offset)
+        names = [self._text.of_token(token) or "" for token, _ in tokens]
+        lengths = [len(self._characters.decode(self._text.bytes_of(token))) for token, _ in tokens]
+        *offsets, self._offset = accumulate(lengths, initial=self._offset)
         return {
             "tokens": names,
             "token_logprobs": [None if report is None else _value(report[token]) for token, report in tokens],
@@ -53,13 +58,13 @@ class TextLogprobs:
         return top
 
 
-def chat_logprobs(token_ids: Sequence[int], reports: Sequence[Report], count: int) -> dict[str, Any]:
+def chat_logprobs(token_ids: Sequence[int], reports: Sequence[Report], count: int, text: TokenText) -> dict[str, Any]:
     """The `logprobs` of some tokens of a chat's choice, each with `count` alternatives."""
 
     def entry(token: int, report: Report) -> dict[str, Any]:
-        ranked = sorted(report.values(), key=lambda entry: entry.rank)
-        top = [_chat_entry(entry) for entry in ranked if entry.rank <= count][:count]
-        return {**_chat_entry(report[token]), "top_logprobs": top}
+        ranked = sorted(report.items(), key=lambda item: item[1].rank)
+        top = [_chat_entry(other, entry, text) for other, entry in ranked if entry.rank <= count][:count]
+        return {**_chat_entry(token, report[token], text), "top_logprobs": top}
 
     return {"content": map(entry, token_ids, reports)}
 
@@ -86,6 +91,5 @@ def _value(entry: Logprob) -> float:
     return max(_LEAST, entry.logprob)
 
 
-def _chat_entry(entry: Logprob) -> dict[str, Any]:
-    name = _name(entry)
-    return {"token": name, "logprob": _value(entry), "bytes": list(name.encode("utf-8", "replace"))}
+def _chat_entry(token: int, entry: Logprob, text: TokenText) -> dict[str, Any]:
+    return {"token": _name(entry), "logprob": _value(entry), "bytes": list(text.bytes_of(token))}

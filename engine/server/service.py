@@ -118,7 +118,11 @@ class Service:
             ClientGone: the client left before they were queued.
         """
         if body.priority and self.engine.core.scheduler.policy != "priority":
-            raise bad("priority is not supported here: the server runs requests in order of arrival", "priority")
+            raise bad(
+                "priority is not supported here: the server runs requests in order of arrival; start it with "
+                "--scheduling-policy priority",
+                "priority",
+            )
         request_id = request.scope["request_id"]
         if self.settings.log_prompts:
             for prompt in prompts:

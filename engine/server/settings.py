@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import parse_bytes
 
 from ..checks import checked_choice, checked_whole, number
 from ..options import option
+from ..requests.chat import check_template
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s\[\]\"',]+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?|null")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -119,12 +122,15 @@ class ServerSettings:
 
 def _template(given: str | None) -> str | None:
     """A template that is given as such, or as the path of a file."""
-    if given is None or "{" in given:
-        return given
+    if given is None:
+        return None
     try:
-        return Path(given).read_text()
-    except OSError as error:
-        raise ConfigError(f"chat_template is {shown(given)}: {error.strerror}; give a template or its path") from error
+        template = given if "{" in given else Path(given).read_text(encoding="utf-8")
+        check_template(template)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"chat_template is {shown(given)}: {why}; give a Jinja template, or its path") from error
+    return template
 
 
 def _keys(keys: object) -> tuple[str, ...]:

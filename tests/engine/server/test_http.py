@@ -92,7 +92,12 @@ def test_bodies_have_a_limit() -> None:
                     "/v1/completions", content=content, headers={"Content-Type": "application/json"}
                 )
                 assert answer.status_code == 413
+                assert error_of(answer)["code"] == "body_too_large"
                 assert "limit of 20000 bytes" in error_of(answer)["message"]
+                assert error_of(answer)["code"] == "body_too_large"
+            compressed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            answer = await http.post("/v1/completions", content=b"\x1f\x8b", headers=compressed)
+            assert "Content-Encoding" in error_of(answer)["message"]
             answer = await http.post("/v1/completions", json=PROMPT)
             assert answer.status_code == 200
 

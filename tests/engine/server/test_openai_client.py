@@ -186,6 +186,26 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
 
 
+def test_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    """Their tokens have bytes of their own, and begin in the text where the character does."""
+    text = "Löwe 😀 ok"
+    answer = client.completions.create(model="tiny", prompt=text, echo=True, max_tokens=0, logprobs=0)
+    logprobs: Any = answer.choices[0].logprobs
+    assert answer.choices[0].text == text
+    assert logprobs.tokens.count("\ufffd") > 2
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert text[offset:].startswith(token if token != "\ufffd" else ("ö", "😀"))
+
+    form: Any = {"type": "choice", "choice": [text]}
+    chat = client.chat.completions.create(
+        model="tiny", messages=CHAT, temperature=0, max_completion_tokens=30, logprobs=True, response_format=form
+    )
+    assert chat.choices[0].message.content == text
+    assert chat.choices[0].logprobs is not None
+    entries = chat.choices[0].logprobs.content or []
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode().startswith(text)
+
+
 def test_a_chat_with_log_probabilities(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, temperature=0, max_completion_tokens=4, logprobs=True, top_logprobs=3

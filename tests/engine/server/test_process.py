@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -385,6 +386,22 @@ def test_a_body_in_chunks_of_single_bytes(server: Server) -> None:
         assert ANSWER.encode() in read(connection)
 
 
+@pytest.mark.parametrize("pause", [0, 0.3])
+def test_a_client_may_offer_another_protocol(server: Server, pause: float) -> None:
+    """As Java's does with every request, over plain HTTP."""
+    url = httpx.URL(server.url)
+    content = json.dumps(SHORT).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n" + offer + b"\r\n")
+        connection.sendall(POST + offer + b"Content-Length: %d\r\n\r\n" % len(content))
+        time.sleep(pause)
+        connection.sendall(content + b"GET /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        received = read(connection)
+    assert received.count(b"HTTP/1.1 200 OK") == 3
+    assert ANSWER.encode() in received
+
+
 @pytest.mark.slow
 def test_sigterm_lets_requests_finish() -> None:
     answers: list[Any] = []
@@ -511,6 +528,8 @@ def test_an_address_that_is_taken() -> None:
         ({"ssl_cert_reqs": 2, "ssl_ca_certs": "ca.pem"}, "needs ssl_certfile"),
         ({"log_level": "loud"}, "log_level='loud'"),
         ({"chat_template": "/nowhere.jinja"}, "chat_template"),
+        ({"chat_template": sys.executable}, "chat_template .* codec"),
+        ({"chat_template": "{% for x %}"}, "chat_template .* expected token 'in'"),
     ],
 )
 def test_settings_that_are_impossible(options: dict[str, Any], message: str) -> None:
