@@ -304,7 +304,8 @@ class AsyncEngine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join, timeout)
+        most = threading.TIMEOUT_MAX  # a few centuries
+        await asyncio.to_thread(self._thread.join, None if timeout is None else min(timeout, most))
         with self._changed:
             streams = list(self._streams.values())
         self._abort(streams)

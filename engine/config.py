@@ -5,7 +5,6 @@ Its fields are the arguments of `LLM`, and the flags of the command line.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
@@ -24,7 +23,7 @@ from vattn.units import parse_bytes
 from .checks import checked_choice, checked_whole, number, whole
 from .kv.base import NoPrefixCache
 from .kv.make import BACKENDS, find_backend
-from .options import option
+from .options import json_value, option
 from .scheduling.drafts import SpeculativeConfig
 from .scheduling.scheduler import SCHEDULING, Policy, check_limits
 from .scheduling.swap import PreemptionMode
@@ -86,7 +85,7 @@ class EngineConfig:
         None,
         "fields of the model's config to read it with, by name, nested ones as nested mappings: "
         '`{"max_position_embeddings": 8192}`',
-        parse=json.loads,
+        parse=json_value,
         metavar="JSON",
     )
     generation_config: str | os.PathLike[str] = option(
@@ -167,7 +166,7 @@ class EngineConfig:
         'further options of the backend: of `vattn.KVConfig` for `virtual`, such as `{"page_size": 65536}`; for '
         "`paged`, `num_blocks`, and `windows`: show blocks to kernels as contiguous memory, backed on demand "
         "(`vattn.BlockWindows`)",
-        parse=json.loads,
+        parse=json_value,
         metavar="JSON",
     )
     enable_prefix_caching: bool = option(
@@ -183,7 +182,8 @@ class EngineConfig:
     )
     max_logprobs: int = option(
         _MAX_LOGPROBS,
-        "the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit",
+        "the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit. The server reports 20 at "
+        "most, as OpenAI's does",
         parse=int,
     )
     scheduling_policy: Policy = option(
@@ -227,7 +227,7 @@ class EngineConfig:
         '`{"method": "ngram", "num_speculative_tokens": 4}`, and further fields of '
         "`vattn.engine.scheduling.drafts.SpeculativeConfig`. Outputs are those of plain decoding, except for ties that "
         "rounding decides",
-        parse=json.loads,
+        parse=json_value,
         metavar="JSON",
     )
     seed: int | None = option(0, "seed of requests without one; None for a random one", parse=int)

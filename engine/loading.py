@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,7 +133,9 @@ def _loading(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise ConfigError(f"the {what} {path!r} cannot be loaded: {error}") from error
+        there = os.path.exists(path)
+        where = "" if there else "there is no such folder, and as the name of a model on the Hugging Face Hub: "
+        raise ConfigError(f"the {what} {path!r} cannot be loaded: {where}{error}") from error
 
 
 def _load_model(config: EngineConfig) -> PreTrainedModel:

@@ -5,7 +5,10 @@ Signatures, flags, docstrings and the tables of the reference follow from these 
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
+import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -45,6 +48,14 @@ def option(default: Any, doc: str, **how: Any) -> Any:
     return field(default=default, metadata={"option": Option(doc=doc, **how)})
 
 
+def json_value(text: str) -> Any:
+    """Raises a ValueError for what is no JSON."""
+    return json.loads(text)
+
+
+json_value.__name__ = "JSON"  # what argparse calls it in its errors
+
+
 def options_of(settings: type) -> dict[str, Option]:
     """The options of a dataclass, in order, by the names of their fields."""
     return {each.name: each.metadata["option"] for each in fields(settings) if "option" in each.metadata}
@@ -55,9 +66,19 @@ def takes_options_of(
 ) -> Callable[[Callable[Concatenate[_S, ...], None]], Callable[Concatenate[_S, _P], None]]:
     """For an `__init__` that hands all its arguments to a dataclass: it has the dataclass's signature."""
 
+    signature = inspect.signature(settings.__init__)
+
     def decorate(init: Callable[Concatenate[_S, ...], None]) -> Callable[Concatenate[_S, _P], None]:
-        init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined]
-        return init
+        @functools.wraps(init)
+        def checked(self: _S, /, *args: _P.args, **keywords: _P.kwargs) -> None:
+            for name in keywords.keys() - signature.parameters.keys():
+                near = difflib.get_close_matches(name, signature.parameters, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}{hint}")
+            init(self, *args, **keywords)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
 
     return decorate
 

@@ -286,11 +286,12 @@ def resolve(
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
+        chose = config.layout != "auto" or config.page_size != "auto"
+        finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if chose else ""
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
             f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
-            f"({format_bytes(need)}) for a slot's first token; give or free more memory, or choose smaller pages or a "
-            "finer layout ('sliced', 'fused')"
+            f"({format_bytes(need)}) for a slot's first token; give or free more memory{finer}"
         )
     return chosen, pages
 

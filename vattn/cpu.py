@@ -329,7 +329,8 @@ def store(
 
     Args:
         keys, values: `[slots, tokens, heads, dim]`, or `[slots, heads, dim]` without positions.
-        slots, positions: where each of them is stored, `[n]` int64, contiguous; not checked.
+        slots, positions: where each of them is stored, `[n]` int64, contiguous; not checked. One whose slot is below 0
+            is not.
 
     Returns:
         Whether it did: not on other devices, of other types or shapes, for rows that are not contiguous, or without

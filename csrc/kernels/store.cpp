@@ -25,7 +25,9 @@ void store(const Store& given, int threads) {
     const std::int64_t position = s.positions ? s.positions[token] : 0;
     return s.target + s.slots[token] * s.target_slot + position * s.target_token;
   };
+  const auto is_stored = [&](std::int64_t token) { return s.slots[token] >= 0; };
   const auto fetch = [&](std::int64_t token) {
+    if (!is_stored(token)) return;
     std::byte* row = target(token);
     for (std::int64_t h = 0; h < s.heads; ++h)
       for (std::int64_t at = 0; at < s.bytes; at += kLine) __builtin_prefetch(row + h * s.target_head + at, 1);
@@ -37,6 +39,7 @@ void store(const Store& given, int threads) {
     for (std::int64_t token = begin; token < std::min(begin + kAhead, end); ++token) fetch(token);
     for (std::int64_t token = begin; token < end; ++token) {
       if (token + kAhead < end) fetch(token + kAhead);
+      if (!is_stored(token)) continue;
       std::byte* row = target(token);
       const std::byte* from = s.source + token * s.source_token;
       for (std::int64_t h = 0; h < s.heads; ++h)

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import math
 import os
 import resource
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vattn.errors import ConfigError
 
 from ..checks import checked_whole
+from ..options import json_value
 from .extras import require_server_extra
 from .flags import Commands, Help, flag_name
 from .load import add_sample_flags, make_samples, write_json
@@ -63,7 +63,7 @@ def add_to(commands: Commands) -> None:
     for name, option in _SENT.items():
         sampling.add_argument(flag_name(name, option), type=option.parse, help=option.help)
     sampling.add_argument("--ignore-eos", action="store_true", help="answers have exactly the length asked for")
-    sampling.add_argument("--extra-body", type=json.loads, metavar="JSON", help="further fields of each request")
+    sampling.add_argument("--extra-body", type=json_value, metavar="JSON", help="further fields of each request")
 
     results = parser.add_argument_group("results")
     results.add_argument(

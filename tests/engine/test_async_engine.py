@@ -328,7 +328,7 @@ def test_an_engine_checks_itself_only_where_it_is_asked_to(monkeypatch: pytest.M
             assert len(calls) == checks
 
 
-@pytest.mark.parametrize(("timeout", "reason"), [(None, "length"), (0, "abort"), (0.05, "abort")])
+@pytest.mark.parametrize(("timeout", "reason"), [(None, "length"), (1e300, "length"), (0, "abort"), (0.05, "abort")])
 def test_shutdown(timeout: float | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         llm = make_llm()

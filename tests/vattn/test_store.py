@@ -52,6 +52,22 @@ def test_stores_rows_without_positions() -> None:
     assert keys.count_nonzero() <= new.numel()
 
 
+@pytest.mark.parametrize("tokens", [5, 3000])
+def test_rows_below_0_are_stored_nowhere(tokens: int) -> None:
+    """As those of rejected drafts; a large batch is divided among threads, and fetches ahead."""
+    home = torch.zeros(tokens, 2, 40)
+    new = torch.randn(tokens, 2, 40)
+    rows = torch.randperm(tokens)
+    rows[::3] = -1
+    rows[1::9] = -(2**40)
+    kept = rows >= 0
+    expected = home.index_copy(0, rows[kept], new[kept])
+    values = home.clone()
+    assert cpu.store(new, new, home, values, rows)
+    assert torch.equal(home, expected)
+    assert torch.equal(values, expected)
+
+
 @pytest.mark.parametrize(
     "key",
     [

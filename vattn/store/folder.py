@@ -89,7 +89,7 @@ class PrefixStore:
         self.evicted = 0
         try:
             self._books = self._open_books()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for a name with a null character
             raise ConfigError(f"the store {self.path} cannot be used: {error}; name another folder") from error
         weakref.finalize(self, os.close, self._books)
         self._mutex = threading.Lock()  # a lock of a file is its process's, not its thread's

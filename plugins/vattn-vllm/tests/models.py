@@ -31,6 +31,7 @@ def _model(name: str, **options: Any) -> PreTrainedModel:
 # `window` layers see 40 tokens, less than two blocks of the smallest size.
 KINDS: dict[str, Callable[[], PreTrainedModel]] = {
     "full": lambda: _model("Qwen2", hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8),
+    "draft": lambda: _model("Llama", num_hidden_layers=1),
     "mixture": lambda: _model("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "shared experts": lambda: _model(
         "Qwen2Moe",

@@ -46,6 +46,15 @@ def test_the_same_tokens_and_prefix_hits(name: str, run: Run) -> None:
     assert stats["mapped_bytes"] < 0.2 * stats["reserved_bytes"]
 
 
+@pytest.mark.parametrize("plugin", [{"guard": "strict"}, {"kernel": "torch_sdpa"}])
+def test_drafts_of_a_model(plugin: dict[str, Any], model_of: Callable[[str], Path], run: Run) -> None:
+    """Its tokens that were rejected are computed again, and stored nowhere."""
+    config = {"method": "draft_model", "model": str(model_of("draft")), "num_speculative_tokens": 3}
+    order = {"llm": {"model": str(model_of("full")), "speculative_config": config}}
+    tokens, expected = ([each["tokens"] for each in run(plugin=each, **order)["results"]] for each in (plugin, None))
+    assert tokens == expected
+
+
 @pytest.mark.parametrize("kind", [kind for kind in models.KINDS if kind != "full"])
 def test_every_kind_of_model(kind: str, model_of: Callable[[str], Path], run: Run) -> None:
     llm = {"model": str(model_of(kind)), "max_num_batched_tokens": 100, "num_gpu_blocks_override": 100}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +21,23 @@ usage = Usage(config, 1)
 usage.set(SimpleNamespace(mapped_bytes=30, reserved_bytes=40))
 print(flush=True)
 sys.stdin.read()
+"""
+
+
+# As one of several API servers has it; the directory has to be named before prometheus_client is loaded.
+API_SERVER = """
+import sys, time
+from types import SimpleNamespace
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from vattn_vllm.gauge import Gauges
+parallel = SimpleNamespace(data_parallel_index=0, world_size=1, worker_cls="vattn_vllm.CPUWorker")
+model = SimpleNamespace(served_model_name="m")
+Gauges(SimpleNamespace(instance_id=sys.argv[1], parallel_config=parallel, model_config=model))
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+while "vattn:kv_mapped_bytes" not in (text := generate_latest(registry).decode()):
+    time.sleep(0.05)
+print(text)
 """
 
 
@@ -48,6 +66,17 @@ def test_workers_of_other_processes_count_until_they_are_killed() -> None:
     other.wait()
     assert [_total(addresses, position) for position in range(2)] == [5, 6]
     assert not {path for path in set(Path("/dev/shm").iterdir()) - files if "vattn" in path.name}
+
+
+def test_several_api_servers_show_the_numbers(tmp_path: Path) -> None:
+    name = f"test-{id(tmp_path)}-several"
+    usage = Usage(config(name), 0)
+    usage.set(stats(12345, 67890))
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", API_SERVER, name]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert 'vattn:kv_mapped_bytes{engine="0",model_name="m"} 12345.0' in done.stdout, done.stderr
 
 
 def test_a_worker_that_is_dropped_takes_its_thread_along() -> None:

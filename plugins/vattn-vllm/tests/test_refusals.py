@@ -54,6 +54,7 @@ def engine(**changes: Any) -> Any:
             rswa_window=None,
         ),
         kv_transfer_config=None,
+        speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False, world_size=1
@@ -72,6 +73,7 @@ def engine(**changes: Any) -> Any:
     ("changes", "match"),
     [
         ({"model_config__use_mla": True}, "multi-head latent attention"),
+        ({"speculative_config": SimpleNamespace(method="dflash")}, "both directions"),
         ({"model_config__is_encoder_decoder": True}, "encoder"),
         ({"model_config__runner_type": "pooling"}, "does not generate"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),

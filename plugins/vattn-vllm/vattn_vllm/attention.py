@@ -78,11 +78,14 @@ class WindowMetadata:
 
     Attributes:
         num_actual_tokens: tokens without padding.
-        slots: where each of them is written, by vLLM's number, int64.
+        slots: where each of them is written, by vLLM's number, int64; below 0 for nowhere, as tokens of a draft that
+            were rejected are.
+        stored: which tokens are written; None for all.
     """
 
     num_actual_tokens: int
     slots: Tensor
+    stored: Tensor | None
     _step: Step
     _group: int
     _starts: Tensor
@@ -108,6 +111,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self._layers = vllm_config.compilation_config.static_forward_context
         self._name = layer_names[0]
         self._block_size = kv_cache_spec.block_size
+        self._drafts = vllm_config.speculative_config is not None
         self.reorder_batch_threshold = 1 if device.type == "cuda" else None
 
     def build(
@@ -125,15 +129,23 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         shown, offsets = attention.memory.rows(attention.group, table, starts, ends)
         if offsets is not None:
             starts, ends = starts - offsets, ends - offsets
+        slots = step.slot_mapping[:tokens].long()
         return WindowMetadata(
             tokens,
-            step.slot_mapping[:tokens].long(),
+            slots,
+            _stored(slots) if self._drafts else None,
             shown,
             attention.group,
             starts,
             ends,
             self.device,
         )
+
+
+def _stored(slots: Tensor) -> Tensor | None:
+    """The tokens that have a slot; None for all."""
+    stored = (slots >= 0).nonzero().flatten()
+    return None if len(stored) == len(slots) else stored
 
 
 def on_host(table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,6 +251,8 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
             return output
         if self._shares is None:
             key, value = key[:count], value[:count]
+            if (stored := attn_metadata.stored) is not None:
+                key, value, slots = key[stored], value[stored], slots[stored]
             if not vattn.cpu.store(key, value, self._keys, self._values, slots):
                 self._keys.index_copy_(0, slots, key)
                 self._values.index_copy_(0, slots, value)

@@ -29,6 +29,7 @@ logger = init_logger(__name__)
 
 _NUMBERS = struct.Struct("qq")
 _SECONDS = 1.0  # that a worker may take to answer
+_MULTIPLE = "PROMETHEUS_MULTIPROC_DIR"  # set where several processes serve /metrics
 
 
 def _address(config: VllmConfig, engine: int, rank: int) -> str:
@@ -91,10 +92,15 @@ class Gauges(StatLoggerBase):
         ):
             gauge = _gauge(name, what)
             labels = gauge.labels(model_name=vllm_config.model_config.served_model_name, engine=str(engine_index))
-            labels.set_function(lambda position=position: _total(addresses, position))
+            if _MULTIPLE in os.environ:
+                threading.Thread(
+                    target=_keep_set, args=(labels, addresses, position), name="vattn-gauge", daemon=True
+                ).start()
+            else:
+                labels.set_function(lambda position=position: _total(addresses, position))
 
     def record(self, *args: Any, **keywords: Any) -> None:
-        """Nothing: the numbers are read when they are asked for."""
+        """Nothing: the numbers are read when they are asked for, or every second."""
 
     def log_engine_initialized(self) -> None:
         """Nothing."""
@@ -106,8 +112,15 @@ _made: dict[str, Gauge] = {}
 def _gauge(name: str, what: str) -> Gauge:
     """The gauge of this name, which a process has once."""
     if name not in _made:
-        _made[name] = Gauge(name, what, labelnames=["model_name", "engine"])
+        _made[name] = Gauge(name, what, labelnames=["model_name", "engine"], multiprocess_mode="mostrecent")
     return _made[name]
+
+
+def _keep_set(gauge: Gauge, addresses: Sequence[str], position: int) -> None:
+    """Of several API servers each shows what all have stored, and functions are not asked."""
+    while True:
+        gauge.set(_total(addresses, position))
+        time.sleep(_SECONDS)
 
 
 def _total(addresses: Sequence[str], position: int) -> float:

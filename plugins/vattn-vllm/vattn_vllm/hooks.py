@@ -126,15 +126,24 @@ def giving_back(cls: type) -> type:
 
 
 def _borrow(options: Options, config: VllmConfig, cache: Any, shows_null: bool) -> LentBlocks:
+    from vllm.distributed.utils import get_pp_indices
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     assert options.kv_pool is not None
+    parallel = config.parallel_config
+    stages = parallel.pipeline_parallel_size
+    # Only the first stage's cache is known here; each counts as much as the largest of them.
+    parts = [
+        get_pp_indices(config.model_config.get_total_num_hidden_layers(), stage, stages) for stage in range(stages)
+    ]
+    layers = [end - start for start, end in parts]
+    stage_bytes = -(-cache.kv_cache_tensors[0].size * max(layers) // layers[0])
     return LentBlocks(
         options.kv_pool,
         options.kv_share,
         name=borrower_name(config.model_config.model),
         device="cpu" if config.device_config.device_type == "cpu" else "cuda:0",
-        block_bytes=config.parallel_config.world_size * cache.kv_cache_tensors[0].size // cache.num_blocks,
+        block_bytes=-(-parallel.world_size * stage_bytes // cache.num_blocks),
         blocks=cache.num_blocks,
         longest=round(cache.num_blocks / get_max_concurrency_for_kv_cache_config(config, cache)) + shows_null,
     )

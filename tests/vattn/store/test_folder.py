@@ -156,6 +156,8 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch(0o600)
     with pytest.raises(ConfigError, match="cannot be used"):
         PrefixStore(tmp_path / "file", 2**20)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        PrefixStore(f"{tmp_path}/a\0b", 2**20)
 
 
 def test_only_the_owner_may_read_what_is_there(store: PrefixStore) -> None:
