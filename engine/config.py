@@ -182,8 +182,8 @@ class EngineConfig:
     )
     max_logprobs: int = option(
         _MAX_LOGPROBS,
-        "the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit. The server reports 20 at "
-        "most, as OpenAI's does",
+        "the largest `logprobs` and `prompt_logprobs` that a request may ask for; -1 for no limit. The server reports "
+        "at most 20, as OpenAI's does",
         parse=int,
     )
     scheduling_policy: Policy = option(
