@@ -225,7 +225,7 @@ class VirtualCache(DynamicCache):
 
     def close(self) -> None:
         """Frees the memory; memory that tensors from the cache still show is freed with the last of them. Afterwards
-        every call raises `CacheClosed`.
+        calls that need its contents raise `CacheClosed`.
         """
         self._storage.close()
 
