@@ -63,7 +63,7 @@ class Bodies:
             try:
                 body = kind.model_validate(value)
             except ValidationError as error:
-                raise bad_field(error.errors(include_url=False, include_context=False, include_input=False)) from None
+                raise bad_field(error.errors(include_url=False, include_context=False)) from None
             del value
             check()
             return use(body, check)

@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from vattn.errors import ConfigError, VattnError
+from vattn.integers import shown
 
 from ..async_engine import EngineStopped, QueueFull
 from ..requests.grammar import CannotGoOn
@@ -110,7 +111,10 @@ def bad_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     where = max(map(path, same), key=progress)
-    message = ", or ".join(dict.fromkeys(str(error["msg"]) for error in same if path(error) == where))
+    there = [error for error in same if path(error) == where]
+    message = ", or ".join(dict.fromkeys(str(error["msg"]) for error in there))
+    if isinstance(value := there[0].get("input"), int | float):  # other values are long, or a secret
+        message += f"; it is {shown(value)}"
     name = ".".join(map(str, where))[:80]
     return bad(f"{name}: {message}" if name else message, str(where[0]) if where else None)
 

@@ -285,7 +285,7 @@ def test_many_at_once(server: Server) -> None:
         ({"prompt": "w " * 3000}, openai.BadRequestError, "prompt", "maximum context length is 2048 tokens"),
         ({"prompt": "w" * 1_000_000}, openai.BadRequestError, "prompt", "maximum context length is 2048 tokens"),
         ({"logit_bias": {"5": 101}}, openai.BadRequestError, "logit_bias", "from -100 to 100"),
-        ({"logprobs": 21}, openai.BadRequestError, "logprobs", "less than or equal to 20"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs", "less than or equal to 20; it is 21"),
         ({"n": 2, "temperature": 0}, openai.BadRequestError, "n", "greedy"),
         ({"suffix": "end"}, openai.BadRequestError, "suffix", "suffix is not supported"),
         ({"best_of": 3}, openai.BadRequestError, "best_of", "best_of"),
