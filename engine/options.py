@@ -64,8 +64,9 @@ def options_of(settings: type) -> dict[str, Option]:
 def takes_options_of(
     settings: Callable[_P, object],
 ) -> Callable[[Callable[Concatenate[_S, ...], None]], Callable[Concatenate[_S, _P], None]]:
-    """For an `__init__` that hands all its arguments to a dataclass: it has the dataclass's signature."""
-
+    """For an `__init__` that hands all its arguments to a dataclass: it has the dataclass's signature, and refuses
+    other names.
+    """
     signature = inspect.signature(settings.__init__)
 
     def decorate(init: Callable[Concatenate[_S, ...], None]) -> Callable[Concatenate[_S, _P], None]:

@@ -286,8 +286,8 @@ def resolve(
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
-        chose = config.layout != "auto" or config.page_size != "auto"
-        finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if chose else ""
+        fixed = config.layout != "auto" or config.page_size != "auto"
+        finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if fixed else ""
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
             f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "

@@ -147,14 +147,14 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._offers():
                 (end,) = upgrade.args
-                head = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
-                for name, value in self.headers:
-                    if name != b"upgrade":
-                        head += b"%b: %b\r\n" % (name, value)
+                version = self.parser.get_http_version().encode()
+                lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+                lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+                head = b"\r\n".join([*lines, b"", b""])
                 self.parser = httptools.HttpRequestParser(self)
                 with contextlib.suppress(AttributeError):  # httptools before 0.6.3; as uvicorn does
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-                self._parse(head + b"\r\n" + data[end:])
+                self._parse(head + data[end:])
         except httptools.HttpParserError:
             message = "Invalid HTTP request received."
             self.logger.warning(message)

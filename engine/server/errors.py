@@ -113,7 +113,8 @@ def bad_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     where = max(map(path, same), key=progress)
     there = [error for error in same if path(error) == where]
     message = ", or ".join(dict.fromkeys(str(error["msg"]) for error in there))
-    if isinstance(value := there[0].get("input"), int | float):  # other values are long, or a secret
+    value = there[0].get("input")
+    if isinstance(value, int | float) and not isinstance(value, bool):  # others may be long, or private
         message += f"; it is {shown(value)}"
     name = ".".join(map(str, where))[:80]
     return bad(f"{name}: {message}" if name else message, str(where[0]) if where else None)

@@ -35,7 +35,7 @@ class DecodedKeys(Tensor):
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
             if func in _COPYING:
-                args = tree_map_only(DecodedKeys, _plain, args)
+                args = tree_map_only(DecodedKeys, _as_plain, args)
             return func(*args, **(kwargs or {}))
 
 
@@ -82,7 +82,7 @@ class Coded(DecodedKeys):
 _COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
 
 
-def _plain(rows: DecodedKeys) -> Tensor:
+def _as_plain(rows: DecodedKeys) -> Tensor:
     return rows.plain() if isinstance(rows, Coded) else rows.as_subclass(Tensor)
 
 

@@ -33,7 +33,7 @@ class Reclaimer(Decisions, Tenant):
     @property
     def spare_pages(self) -> int:
         """Pages that `reclaim` can give."""
-        return self._ledger.parked + self._ledger.cached - self._ledger.pinned - self.stuck_pages()
+        return self._ledger.parked + self._ledger.cached - self._ledger.pinned - self._stuck_pages()
 
     @property
     def parked_pages(self) -> int:
@@ -227,7 +227,7 @@ class Reclaimer(Decisions, Tenant):
                 keep_parked=not self._config.zero_on_free,
             )
 
-    def stuck_pages(self) -> int:
+    def _stuck_pages(self) -> int:
         """Parked and cached pages that only a step of this cache can take, because kernels that use them may not be
         launched yet, or because they are left over in the slot of a running request.
         """

@@ -133,10 +133,8 @@ def _borrow(options: Options, config: VllmConfig, cache: Any, shows_null: bool) 
     parallel = config.parallel_config
     stages = parallel.pipeline_parallel_size
     # Only the first stage's cache is known here; each counts as much as the largest of them.
-    parts = [
-        get_pp_indices(config.model_config.get_total_num_hidden_layers(), stage, stages) for stage in range(stages)
-    ]
-    layers = [end - start for start, end in parts]
+    total = config.model_config.get_total_num_hidden_layers()
+    layers = [end - start for start, end in (get_pp_indices(total, stage, stages) for stage in range(stages))]
     stage_bytes = -(-cache.kv_cache_tensors[0].size * max(layers) // layers[0])
     return LentBlocks(
         options.kv_pool,

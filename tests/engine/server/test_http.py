@@ -92,7 +92,6 @@ def test_bodies_have_a_limit() -> None:
                     "/v1/completions", content=content, headers={"Content-Type": "application/json"}
                 )
                 assert answer.status_code == 413
-                assert error_of(answer)["code"] == "body_too_large"
                 assert "limit of 20000 bytes" in error_of(answer)["message"]
                 assert error_of(answer)["code"] == "body_too_large"
             compressed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}

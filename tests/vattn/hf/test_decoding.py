@@ -52,35 +52,34 @@ def test_views_that_torch_negates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "values", "how"),
+    ("queries", "keys", "values", "gqa"),
     [
-        ((3, 2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
-        ((2, 2, 1, 16), (2, 2, 50, 16), (1, 2, 50, 16), {}),
-        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 1, 50, 16), {}),
-        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 2, 4, 16), {}),
-        ((1, 2, 1, 16), (1, 2, 50, 8), (1, 2, 50, 8), {}),
-        ((1, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
-        ((1, 3, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {"enable_gqa": True}),
-        ((3, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {"enable_gqa": True}),
-        ((2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), {}),
-        ((1, 2, 1, 16), (1, 2, 50, 16), (2, 50, 16), {}),
+        ((3, 2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), False),
+        ((2, 2, 1, 16), (2, 2, 50, 16), (1, 2, 50, 16), False),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 1, 50, 16), False),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (1, 2, 4, 16), False),
+        ((1, 2, 1, 16), (1, 2, 50, 8), (1, 2, 50, 8), False),
+        ((1, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), False),
+        ((1, 3, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), True),
+        ((3, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), True),
+        ((2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), False),
+        ((1, 2, 1, 16), (1, 2, 50, 16), (2, 50, 16), False),
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "coded"])
 def test_shapes_that_do_not_belong_together_are_for_torch(
-    kind: str, queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], how: dict[str, bool]
+    kind: str, queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], gqa: bool
 ) -> None:
     """It broadcasts some and refuses others; the kernels would read what is not there."""
     query, value = torch.randn(queries), torch.randn(values)
-    if kind == "coded":
-        key, plain = coded(*keys)
-    else:
-        plain = torch.randn(keys)
-        key = plain.as_subclass(DecodedKeys)  # type: ignore[assignment]
+    key: Tensor
+    key, plain = coded(*keys)
+    if kind == "plain":
+        key = plain.as_subclass(DecodedKeys)
 
     def result(rows: Tensor) -> Tensor | str:
         try:
-            return scaled_dot_product_attention(query, rows, value, **how)  # type: ignore[arg-type]
+            return scaled_dot_product_attention(query, rows, value, enable_gqa=gqa)
         except RuntimeError as error:
             return str(error)
 
