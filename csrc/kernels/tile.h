@@ -83,6 +83,7 @@ auto with_type(Type type, const Function& function) {
 // Brings the line that will be needed next into the second cache: the first one has no room for it beside what is read
 // meanwhile, and the hardware does not look further ahead than a few rows.
 inline void fetch(const std::byte* at) { __builtin_prefetch(at, 0, 2); }
+constexpr int kLine = 64;  // bytes
 
 // A product whose sums are floats.
 template <class Isa_>
@@ -259,14 +260,46 @@ class Place {
   Paged paged_{};
 };
 
+// Lines to fetch in the course of other work. A CPU has few lines on their way from memory at a time and waits when it
+// is asked for more, so they are spread; in order, since the hardware's prefetcher follows them; and without a
+// condition, which costs more than lines that nobody needs.
+struct Ahead {
+  const std::byte* line;
+
+  void one() {
+    fetch(line);
+    line += kLine;
+  }
+  // Step `k` of a product that reads `kRead` lines in each: three of four.
+  template <int kRead>
+  void step(int k) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRead / 2; ++i) {
+      one();
+      if ((k * (kRead / 2) + i) % 2) one();
+    }
+  }
+  Ahead after(int read) const { return {line + read / 4 * 3}; }  // bytes
+};
+
+// Where nothing is fetched.
+struct Nothing {
+  static void one() {}
+  template <int>
+  static void step(int) {}
+};
+
 // The right side of a product: vectors that were laid out one after another,
 template <class Isa>
 struct Panels {
   static constexpr int kTogether = 1;  // vectors
   static constexpr int kMaxRows = Isa::kMaxRows;
+  static constexpr int kVectorBytes = 0;
   const std::uint32_t* data;
   std::int64_t stride;
 
+  // What a product fetches after so many vectors, of `kVectorBytes` in memory, were read.
+  static Nothing ahead(int) { return {}; }
   template <int kColumns>
   void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
 #pragma GCC unroll 4
@@ -275,17 +308,33 @@ struct Panels {
   }
 };
 
+// those of keys, during whose products values are fetched,
+template <class Isa>
+struct KeyPanels : Panels<Isa> {
+  static constexpr int kVectorBytes = 4 * Isa::kLanes;
+  Ahead next;
+
+  Ahead ahead(int vectors) const { return next.after(vectors * kVectorBytes); }
+};
+
 // or values as they are stored, where they fill their vectors.
-template <class Kind, class Rows>
+template <class Kind, class Rows, class Next>
 struct Values {
   using Isa = typename Kind::Isa;
   static constexpr int kTogether = Kind::kVectors;
   static constexpr int kMaxRows = Isa::kMaxRowsInPlace;
+  static constexpr int kVectorBytes = Kind::kVectorBytes;
   const Rows& rows;
   int count;
   const std::byte* zeros;  // in place of what comes after the last row
-  const Rows& next;        // are fetched, a line for each line that is read
+  const Next& next;        // `Ahead`, or rows of which a line is fetched for each line that is read
 
+  auto ahead(int vectors) const {
+    if constexpr (std::is_same_v<Next, Ahead>)
+      return next.after(vectors * kVectorBytes);
+    else
+      return Nothing{};
+  }
   template <int kColumns>
   void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
     const std::byte* row[Kind::kTokens];
@@ -296,9 +345,10 @@ struct Values {
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; c += kTogether) {
+      if constexpr (std::is_same_v<Next, Rows>)
 #pragma GCC unroll 4
-      for (int i = 0; i < Kind::kTokens; ++i)
-        if (c * Kind::kVectorBytes % 64 == 0) fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
+        for (int i = 0; i < Kind::kTokens; ++i)
+          if (c * kVectorBytes % kLine == 0) fetch(next[k * Kind::kTokens + i] + (first + c) * kVectorBytes);
       typename Isa::F x[kTogether];
       Kind::values(row, Kind::kTokens, (first + c) * Isa::kLanes, kTogether * Isa::kLanes, x);
 #pragma GCC unroll 4
@@ -317,9 +367,11 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::start(a + r * a_stride);
+  auto ahead = right.ahead(first * steps);
   for (int k = 0; k < steps; ++k) {
     F b[kColumns];
     right.load(first, k, b);
+    ahead.template step<kColumns * Right::kVectorBytes / kLine>(k);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -409,8 +461,8 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
 // Transposes up to kLanes keys into a panel; the lanes after them repeat the last one. Of pairs, a panel of floats has
 // the first elements, then the second ones, as queries do.
 template <class Kind>
-void pack_keys(const Place& keys, int first, int count, int head_dim, const Place& next, [[maybe_unused]] bool floats,
-               std::uint32_t* panel) {
+[[gnu::noinline]] void pack_keys(const Place& keys, int first, int count, int head_dim, const Place* next,
+                                 [[maybe_unused]] bool floats, std::uint32_t* panel) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
   const std::byte* rows[kLanes];
@@ -422,7 +474,8 @@ void pack_keys(const Place& keys, int first, int count, int head_dim, const Plac
     const int rest = smaller(kLanes, steps - k);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) x[i] = Kind::keys(rows[i], k * Kind::kElements, rest);
-    for (int i = 0; i < count; ++i) fetch(next[first + i] + k * kBytes);
+    if (next)
+      for (int i = 0; i < count; ++i) fetch((*next)[first + i] + k * kBytes);
     Isa::transpose(x);
     float* out = reinterpret_cast<float*>(panel) + k * kLanes;
     if constexpr (Kind::kFloatPanels != 0)
@@ -506,14 +559,16 @@ struct Softmax {
   }
 
   // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum.
+  template <class Ahead>
   static float limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
-                     float maximum) {
+                     float maximum, Ahead& ahead) {
     const bool direct = is_direct(a);
     const float inverse = 1 / a.softcap;
     const F scale = Isa::set(a.scale), cap = Isa::set(a.softcap);
     const F of_cap = Isa::set(inverse < -kLowest ? inverse : -kLowest);
     F most = Isa::set(kLowest);
     for (int i = 0; i < vectors; ++i) {
+      ahead.one();
       F x = Isa::load(scores + i * kLanes);
       const bool hidden = i * kLanes < first || (i + 1) * kLanes > last;
       if (scales) x = Isa::mul(x, Isa::load(scales + i * kLanes));
@@ -536,11 +591,12 @@ struct Softmax {
 
   // Packs the weights of limited scores, times the values' scales if there are any. Returns the factor of the packed
   // row, and adds the weights to `total`.
-  template <class Kind>
+  template <class Kind, class Ahead>
   static float weights(const float* scores, const float* scales, int vectors, float factor, float maximum,
-                       std::uint32_t* out, float& total) {
+                       std::uint32_t* out, float& total, Ahead& ahead) {
     F sum = Isa::zero();
     const auto weight = [&](int i) {
+      ahead.one();
       const F x = Kind::exp2(below(Isa::load(scores + i * kLanes), Isa::set(maximum), factor));
       sum = Isa::add(sum, x);
       return scales ? Isa::mul(x, Isa::load(scales + i * kLanes)) : x;
@@ -616,6 +672,14 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
       Kind::Lanes::add(s.queries + r * static_cast<std::int64_t>(stride), r % rows, lanes, a.head_dim,
                        s.lanes + r / rows * lane_size);
   }
+  const bool floats = Kind::kFloatPanels && rows >= Kind::kFloatPanels;
+  // Whether lines are fetched in their order, by the products and the softmax. With fewer rows, laying out keys takes
+  // most of the time; with more, it is not memory that is waited for.
+  constexpr bool kInOrder = Kind::kTokens == 1 && Kind::kElements * Kind::kVectorBytes == kLine;
+  const int bytes = a.head_dim * static_cast<int>(size_of(a.stored_type));
+  const bool in_order = kInOrder && !lanes && rows >= 4 && rows <= Isa::kMaxRows && !a.table &&
+                        a.key.token_stride == bytes && a.value.token_stride == bytes && a.head_dim == a.v_head_dim &&
+                        a.head_dim % (4 * kLanes) == 0;
   const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
   std::memset(s.zeros, 0, sizeof(float) * width);
   const int sum_rows = ceil_div(rows, Kind::kRowMultiple) * Kind::kRowMultiple;
@@ -667,17 +731,23 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         });
       const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
       const int steps = a.head_dim / Kind::kElements;
-      const bool floats = Kind::kFloatPanels && rows >= Kind::kFloatPanels;
       const std::int64_t panel = (floats ? a.head_dim : steps) * kLanes;
       for (int i = lanes ? count : 0; i < count; i += kPanels * kLanes) {
         const int panels = ceil_div(smaller(kPanels * kLanes, count - i), kLanes);
         for (int p = 0; p < panels; ++p) {
           const int first = i + p * kLanes;
-          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, values, floats, s.keys + p * panel);
+          pack_keys<Kind>(keys, first, smaller(kLanes, count - first), a.head_dim, in_order ? nullptr : &values, floats,
+                          s.keys + p * panel);
         }
         const auto score = [&]<class Product>(int products, int gap) {
-          multiply<Product>(rows, queries, stride, gap, Panels<Isa>{s.keys, panel}, panels, products,
-                            s.factor + h * rows, nullptr, s.scores + i, kBlock);
+          const auto go = [&](const auto& right) {
+            multiply<Product>(rows, queries, stride, gap, right, panels, products, s.factor + h * rows, nullptr,
+                              s.scores + i, kBlock);
+          };
+          const Panels<Isa> laid_out{s.keys, panel};
+          if constexpr (kInOrder)
+            if (in_order) return go(KeyPanels<Isa>{laid_out, Ahead{values[i / 4 * 3]}});
+          go(laid_out);
         };
         if (!floats)
           score.template operator()<typename Kind::ForKeys>(steps, Kind::query_gap(a.head_dim));
@@ -685,24 +755,35 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           score.template operator()<typename FloatOperands<Isa>::Product>(a.head_dim, 0);
       }
 
+      const auto fetching = [&](const std::byte* from, const auto& function) {
+        if constexpr (kInOrder)
+          if (in_order) return function(Ahead{from});
+        function(Nothing{});
+      };
       float* maximum = s.maximum + h * rows;
       float* total = s.total + h * rows;
-      for (int r = 0; r < rows; ++r) {
-        const int last = position + r / group;  // the query's own key
-        const int first = a.window ? larger(0, last - a.window + 1) : 0;
-        s.next[r] = Softmax<Isa>::limit(a, s.scores + r * kBlock, key_scales, full, first - begin,
-                                        smaller(count, last + 1 - begin), maximum[r]);
-      }
+      const auto limit = [&](auto ahead) {
+        for (int r = 0; r < rows; ++r) {
+          const int last = position + r / group;  // the query's own key
+          const int first = a.window ? larger(0, last - a.window + 1) : 0;
+          s.next[r] = Softmax<Isa>::limit(a, s.scores + r * kBlock, key_scales, full, first - begin,
+                                          smaller(count, last + 1 - begin), maximum[r], ahead);
+        }
+      };
+      fetching(values[full * kLanes / 4 * 3], limit);
       for (int r = 0; r < rows; r += kLanes) {
         const auto most = Isa::load(s.next + r);
         Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
       }
-      for (int r = 0; r < rows; ++r) {
-        maximum[r] = s.next[r];
-        total[r] *= s.rescale[r];
-        s.next[r] = Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor, maximum[r],
-                                                         s.weights + r * kBlock, total[r]);
-      }
+      const auto weights = [&](auto ahead) {
+        for (int r = 0; r < rows; ++r) {
+          maximum[r] = s.next[r];
+          total[r] *= s.rescale[r];
+          s.next[r] = Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor,
+                                                           maximum[r], s.weights + r * kBlock, total[r], ahead);
+        }
+      };
+      fetching(after[0], weights);
 
       const auto weigh = [&](const auto& right, int first, int columns) {
         multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, padded / Kind::kTokens, s.next,
@@ -713,7 +794,10 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         if (Kind::kTokens == 1 || rows <= Kind::kLaneRows) {
           whole = a.v_head_dim / (kLanes * Kind::kVectors) * Kind::kVectors;
           values.visit([&]<class Rows>(const Rows& places) {
-            weigh(Values<Kind, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
+            if constexpr (kInOrder)
+              if (in_order)
+                return weigh(Values<Kind, Rows, Ahead>{places, count, zeros, Ahead{after[count / 4]}}, 0, whole);
+            weigh(Values<Kind, Rows, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
           });
         }
       if (whole < vectors) {
