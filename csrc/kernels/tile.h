@@ -559,9 +559,9 @@ struct Softmax {
   }
 
   // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum.
-  template <class Ahead>
+  template <class Fetching>
   static float limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
-                     float maximum, Ahead& ahead) {
+                     float maximum, Fetching& ahead) {
     const bool direct = is_direct(a);
     const float inverse = 1 / a.softcap;
     const F scale = Isa::set(a.scale), cap = Isa::set(a.softcap);
@@ -591,9 +591,9 @@ struct Softmax {
 
   // Packs the weights of limited scores, times the values' scales if there are any. Returns the factor of the packed
   // row, and adds the weights to `total`.
-  template <class Kind, class Ahead>
+  template <class Kind, class Fetching>
   static float weights(const float* scores, const float* scales, int vectors, float factor, float maximum,
-                       std::uint32_t* out, float& total, Ahead& ahead) {
+                       std::uint32_t* out, float& total, Fetching& ahead) {
     F sum = Isa::zero();
     const auto weight = [&](int i) {
       ahead.one();
@@ -702,7 +702,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
       next_keys = Place(a, a.key, next->request, next->head, next->begin, next_room);
       // As many rows as this block has are fetched along with the values; here, those after them.
       for (int i = count; i < smaller(kBlock, next->end - next->begin); ++i)
-        for (int d = 0; d < a.head_dim * size_of(a.stored_type); d += 64) fetch(next_keys[i] + d);
+        for (int d = 0; d < a.head_dim * size_of(a.stored_type); d += kLine) fetch(next_keys[i] + d);
     }
     const Place first_values = together ? first_keys + distance(a.key, a.value)
                                         : Place(a, a.value, request, item.head, begin, s.places + 2 * kBlock);
