@@ -101,7 +101,7 @@ struct RowLanes {
                          std::int64_t ahead, float* scores) {
     using Isa = typename Kind::Isa;
     constexpr int kKeys = 8, kBytes = 4 * kLanes / kRows;  // keys at a time; what a step reads of each
-    constexpr int kSteps = 64 / kBytes;                    // of a line
+    constexpr int kSteps = kLine / kBytes;
     const int bytes = 4 * words(head_dim), part = words(head_dim) * kRows;
     for (int i = 0; i < count; i += kLanes) {
       typename Isa::F sums[kLanes];
@@ -124,7 +124,7 @@ struct RowLanes {
           q += kLanes;
         };
         int at = 0;
-        for (; at + 64 <= bytes; at += 64)
+        for (; at + kLine <= bytes; at += kLine)
 #pragma GCC unroll 16
           for (int s = 0; s < kSteps; ++s) {
 #pragma GCC unroll 8

@@ -279,7 +279,8 @@ struct Ahead {
       if ((k * (kRead / 2) + i) % 2) one();
     }
   }
-  Ahead after(int read) const { return {line + read / 4 * 3}; }  // bytes
+  // After a product has read so many bytes.
+  Ahead after(int read) const { return {line + read / 4 * 3}; }
 };
 
 // Where nothing is fetched.
@@ -294,11 +295,11 @@ template <class Isa>
 struct Panels {
   static constexpr int kTogether = 1;  // vectors
   static constexpr int kMaxRows = Isa::kMaxRows;
-  static constexpr int kVectorBytes = 0;
+  static constexpr int kVectorBytes = 0;  // that are read from memory for a vector
   const std::uint32_t* data;
   std::int64_t stride;
 
-  // What a product fetches after so many vectors, of `kVectorBytes` in memory, were read.
+  // What a product is to fetch, after so many vectors.
   static Nothing ahead(int) { return {}; }
   template <int kColumns>
   void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
