@@ -42,6 +42,7 @@ def router(service: Service) -> APIRouter:
         service.check_model(name)
         return json_response(card(name))
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", response_class=Response)
     async def health(request: Request, memory: Annotated[bool, Query()] = False) -> Response:
         """Empty, 200 while the engine lives; with `memory=1`, or asked for JSON, what the cache holds."""

@@ -308,8 +308,8 @@ def test_every_token_has_an_event() -> None:
 def test_health_version_and_load() -> None:
     async def test() -> None:
         async with client() as (http, _):
-            answer = await http.get("/health")
-            assert (answer.status_code, answer.content) == (200, b"")
+            for answer in (await http.get("/health"), await http.head("/health")):
+                assert (answer.status_code, answer.content) == (200, b"")
             for answer in (
                 await http.get("/health?memory=1"),
                 await http.get("/health", headers={"Accept": "application/json"}),
@@ -335,6 +335,7 @@ def test_a_dead_engine_says_so_and_no_more() -> None:
                 assert "deadbeef" not in answer.text
                 assert "the engine has stopped" in answer.text
             assert (await http.get("/health")).status_code == 503
+            assert (await http.head("/health")).status_code == 503
             assert (await http.get("/health?memory=1")).status_code == 503
             answer = await http.get("/metrics")
             assert metric(answer.text, "vllm:num_requests_running") == 0
