@@ -31,6 +31,9 @@ from .requests.request import FinishReason, InvalidRequest, Request
 from .requests.sampling import RequestOutputKind, SamplingParams
 from .scheduling.scheduler import Scheduler
 
+# A sequence's length to this power, or to its negative, is within the range of floats.
+_MOST_PENALTY = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
@@ -41,8 +44,8 @@ class BeamSearchParams:
         max_tokens: maximum length of an output.
         ignore_eos: continue after the model's end-of-sequence tokens.
         temperature: without effect: as in vLLM, scores are sums of the model's own log probabilities.
-        length_penalty: a sequence's log probability is divided by its length to this power; higher values favour
-            longer sequences.
+        length_penalty: a sequence's log probability is divided by its length to this power, from -32 to 32; higher
+            values favour longer sequences.
 
     Raises:
         ConfigError: a value out of its range.
@@ -61,8 +64,9 @@ class BeamSearchParams:
         if params.max_tokens == 0:
             raise ConfigError("max_tokens is 0; a beam is at least one token: give 1 or more")
         penalty = number(self.length_penalty)
-        if penalty is None:
-            raise ConfigError(f"length_penalty is {shown(self.length_penalty)}; give a finite number")
+        if penalty is None or abs(penalty) > _MOST_PENALTY:
+            possible = f"a number from -{_MOST_PENALTY} to {_MOST_PENALTY}"
+            raise ConfigError(f"length_penalty is {shown(self.length_penalty)}; give {possible}")
         object.__setattr__(self, "beam_width", checked_whole("beam_width", self.beam_width, 1))
         object.__setattr__(self, "max_tokens", params.max_tokens)
         object.__setattr__(self, "temperature", params.temperature)

@@ -41,6 +41,8 @@ _BUDGET = "4GiB"
 Role = Literal["both", "prefill", "decode"]
 # vLLM's, which is that of OpenAI's API.
 _MAX_LOGPROBS = 20
+# Far above what helps, and what OpenMP can start: it ends the process where it cannot.
+_MOST_THREADS = 1024
 
 
 def _num_threads(text: str) -> int | Literal["auto"]:
@@ -245,7 +247,7 @@ class EngineConfig:
         what = "how many log probabilities a request may ask for, or -1 for no limit"
         self._set("max_logprobs", checked_whole("max_logprobs", self.max_logprobs, -1, what=what))
         if self.num_threads != "auto":
-            self._set("num_threads", checked_whole("num_threads", self.num_threads, 1))
+            self._set("num_threads", checked_whole("num_threads", self.num_threads, 1, _MOST_THREADS))
         self._check_types()
         self._check_model()
         find_backend(self.kv, self.kv_cache_dtype, self.kv_options)
@@ -316,7 +318,9 @@ class EngineConfig:
             if self.dtype not in _DTYPES:
                 raise ConfigError(f"dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
             self._set("dtype", _DTYPES[self.dtype])
-        if not isinstance(self.model, str | torch.nn.Module):
+        if not isinstance(self.model, str) and not (
+            isinstance(self.model, torch.nn.Module) and hasattr(self.model, "set_attn_implementation")
+        ):
             raise ConfigError(f"model is {shown(self.model)}; give a path, a hub id, or a loaded causal language model")
         self._check_checkpoint()
         if checked_whole("tensor_parallel_size", self.tensor_parallel_size, 1) > 1:

@@ -23,7 +23,7 @@ from transformers import (
 from vattn import packed
 from vattn.attention import Attention, Blocks, Case
 from vattn.attention import get as get_attention
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 
 from .config import EngineConfig
@@ -128,21 +128,24 @@ def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.K
 
 
 @contextmanager
-def _loading(what: str, path: str) -> Iterator[None]:
-    """One ConfigError for the many types that transformers raises about files that are missing or unreadable."""
+def _loading(what: str, path: str, overrides: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """One ConfigError for the many types that transformers raises about files and fields that are missing or wrong."""
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except (VattnError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         there = os.path.exists(path)
         where = "" if there else "there is no such folder, and as the name of a model on the Hugging Face Hub: "
-        raise ConfigError(f"the {what} {path!r} cannot be loaded: {where}{error}") from error
+        changed = f" with hf_overrides={shown(overrides)}" if overrides else ""
+        raise ConfigError(f"the {what} {path!r} cannot be loaded{changed}: {where}{error}") from error
 
 
 def _load_model(config: EngineConfig) -> PreTrainedModel:
     """The model in eval mode: read from a path, or the given object, whose type is then not changed."""
     model, dtype = config.model, config.dtype
     if isinstance(model, str):
-        with _loading("model", model):
+        with _loading("model", model, config.hf_overrides):
             loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 model,
                 dtype=dtype,

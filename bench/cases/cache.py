@@ -170,6 +170,7 @@ def _block_bytes(cache: vattn.VirtualCache, dtype: torch.dtype) -> int:
     return rows * _token_bytes(dtype)
 
 
+@torch.no_grad()
 def _fill(cache: Cache, length: int, dtype: torch.dtype) -> Cache:
     """Stores random K and V as a chunked prefill would."""
     for start in range(0, length, _FILL):
@@ -208,6 +209,7 @@ def _decoded(model: PreTrainedModel, cache: Cache, context: int, steps: int) -> 
     return cache
 
 
+@torch.no_grad()
 def _grow(make: Callable[[], Cache], length: int, chunk: int, dtype: torch.dtype) -> tuple[list[float], list[int]]:
     """Seconds to append each chunk up to `length` tokens, and the bytes resident after it."""
     _settle()

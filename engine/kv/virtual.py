@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vattn.broker.borrower import Loan
 from vattn.cache import KVCache
 from vattn.config import KVConfig, resolve
+from vattn.errors import ConfigError
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission
 
@@ -52,15 +53,21 @@ class VirtualKV(ContiguousKV):
 
     @classmethod
     def from_spec(cls, spec: KVSpec) -> Self:
-        config = KVConfig.from_options(
-            groups=spec.shape.groups(spec.max_model_len),
-            dtype=spec.dtype,
-            device=spec.device,
-            max_batch_size=spec.max_num_seqs,
-            max_context_len=spec.max_model_len,
-            memory_budget=spec.memory_budget,
-            **{"guard_rows": spec.guard_rows, **(spec.kv_options or {})},
-        )
+        given: dict[str, Any] = {
+            "groups": spec.shape.groups(spec.max_model_len),
+            "dtype": spec.dtype,
+            "device": spec.device,
+            "max_batch_size": spec.max_num_seqs,
+            "max_context_len": spec.max_model_len,
+            "memory_budget": spec.memory_budget,
+        }
+        options = spec.kv_options or {}
+        if fixed := [name for name in given if name in options]:
+            raise ConfigError(
+                f"kv_options has {', '.join(fixed)}, which the engine takes from the model and from its own arguments "
+                "(max_num_seqs, max_model_len, memory_budget, kv_cache_dtype); leave it out"
+            )
+        config = KVConfig.from_options(**given, **{"guard_rows": spec.guard_rows, **options})
         return cls(config, chunk_tokens=spec.chunk_tokens, share=spec.pool)
 
     @property

@@ -297,6 +297,7 @@ def test_text_and_what_is_refused() -> None:
         ({"temperature": -1}, "temperature is -1"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"length_penalty": -190}, "length_penalty is -190; give a number from -32 to 32"),
     ],
 )
 def test_bad_parameters(options: dict[str, Any], message: str) -> None:

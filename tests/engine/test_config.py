@@ -63,6 +63,7 @@ def test_what_no_model_could_serve_is_refused_before_one_is_loaded() -> None:
         ({"kv_cache_memory_bytes": 10**6, "gpu_memory_utilization": 0.5}, "both size the cache; give one"),
         ({"max_logprobs": -2}, "max_logprobs is -2; give how many"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1"),
+        ({"num_threads": 5000}, "num_threads is 5000; it can be at most 1024"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM("/nowhere/at/all", **keywords)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.support.paths import ROOT
@@ -66,6 +67,14 @@ def test_fields_of_the_config_can_be_overridden() -> None:
         assert llm.model.config.max_position_embeddings == llm.core.loaded.max_model_len == 77
     with pytest.raises(ConfigError, match="hf_overrides has 'max_positions', which is no field"):
         LLM(MODEL, hf_overrides={"max_positions": 77}, **OPTIONS)
+    for overrides in ({"hidden_size": 17}, {"max_position_embeddings": "x"}, {"num_key_value_heads": 0}):
+        with pytest.raises(ConfigError, match=r"cannot be loaded with hf_overrides=\{"):
+            LLM(MODEL, hf_overrides=overrides, **OPTIONS)
+
+
+def test_a_module_that_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give a path, a hub id, or a loaded causal language model"):
+        LLM(torch.nn.Linear(2, 2), **OPTIONS)  # type: ignore[arg-type]
 
 
 def test_the_revision_reaches_whatever_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class DecodedKeys(Tensor):
             if func is scaled_dot_product_attention:
                 return _attend(*args, **(kwargs or {}))
             if func in _COPYING:
-                args = tree_map_only(DecodedKeys, _as_plain, args)
+                args = tree_map_only(DecodedKeys, as_plain, args)
             return func(*args, **(kwargs or {}))
 
 
@@ -82,7 +82,8 @@ class Coded(DecodedKeys):
 _COPYING = {Tensor.__deepcopy__, Tensor.__array__, Tensor.numpy, Tensor.tolist}
 
 
-def _as_plain(rows: DecodedKeys) -> Tensor:
+def as_plain(rows: Tensor) -> Tensor:
+    """Keys or values as a tensor without behaviour of its own: the same memory, or what codes stand for."""
     return rows.plain() if isinstance(rows, Coded) else rows.as_subclass(Tensor)
 
 

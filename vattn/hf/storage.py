@@ -269,7 +269,8 @@ class Storage:
         held = self._places[index].shape if index in self._places else None
         if self.views[index] is not None and held is not None and not held.holds(shape):
             raise ConfigError(
-                f"layer {index} holds {held}; the update has {shape}. A cache serves one model: make one per model"
+                f"layer {index} holds {held}; the update has {shape}. A cache serves one model in one element type, "
+                "also after a reset: make one per model and type"
             )
         if batch != self.count:
             self._set_batch(batch)

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from vattn.config import KVConfig
 from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnError
-from vattn.hf.decoding import DecodedKeys
+from vattn.hf.decoding import DecodedKeys, as_plain
 from vattn.hf.storage import Saved, Storage, View
 from vattn.integers import as_int, shown
 from vattn.pool.pool import PagePool
@@ -132,8 +132,8 @@ class VirtualCache(DynamicCache):
         Returns:
             K and V `[batch, num_kv_heads, tokens, head_dim]`: views of the cache's memory for this forward pass. They
             are to be read: rows may share their pages. They may outlive it, but their contents change with the cache;
-            keep `layers[i].keys` and `values` instead, or write to these. If new tokens require gradients, copies
-            through which the gradients flow.
+            keep `layers[i].keys` and `values` instead, or write to these. Outside of `torch.no_grad()` and
+            `torch.inference_mode()`, copies: autograd may keep them, also where only queries need gradients.
 
         Raises:
             OutOfPages: the budget lacks pages. Nothing was stored; the cache is as before the forward pass.
@@ -334,35 +334,36 @@ class VirtualLayer(CacheLayerMixin):
             view = None
             view = storage.advance(index, tokens)
         first = self._first_seen(start)
-        if torch.is_grad_enabled() and (
-            key_states.requires_grad or value_states.requires_grad or start > storage.ungraded[index]
-        ):
-            keys, values = self._update_with_gradients(view, key_states, value_states, first, start)
+        if torch.is_grad_enabled():
+            keys, values = self._update_for_autograd(view, key_states, value_states, first, start)
+        elif view.scales is None:
+            view.keys.narrow(2, start, tokens).copy_(key_states)
+            view.values.narrow(2, start, tokens).copy_(value_states)
+            keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
+            if view.decodes:
+                keys = keys.as_subclass(DecodedKeys)
         else:
-            if view.scales is None:
-                view.keys.narrow(2, start, tokens).copy_(key_states)
-                view.values.narrow(2, start, tokens).copy_(value_states)
-                keys, values = view.keys.narrow(2, first, end - first), view.values.narrow(2, first, end - first)
-                if view.decodes:
-                    keys = keys.as_subclass(DecodedKeys)
-            else:
-                view.store(key_states, value_states, start)
-                keys, values = view.coded(first, end) if view.decodes else view.read(first, end)
+            view.store(key_states, value_states, start)
+            keys, values = view.coded(first, end) if view.decodes else view.read(first, end)
         storage.lengths[index] = end
         return keys, values
 
-    def _update_with_gradients(
+    def _update_for_autograd(
         self, view: View, key_states: Tensor, value_states: Tensor, first: int, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Stores new tokens; returns copies of K and V through which gradients flow to the new tokens only."""
+        """Stores new tokens; returns copies of K and V, which autograd may keep; gradients flow to new tokens only."""
         storage, index = self._storage, self._index
+        graded, lost = key_states.requires_grad or value_states.requires_grad, start > storage.ungraded[index]
         with torch.no_grad():
             view.store(key_states, value_states, start)
+            if not graded and not lost:  # the queries may need gradients all the same
+                keys, values = view.read(first, start + key_states.shape[2])
+                return (keys.clone(), values.clone()) if view.scales is None else (keys, values)
             before = view.read(first, start)
-        if start > storage.ungraded[index]:
+        if lost:
             anchor = torch.empty(0, requires_grad=True)
             before = _NoGradient.apply(before[0], anchor), _NoGradient.apply(before[1], anchor)
-        if key_states.requires_grad or value_states.requires_grad:
+        if graded:
             storage.ungraded[index] = min(start, storage.ungraded[index])
         keys, values = (
             torch.cat([old, new.to(old.dtype)], dim=2)
@@ -391,7 +392,13 @@ class VirtualLayer(CacheLayerMixin):
         raise ConfigError("a VirtualCache stays on the model's device; for offloading use transformers' own caches")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise VattnError("rows move in all layers at once: call reorder_cache of the cache, not of a layer")
+        raise _of_all_layers("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _of_all_layers("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise _of_all_layers("batch_select_indices")
 
     def _first_seen(self, start: int) -> int:
         """The first token that a query at `start` sees."""
@@ -544,6 +551,12 @@ def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> 
     return cache
 
 
+def _of_all_layers(method: str) -> VattnError:
+    return VattnError(f"rows move in all layers at once: call {method} of the cache, not of a layer")
+
+
 @torch.compiler.disable
 def _update_uncompiled(cache: VirtualCache, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    return cache.update(key, value, layer)
+    # Compiled graphs take no subclasses that answer calls of SDPA.
+    keys, values = (as_plain(rows) for rows in cache.update(key, value, layer))
+    return keys, values

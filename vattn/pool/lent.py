@@ -24,6 +24,7 @@ from vattn.pool.core import Core
 from vattn.pool.journal import Change
 from vattn.pool.shares import Shares
 from vattn.pool.worker import Worker
+from vattn.units import format_bytes
 
 _WAIT = 5.0  # seconds for memory without which a call fails: the broker itself waits for others (`books.PATIENCE`)
 _GLANCE = 0.02  # seconds for memory without which something is preempted, or not admitted
@@ -144,7 +145,11 @@ class LentCore(Core):
 
     @property
     def shortage(self) -> str:
-        return self.borrower.trouble
+        if (trouble := self.borrower.trouble) or self.most_pages == self.total_pages:
+            return trouble
+        pool, name, most = self.borrower.pool, self.borrower.name, format_bytes(self.borrower.at_most)
+        change = f"vattn pool limit {pool} {name} --at-most changes it"
+        return f"the pool {pool!r} lets {name!r} have at most {most}: {change}"
 
     @property
     def may_get_more(self) -> bool:

@@ -108,7 +108,8 @@ class Reclaimer(Decisions, Tenant):
         if missing > 0 and not hopeless and need <= self._ledger.budget - self._ledger.held:
             missing -= self._core.reclaim(change, missing, wait=now)
         if missing > 0:
-            page_size, budget, why = self._core.page_size, self._ledger.budget, self._core.shortage
+            page_size, why = self._core.page_size, self._core.shortage
+            budget = min(self._ledger.budget, self._core.most_pages)
             raise OutOfPages(
                 f"{need} pages of {format_bytes(page_size)} are needed and {max(0, need - missing)} are left of a "
                 f"budget of {budget}: {missing} ({format_bytes(missing * page_size)}) are missing; "

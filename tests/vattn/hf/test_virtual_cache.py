@@ -578,6 +578,10 @@ def test_what_concerns_all_layers_is_not_done_to_one(model: transformers.PreTrai
     with vattn.VirtualCache(model, **OPTIONS) as cache:
         with pytest.raises(vattn.VattnError, match="of the cache"):
             cache.layers[0].reorder_cache(torch.tensor([0]))
+        with pytest.raises(vattn.VattnError, match="call batch_select_indices of the cache"):
+            cache.layers[0].batch_select_indices(torch.tensor([0]))
+        with pytest.raises(vattn.VattnError, match="call batch_repeat_interleave of the cache"):
+            cache.layers[0].batch_repeat_interleave(2)
         with pytest.raises(vattn.ConfigError, match="offloading"):
             cache.layers[0].offload()
         with pytest.raises(vattn.VattnError, match="pickle the cache"):
@@ -630,12 +634,13 @@ def test_autocast_in_which_keys_are_wider_than_values(model: transformers.PreTra
 @pytest.mark.long  # to load dynamo and to trace takes twenty seconds
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
-def test_a_compiled_forward_pass(model: transformers.PreTrainedModel, want: Tensor) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # the latter as every compiler gets its graphs
+def test_a_compiled_forward_pass(backend: str, model: transformers.PreTrainedModel, want: Tensor) -> None:
     """The update is not traced, and lengths that grow do not make a graph each."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    compiled = torch.compile(model.forward, backend="eager")
+    compiled = torch.compile(model.forward, backend=backend)
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
         ids, graphs = IDS, []
         for _ in range(12):

@@ -96,7 +96,8 @@ def test_keys_outlive_a_cache_that_is_collected(family: str) -> None:
     before = target.usage()
     model = make_model(family)
     cache = filled(model)
-    kept, updated = taken(cache), cache.update(*[torch.ones(2, 2, 1, 8)] * 2, 0)[0]
+    with torch.no_grad():
+        kept, updated = taken(cache), cache.update(*[torch.ones(2, 2, 1, 8)] * 2, 0)[0]
     want, want_updated = [tensor.clone() for tensor in kept], updated.clone()
     del cache
     others = [filled(model) for _ in range(3)]
@@ -384,6 +385,45 @@ def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
         with torch.no_grad():
             logits = model(MORE, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha"])
+def test_gradients_of_queries_alone_outlive_the_rows_that_they_met(family: str) -> None:
+    """Keys and values need no gradient then, but attention keeps them for `backward()`."""
+    model = copy.deepcopy(make_model(family))
+    model.set_attn_implementation("eager" if family == "llama-mha" else "sdpa")  # which copy neither
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.requires_grad_(True)
+
+    def select(cache: Any) -> None:
+        cache.batch_select_indices(torch.tensor([1]))
+
+    def reorder(cache: Any) -> None:
+        cache.reorder_cache(torch.tensor([1, 0]))
+
+    def smaller_batch(cache: Any) -> None:
+        cache.reset()
+        with torch.no_grad():
+            model(MORE[:1], **{CACHE: cache})
+
+    def trim(cache: Any) -> None:
+        cache.reset()
+        if isinstance(cache, vattn.VirtualCache):
+            cache.trim()
+
+    def found(cache: Any, change: Callable[[Any], None]) -> list[Tensor]:
+        model.zero_grad()
+        loss = model(IDS, **{CACHE: cache}).logits.square().sum()
+        change(cache)
+        loss.backward()
+        return [layer.self_attn.q_proj.weight.grad for layer in model.model.layers]
+
+    for change in (select, reorder, smaller_batch, trim):
+        want = [gradient.clone() for gradient in found(DynamicCache(config=model.config), change)]
+        with vattn.VirtualCache(model, **OPTIONS) as cache:
+            for a, b in zip(found(cache, change), want, strict=True):
+                torch.testing.assert_close(a, b)
 
 
 def test_gradients_through_earlier_forward_passes_are_refused_not_lost(model: transformers.PreTrainedModel) -> None:

@@ -237,7 +237,7 @@ def test_a_limit_falls_and_rises_while_requests_run(broker: brokers.Process) -> 
         wait_until(lambda: kv.available_pages() < 0)
         assert kv.total_pages == 100
         kv.step(dict.fromkeys(slots, pages(20)))  # what runs goes on
-        with pytest.raises(vattn.OutOfPages):
+        with pytest.raises(vattn.OutOfPages, match=r"a budget of 100: .*lets 'a' have at most .*pool limit tested a"):
             kv.step(dict.fromkeys(slots, pages(24)))  # more than was mapped ahead of need
         for slot in slots[:2]:
             end(kv, slot)
