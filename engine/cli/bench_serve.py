@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import os
 import resource
 import sys
 from collections.abc import Generator
@@ -22,6 +21,7 @@ from ..options import json_value
 from .extras import require_server_extra
 from .flags import Commands, Help, flag_name
 from .load import add_sample_flags, make_samples, write_json
+from .remote import key_to_send
 from .sampling_flags import SAMPLING
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
     """Where requests go, and the tokenizer that belongs there."""
     from ..loadgen.client import ENDPOINTS, Target, list_models
 
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    key = key_to_send(args.api_key)
     model, tokenizer = args.model, args.tokenizer
     if model is None or tokenizer is None:
         listed = {each["id"]: each for each in asyncio.run(list_models(args.base_url, key))}

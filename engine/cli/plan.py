@@ -140,16 +140,18 @@ def read_lengths(path: Path) -> list[int]:
             "one per line"
         )
 
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         try:
             items = json.loads(text)
         except json.JSONDecodeError:
             items = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise refuse(f"is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
+        raise refuse(f"is not JSON that can be read ({error})") from error
     if isinstance(items, dict) and {"input_lens", "output_lens"} <= items.keys():
         prompts, outputs = items["input_lens"], items["output_lens"]
+        if not isinstance(prompts, list) or not isinstance(outputs, list):
+            raise refuse("is no result: input_lens and output_lens are not both lists")
         if len(prompts) != len(outputs):
             raise refuse("is no result: input_lens and output_lens differ in number")
         items = [{_PROMPT[0]: prompt, _OUTPUT[0]: output} for prompt, output in zip(prompts, outputs, strict=True)]

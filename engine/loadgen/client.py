@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import aiohttp
 
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 from .samples import Sample
 from .sse import EventReader, error_message
@@ -66,25 +67,28 @@ async def list_models(base_url: str, api_key: str | None = None) -> list[dict[st
     """The models of a server, as it describes them.
 
     Raises:
-        ConfigError: no server answers there, or it refuses.
+        ConfigError: no server answers there, or it refuses, or its answer is no list of models.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     url = base_url.rstrip("/") + "/v1/models"
     try:
         async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as answer:
-            status, text = answer.status, await answer.text()
-    except aiohttp.InvalidURL as error:
+            status, text = answer.status, await answer.text(errors="replace")
+    except ValueError as error:  # aiohttp.InvalidURL, or of a name that no host can have
         raise ConfigError(f"{base_url!r} is no address of a server; give one such as http://localhost:8000") from error
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, OSError) as error:
         raise ConfigError(
             f"no server answers at {base_url} ({error}); start one with `vattn serve`, or correct --base-url"
         ) from error
     if status != 200:
         raise ConfigError(f"{url} answers {status}: {error_message(text)}")
     try:
-        return list(json.loads(text)["data"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{url} lists no models; is it an OpenAI-compatible server?") from error
+        models = json.loads(text)["data"]
+        if all(isinstance(each["id"], str) and isinstance(each.get("root"), str | None) for each in models):
+            return list(models)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        pass
+    raise ConfigError(f"{url} lists no models; is it an OpenAI-compatible server?")
 
 
 async def send_all(
@@ -154,7 +158,8 @@ async def send(
                 timing.error = f"{answer.status}: {error_message(await answer.text())}"
                 return timing
             timing.error = "the server ended the stream without [DONE]"
-            events, usage = EventReader(), None
+            events = EventReader()
+            usage: Mapping[str, int] = {}
             async for data in answer.content.iter_any():
                 now = None
                 for event in events.feed(data):
@@ -162,25 +167,40 @@ async def send(
                         timing.error = None if timing.token_times else "the stream had no tokens"
                         continue
                     chunk = json.loads(event)
-                    if "error" in chunk:
+                    if isinstance(chunk, dict) and "error" in chunk:
                         timing.error = error_message(event)
                         return timing
-                    usage = chunk.get("usage") or usage
-                    text = _tokens(chunk)
+                    text, counts = _read(chunk)
+                    usage = counts or usage
                     if text is not None:
                         # Events that arrive together have the same time.
                         now = clock() if now is None else now
                         timing.token_times.append(now)
                         timing.text += text
-            usage = usage or {}
             timing.output_tokens = usage.get("completion_tokens") or len(timing.token_times)
             timing.prompt_tokens = usage.get("prompt_tokens") or timing.prompt_tokens
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, RecursionError, ValueError) as error:
         timing.error = f"{type(error).__name__}: {error}"
     return timing
 
 
-def _tokens(chunk: Mapping[str, Any]) -> str | None:
+def _read(chunk: Any) -> tuple[str | None, Mapping[str, int]]:
+    """The text of a chunk, as `_tokens`; and what it counts, if it does.
+
+    Raises:
+        ValueError: it is no chunk of an answer.
+    """
+    try:
+        text, usage = _tokens(chunk), chunk.get("usage") or {}
+        counts = {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")} if usage else {}
+        if isinstance(text, str | None) and all(isinstance(count, int) for count in counts.values()):
+            return text, counts
+    except (AttributeError, IndexError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{shown(chunk)} is no chunk of an answer")
+
+
+def _tokens(chunk: Mapping[str, Any]) -> Any:
     """The text of a chunk with tokens, which may be empty; None for one without: the role, or the usage."""
     if not chunk.get("choices"):
         return None

@@ -13,6 +13,8 @@ __all__ = ["ServerSettings", "serve"]
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
     """Load the model and serve it until SIGTERM or SIGINT; requests in progress are finished first.
 
+    Afterwards the process ignores both signals: one that comes late would be its exit status.
+
     Returns:
         The exit status, 0.
 

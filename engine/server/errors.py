@@ -103,8 +103,8 @@ def bad_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """
 
     def path(error: Mapping[str, Any]) -> list[str | int]:
-        # The name of a form is a type's: constrained-str, list[int].
-        return [part for part in error["loc"] if isinstance(part, int) or _NAME.fullmatch(part)]
+        # The name of a form is a type's: str, constrained-str, list[int].
+        return [part for part in error["loc"] if isinstance(part, int) or (part != "str" and _NAME.fullmatch(part))]
 
     def progress(path: list[str | int]) -> list[int]:
         return [part if isinstance(part, int) else -1 for part in path]

@@ -96,7 +96,8 @@ class Prompts:
         try:
             text = render(self._tokenizer, [_plain(message) for message in messages], **options)
         except RecursionError:
-            raise bad("chat_template_kwargs is nested too deeply", "chat_template_kwargs") from None
+            param = "chat_template_kwargs" if how.chat_template_kwargs else "messages"
+            raise bad(f"a value in {param} is nested too deeply; send it with fewer levels", param) from None
         self._check_characters("the conversation", len(text), "messages")
         return text
 

@@ -145,12 +145,15 @@ async def _serve(server: _Server, service: Service, listener: socket.socket) -> 
         server.should_exit = True
         drains.append(asyncio.ensure_future(drain(timeout)))
 
+    # Not by `add_signal_handler`: such handlers end with the loop, and a late signal would be the exit status.
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
     collecting = asyncio.ensure_future(_collect(server))
     try:
         await server.serve(sockets=[listener])
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # until the process ends, which it does at once
         collecting.cancel()
         service.close()
         await service.engine.shutdown(timeout=0)
@@ -184,8 +187,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except OSError as error:
-        raise ConfigError(
-            f"the server cannot listen on {where}: {error.strerror}; give another --host or --port"
-        ) from error
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "that is no name of a host"
+        raise ConfigError(f"the server cannot listen on {where}: {why}; give another --host or --port") from error
     return listener

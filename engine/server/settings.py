@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,8 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not os.path.isfile(path):
                 raise ConfigError(f"{name} is {shown(path)}, where no file is; give the path of a PEM file")
+        if self.ssl_certfile is not None:
+            _check_certificates(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -131,6 +134,35 @@ def _template(given: str | None) -> str | None:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"chat_template is {shown(given)}: {why}; give a Jinja template, or its path") from error
     return template
+
+
+def _check_certificates(certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
+    """Raise a ConfigError for files that uvicorn could not use, which reads them only once the model is loaded."""
+    key = f"ssl_certfile is {shown(certfile)}" if keyfile is None else f"ssl_keyfile is {shown(keyfile)}"
+
+    def password() -> str:  # OpenSSL would ask for it on the terminal
+        raise ConfigError(
+            f"{key}, whose private key is encrypted; decrypt it first (openssl pkey -in KEY -out NEW, or openssl rsa) "
+            "and give the new file"
+        )
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certfile, keyfile, password)
+    except OSError as error:
+        pair = key if keyfile is None else f"ssl_certfile is {shown(certfile)} and {key}"
+        raise ConfigError(
+            f"{pair}, which OpenSSL cannot use ({error.strerror}); give the PEM files of a certificate and of the "
+            "private key that belongs to it"
+        ) from error
+    try:
+        if ca_certs is not None:
+            context.load_verify_locations(ca_certs)
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_ca_certs is {shown(ca_certs)}, which OpenSSL cannot read ({error.strerror}); give a PEM file of "
+            "certificates"
+        ) from error
 
 
 def _keys(keys: object) -> tuple[str, ...]:

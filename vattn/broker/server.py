@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ from vattn.broker.notes import Notes
 from vattn.broker.places import check_name, credentials, socket_path
 from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
 from vattn.errors import ConfigError
+from vattn.integers import shown
 from vattn.units import format_bytes
 
 _MOST_CONNECTIONS = 128
@@ -37,6 +39,7 @@ _GREETING = 5.0  # seconds in which a connection has to say what it is for
 _AUDIT = 1.0  # seconds between looks at the borrowers' files
 _NOTING = 0.25  # seconds in which leases are noted, unless the disk is slow
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")  # as borrowers name theirs
 _NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker
 _log = logging.getLogger("vattn.broker")
 
@@ -96,11 +99,13 @@ class Broker:
         device: of the memory: "cpu", or "cuda:0".
 
     Raises:
-        ConfigError: another broker serves this pool, or the name or the folder of sockets is not possible.
+        ConfigError: another broker serves this pool, or the name, the device or the folder of sockets is not possible.
     """
 
     def __init__(self, name: str, budget: int, *, device: str = "cpu") -> None:
         self.name = check_name(name)
+        if not _DEVICE.fullmatch(device):
+            raise ConfigError(f"the pool's device is {shown(device)}; give cpu, or a GPU by its number, such as cuda:0")
         self.device = device
         self.books = Books(budget)
         self.path = socket_path(name)

@@ -85,6 +85,11 @@ def test_a_trace_of_one_line(tmp_path: Path) -> None:
         ('[{"prompt_tokens": 5, "completion_tokens": 1.5}]', "has no length in place 1"),
         ('[{"text": "a"}]', "has no length in place 1"),
         ('{"input_lens": [1, 2], "output_lens": [1]}', "input_lens and output_lens differ in number"),
+        ('{"input_lens": 5, "output_lens": 6}', "input_lens and output_lens are not both lists"),
+        ('{"input_lens": null, "output_lens": null}', "input_lens and output_lens are not both lists"),
+        ("\udcff", "is not JSON that can be read"),
+        ("[" * 100_000, "is not JSON that can be read (maximum recursion depth exceeded"),
+        ("1" * 5000, "is not JSON that can be read"),
         ("[99999]", "lengths=99999 must be a whole number from 1 to 8192"),
     ],
 )
@@ -92,7 +97,7 @@ def test_traces_that_are_none(
     tmp_path: Path, refuses: Callable[[list[str], str], None], text: str, message: str
 ) -> None:
     trace = tmp_path / "trace.json"
-    trace.write_text(text)
+    trace.write_text(text, encoding="utf-8", errors="surrogateescape")
     refuses(["plan", "Gemma-2-9B", "--memory", "1GiB", "--lengths", str(trace)], message)
 
 

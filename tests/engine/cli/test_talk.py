@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import socketserver
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,32 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     assert continued([5, 6, 7]).startswith(first)
     assert len(first) < len(continued([5, 6, 7]))
     assert second == continued([9])
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
+    """A server that answers with these bytes, from those of a request; gives the address."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(answer(self.request.recv(65536)))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def http(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def redirect(url: str) -> bytes:
+    return b"HTTP/1.1 302 Found\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % url.encode()
 
 
 def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], type_lines: Callable[..., None]) -> None:
@@ -177,6 +206,64 @@ def test_a_server_that_refuses_the_key(capsys: pytest.CaptureFixture[str]) -> No
         assert "is --url that of an OpenAI-compatible server" in capsys.readouterr().err
 
 
+def test_a_redirect_takes_the_key_to_no_other_server(refuses: Callable[[list[str], str], None]) -> None:
+    asked: list[bytes] = []
+
+    def other(request: bytes) -> bytes:
+        asked.append(request)
+        return http(b'{"data": []}')
+
+    def same(request: bytes) -> bytes:
+        if b"/elsewhere" not in request:
+            return redirect("/elsewhere")
+        return http(b'{"data": []}' if b"Bearer secret" in request else b"no key")
+
+    with answering(other) as there, answering(lambda request: redirect(f"{there}/v1/models")) as here:
+        refuses(["chat", "--url", here, "--api-key", "secret"], f"answers 302: no message; it leads to '{there}")
+    assert not asked
+    with answering(same) as here:
+        refuses(["chat", "--url", here, "--api-key", "secret"], "lists no model; give one with --model-name")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (http(b"<html>"), "no answer that can be read (JSONDecodeError: "),
+        (http(b"\xff"), "no answer that can be read (UnicodeDecodeError: "),
+        (http(b"[" * 100_000), "no answer that can be read (RecursionError: "),
+        (http(b"[1]"), "lists no models; is --url that of"),
+        (http(b'{"data": [{}]}'), "lists no models; is --url that of"),
+        (http(b'{"data": {"a": 1}}'), "lists no models; is --url that of"),
+        (http(b'{"data": [{"id": null}]}'), "lists no models; is --url that of"),
+        (b"SSH-2.0-x\r\n", "no answer that can be read (BadStatusLine: "),
+        (b"", "no answer that can be read (RemoteDisconnected: "),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{", "no answer that can be read (IncompleteRead: "),
+    ],
+)
+def test_answers_that_are_none(refuses: Callable[[list[str], str], None], answer: bytes, message: str) -> None:
+    with answering(lambda request: answer) as url:
+        refuses(["chat", "--url", url], message)
+
+
+@pytest.mark.parametrize("event", [b"5", b'{"choices": 5}', b'{"choices": [{"delta": {"content": 5}}]}', b"[]"])
+def test_chunks_that_are_none(capsys: pytest.CaptureFixture[str], event: bytes) -> None:
+    with answering(lambda request: http(b'data: {"choices": null}\n\ndata: %s\n\n' % event)) as url:
+        assert main(["chat", "--url", url, "--model-name", "m", "-q", "hi"]) == 1
+    assert "which is no chunk of an answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["chat", "--url"], ["bench", "serve", "--base-url"]])
+def test_a_key_that_no_header_can_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r")
+    for more, name in ([], "OPENAI_API_KEY"), (["--api-key", "secr\u00e9t"], "--api-key"):
+        assert main([*command, "http://127.0.0.1:1", *more]) == 2
+        error = capsys.readouterr().err
+        assert f"vattn: {name} has characters that no header can have" in error
+        assert "secr" not in error
+
+
 @pytest.mark.parametrize(
     ("url", "root"),
     [
@@ -191,6 +278,11 @@ def test_the_root_of_an_address(url: str, root: str) -> None:
 
 
 def test_what_is_no_address() -> None:
-    for url in ("host:80", "ftp://host", "http://", ""):
+    for url in ("host:80", "ftp://host", "http://", "", "http://[::1", "http://host:x", "http://host:0"):
         with pytest.raises(ConfigError, match="is no address"):
             api_root(url)
+
+
+def test_addresses_that_nothing_can_have(refuses: Callable[[list[str], str], None]) -> None:
+    for url in ("http://a b/v1", "http://a..b/v1", "http://localhost/\u00e9"):
+        refuses(["chat", "--url", url], f"{url}/models gives no answer that can be read")

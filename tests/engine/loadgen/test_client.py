@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.support.fake_openai import DONE, FakeOpenAI, delta, event, refusal, text, usage
 from vattn.engine.loadgen.client import ENDPOINTS, Backend, Target, list_models, send_all
@@ -121,6 +122,11 @@ def test_what_a_request_says() -> None:
         (lambda body: [text("a")], "the server ended the stream without [DONE]"),
         (lambda body: [usage(2, 0), DONE], "the stream had no tokens"),
         (lambda body: [text("a"), b"data: {broken\n\n"], "JSONDecodeError"),
+        (lambda body: [b"data: " + b"[" * 100_000 + b"\n\n"], "RecursionError"),
+        (lambda body: [b"data: 5\n\n"], "5 is no chunk of an answer"),
+        (lambda body: [text("a"), event(choices=5)], "{'choices': 5} is no chunk of an answer"),
+        (lambda body: [delta(content=5)], "is no chunk of an answer"),
+        (lambda body: [text("a"), event(usage={"completion_tokens": "5"})], "is no chunk of an answer"),
     ],
 )
 def test_a_request_that_fails(answer: Callable[[dict[str, Any]], Any], error: str) -> None:
@@ -194,3 +200,30 @@ def test_the_models_of_a_server() -> None:
         asyncio.run(list_models("http://127.0.0.1:1"))
     with pytest.raises(ConfigError, match="is no address of a server"):
         asyncio.run(list_models("nowhere"))
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        asyncio.run(list_models("http://a..b"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff",
+        b"[" * 100_000,
+        b"[1]",
+        b'{"data": [{}]}',
+        b'{"data": ["m"]}',
+        b'{"data": [{"id": 5}]}',
+        b'{"data": [{"id": "m", "root": 5}]}',
+    ],
+)
+def test_an_answer_that_lists_no_models(answer: bytes) -> None:
+    class Other(FakeOpenAI):
+        async def _models(self, request: web.Request) -> web.Response:
+            return web.Response(body=answer, content_type="application/json")
+
+    async def run() -> None:
+        async with Other(lambda body: []).running() as address:
+            with pytest.raises(ConfigError, match="lists no models; is it an OpenAI-compatible server"):
+                await list_models(address)
+
+    asyncio.run(run())

@@ -155,6 +155,34 @@ def shared() -> Any:
     loop.close()
 
 
+@pytest.mark.parametrize(
+    ("message", "more", "param", "what"),
+    [
+        (b'"content": "a", "z": DEEP', b"", "messages", "a value in messages is nested too deeply"),
+        (
+            b'"content": "a"',
+            b', "chat_template_kwargs": {"eos_token": DEEP}',
+            "chat_template_kwargs",
+            "a value in chat_template_kwargs is nested too deeply",
+        ),
+        (
+            b'"content": 5',
+            b"",
+            "messages",
+            "messages.0.content: Input should be a valid string, or Input should be a valid list; it is 5",
+        ),
+    ],
+)
+def test_messages_that_are_wrong(
+    shared: Callable[[str, bytes], httpx.Response], message: bytes, more: bytes, param: str, what: str
+) -> None:
+    deep = b"[" * 900 + b"]" * 900
+    body = (b'{"messages": [{"role": "user", %s}]%s}' % (message, more)).replace(b"DEEP", deep)
+    error = error_of(shared("/v1/chat/completions", body))
+    assert error["param"] == param
+    assert error["message"].startswith(what)
+
+
 def test_other_kinds_of_bodies_are_told_what_is_wanted(shared: Callable[[str, bytes], httpx.Response]) -> None:
     assert "'Content-Type: application/json'" in error_of(shared("/v1/completions", b"[1]"))["message"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -443,6 +445,19 @@ def test_a_second_sigterm_ends_the_server_at_once() -> None:
     assert not server.plain
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_until_the_process_has_ended(number: int) -> None:
+    status = None
+    with running() as server:
+        while status is None:
+            server.process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = server.process.wait(timeout=0.001)
+    assert status == 0
+    assert not server.plain
+
+
 def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("", " secret", "secret\n", "g\u00e9heim"):
         monkeypatch.setenv("VATTN_API_KEY", key)
@@ -476,6 +491,25 @@ def test_clients_may_need_a_certificate(tmp_path: Path) -> None:
             httpx.get(f"{server.url}/health", verify=stranger)
 
 
+def test_certificates_are_read_before_the_model(tmp_path: Path) -> None:
+    key, certificate = map(str, make_certificate(tmp_path))
+    encrypted, junk = str(tmp_path / "encrypted.pem"), str(tmp_path / "junk.pem")
+    command = f"openssl pkey -in {key} -aes256 -passout pass:word -out {encrypted}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    Path(junk).write_text("junk")
+    for options, message in (
+        ({"ssl_certfile": certificate}, "ssl_certfile is .*certificate.pem', which OpenSSL cannot use"),
+        ({"ssl_certfile": certificate, "ssl_keyfile": junk}, "ssl_keyfile is .*junk.pem', which OpenSSL cannot use"),
+        ({"ssl_certfile": certificate, "ssl_keyfile": encrypted}, "ssl_keyfile is .* encrypted; decrypt it first"),
+        (
+            {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": junk, "ssl_cert_reqs": 2},
+            "ssl_ca_certs is .*junk.pem', which OpenSSL cannot read",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ServerSettings(**options)
+
+
 def test_https_and_sigterm_with_requests_that_take_too_long(tmp_path: Path) -> None:
     key, certificate = make_certificate(tmp_path)
     options: dict[str, Any] = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate), "shutdown_timeout": 0.3}
@@ -504,6 +538,12 @@ def test_an_address_that_is_taken() -> None:
             ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; give another"
         ):
             serve(EngineConfig(model=MODEL), ServerSettings(port=port))
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_an_address_that_is_none(host: str) -> None:
+    with pytest.raises(ConfigError, match="that is no name of a host; give another --host"):
+        serve(EngineConfig(model=MODEL), ServerSettings(host=host))
 
 
 @pytest.mark.parametrize(

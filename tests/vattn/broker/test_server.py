@@ -111,6 +111,13 @@ def test_only_its_user_can_get_at_the_socket(broker: Broker) -> None:
     broker.path.parent.chmod(0o700)
 
 
+def test_a_device_that_is_none(broker: Broker) -> None:
+    for device in ("", "foo", "CPU", "cuda", "cuda:-1", "cuda:01", "cuda:1000", "cpu\n"):
+        with pytest.raises(ConfigError, match="give cpu, or a GPU by its number"):
+            Broker("q", BUDGET, device=device)
+    Broker("q", BUDGET, device="cuda:7").close()
+
+
 def test_a_peer_of_another_user_is_turned_away(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     peer = Peer(broker)
