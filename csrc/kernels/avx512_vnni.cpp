@@ -13,6 +13,7 @@ struct Quads : TokenPairs {
   using Isa = Avx512;
   static constexpr int kElements = 4;
   static constexpr int kVectorBytes = 16;
+  static constexpr int kOrdered = 2;
   static constexpr bool kScaled = true;
   static constexpr int kFloatPanels = 0;
   static constexpr int kHead = 2;
@@ -27,7 +28,7 @@ struct Quads : TokenPairs {
   struct ForKeys {
     using Isa = Avx512;
     static constexpr int kMaxRows = 7;
-    static constexpr int columns(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
+    static constexpr int columns(int rows) { return rows <= 3 ? 4 : 2; }
     struct Sum {
       F high, low;
     };
@@ -51,7 +52,15 @@ struct Quads : TokenPairs {
     static F finish(F sum, float factor) { return Isa::mul(converted(sum), Isa::set(factor)); }
   };
 
-  using Lanes = RowLanes<Quads>;
+  struct Lanes : RowLanes<Quads> {
+    // A Cascade Lake, which begins two products a cycle, is faster with panels: from five rows on over gapless keys,
+    // from nine on over others. A Zen 4 was not, which begins one and has products of bfloat16; Xeons with these are
+    // unknown.
+    static int count(int rows, int head_dim, bool gapless) {
+      const bool panels = rows > (gapless ? 4 : 8) && !__builtin_cpu_supports("avx512bf16");
+      return panels ? 0 : RowLanes::count(rows, head_dim, gapless);
+    }
+  };
   static constexpr int kLaneRows = 16, kQueryParts = 2;
   struct LaneSum {
     ForKeys::Sum sum;

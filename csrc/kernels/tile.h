@@ -138,7 +138,7 @@ struct FloatOperands {
 
 // Of kinds whose keys are always laid out as panels.
 struct NoLanes {
-  static int count(int, int) { return 0; }
+  static int count(int, int, bool) { return 0; }
   static int size(int, int) { return 0; }
   static void add(const std::uint32_t*, int, int, int, std::uint32_t*) {}
   template <class Rows>
@@ -155,6 +155,9 @@ struct Floats : FloatOperands<Isa> {
   static constexpr int kRowMultiple = 1;  // of rows of sums of a head, the last of which are nobody's
   static constexpr int kVectors = 1;      // of values, whose lanes are in an order of their own that `order` mends
   static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of a row of values, for a vector
+  // Of four lines that are fetched in their order, those that products fetch; the softmax fetches the others. 0 where
+  // lines are never fetched so.
+  static constexpr int kOrdered = kVectorBytes == kLine ? 3 : 0;
   using Lanes = NoLanes;
   static constexpr int kLaneRows = 0;     // most rows for which keys and values are used as they lie
   static constexpr int kFloatPanels = 0;  // fewest rows for which panels of pairs become floats once, or 0
@@ -176,6 +179,7 @@ struct Neighbours {
   using Isa = Isa_;
   using F = typename Isa::F;
   static constexpr int kElements = 2;
+  static constexpr int kOrdered = 0;
   static constexpr bool kScaled = false;
   static constexpr int kFloatPanels = 0;
 
@@ -262,7 +266,8 @@ class Place {
 
 // Lines to fetch in the course of other work. A CPU has few lines on their way from memory at a time and waits when it
 // is asked for more, so they are spread; in order, since the hardware's prefetcher follows them; and without a
-// condition, which costs more than lines that nobody needs.
+// condition, which costs more than lines that nobody needs. Products fetch `kShare` of four, two or three.
+template <int kShare>
 struct Ahead {
   const std::byte* line;
 
@@ -270,17 +275,17 @@ struct Ahead {
     fetch(line);
     line += kLine;
   }
-  // Step `k` of a product that reads `kRead` lines in each: three of four.
+  // In step `k` of a product that reads `kRead` lines in each.
   template <int kRead>
   void step(int k) {
 #pragma GCC unroll 4
     for (int i = 0; i < kRead / 2; ++i) {
       one();
-      if ((k * (kRead / 2) + i) % 2) one();
+      if (kShare == 3 && (k * (kRead / 2) + i) % 2) one();
     }
   }
   // After a product has read so many bytes.
-  Ahead after(int read) const { return {line + read / 4 * 3}; }
+  Ahead after(int read) const { return {line + read / 4 * kShare}; }
 };
 
 // Where nothing is fetched.
@@ -295,7 +300,7 @@ template <class Isa>
 struct Panels {
   static constexpr int kTogether = 1;  // vectors
   static constexpr int kMaxRows = Isa::kMaxRows;
-  static constexpr int kVectorBytes = 0;  // that are read from memory for a vector
+  static constexpr int kVectorBytes = 0;  // that are read from memory for a vector of a step
   const std::uint32_t* data;
   std::int64_t stride;
 
@@ -310,12 +315,12 @@ struct Panels {
 };
 
 // those of keys, during whose products values are fetched,
-template <class Isa>
-struct KeyPanels : Panels<Isa> {
-  static constexpr int kVectorBytes = 4 * Isa::kLanes;
-  Ahead next;
+template <class Kind>
+struct KeyPanels : Panels<typename Kind::Isa> {
+  static constexpr int kVectorBytes = 4 * Kind::Isa::kLanes;
+  Ahead<Kind::kOrdered> next;
 
-  Ahead ahead(int vectors) const { return next.after(vectors * kVectorBytes); }
+  auto ahead(int vectors) const { return next.after(vectors * kVectorBytes); }
 };
 
 // or values as they are stored, where they fill their vectors.
@@ -324,14 +329,14 @@ struct Values {
   using Isa = typename Kind::Isa;
   static constexpr int kTogether = Kind::kVectors;
   static constexpr int kMaxRows = Isa::kMaxRowsInPlace;
-  static constexpr int kVectorBytes = Kind::kVectorBytes;
+  static constexpr int kVectorBytes = Kind::kVectorBytes * Kind::kTokens;
   const Rows& rows;
   int count;
   const std::byte* zeros;  // in place of what comes after the last row
   const Next& next;        // `Ahead`, or rows of which a line is fetched for each line that is read
 
   auto ahead(int vectors) const {
-    if constexpr (std::is_same_v<Next, Ahead>)
+    if constexpr (std::is_same_v<Next, Ahead<Kind::kOrdered>>)
       return next.after(vectors * kVectorBytes);
     else
       return Nothing{};
@@ -349,7 +354,8 @@ struct Values {
       if constexpr (std::is_same_v<Next, Rows>)
 #pragma GCC unroll 4
         for (int i = 0; i < Kind::kTokens; ++i)
-          if (c * kVectorBytes % kLine == 0) fetch(next[k * Kind::kTokens + i] + (first + c) * kVectorBytes);
+          if (c * Kind::kVectorBytes % kLine == 0)
+            fetch(next[k * Kind::kTokens + i] + (first + c) * Kind::kVectorBytes);
       typename Isa::F x[kTogether];
       Kind::values(row, Kind::kTokens, (first + c) * Isa::kLanes, kTogether * Isa::kLanes, x);
 #pragma GCC unroll 4
@@ -666,7 +672,9 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         s.maximum[r] = sink ? Softmax<Isa>::sink(a, head) : kLowest;
         s.total[r] = sink ? 1 + 0 * a.sinks[head] : 0;  // NaN if it is not finite
       }
-  const int lanes = Kind::Lanes::count(rows, a.head_dim), lane_size = Kind::Lanes::size(lanes, a.head_dim);
+  const int bytes = a.head_dim * static_cast<int>(size_of(a.stored_type));
+  const bool gapless = !a.table && a.key.token_stride == bytes && a.value.token_stride == bytes;
+  const int lanes = Kind::Lanes::count(rows, a.head_dim, gapless), lane_size = Kind::Lanes::size(lanes, a.head_dim);
   if (lanes) {
     std::memset(s.lanes, 0, sizeof(*s.lanes) * item.num_heads * lane_size);
     for (int r = 0; r < all; ++r)
@@ -676,11 +684,10 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   const bool floats = Kind::kFloatPanels && rows >= Kind::kFloatPanels;
   // Whether lines are fetched in their order, by the products and the softmax. With fewer rows, laying out keys takes
   // most of the time; with more, it is not memory that is waited for.
-  constexpr bool kInOrder = Kind::kTokens == 1 && Kind::kElements * Kind::kVectorBytes == kLine;
-  const int bytes = a.head_dim * static_cast<int>(size_of(a.stored_type));
-  const bool in_order = kInOrder && !lanes && rows >= 4 && rows <= Isa::kMaxRows && !a.table &&
-                        a.key.token_stride == bytes && a.value.token_stride == bytes && a.head_dim == a.v_head_dim &&
-                        a.head_dim % (4 * kLanes) == 0;
+  constexpr bool kInOrder = Kind::kOrdered != 0;
+  constexpr int kRest = 4 - Kind::kOrdered;
+  const bool in_order = kInOrder && !lanes && rows >= 4 && rows <= Isa::kMaxRows && gapless &&
+                        a.head_dim == a.v_head_dim && a.head_dim % (4 * kLanes) == 0;
   const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
   std::memset(s.zeros, 0, sizeof(float) * width);
   const int sum_rows = ceil_div(rows, Kind::kRowMultiple) * Kind::kRowMultiple;
@@ -747,7 +754,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           };
           const Panels<Isa> laid_out{s.keys, panel};
           if constexpr (kInOrder)
-            if (in_order) return go(KeyPanels<Isa>{laid_out, Ahead{values[i / 4 * 3]}});
+            if (in_order) return go(KeyPanels<Kind>{laid_out, {values[i / 4 * Kind::kOrdered]}});
           go(laid_out);
         };
         if (!floats)
@@ -758,7 +765,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
 
       const auto fetching = [&](const std::byte* from, const auto& function) {
         if constexpr (kInOrder)
-          if (in_order) return function(Ahead{from});
+          if (in_order) return function(Ahead<Kind::kOrdered>{from});
         function(Nothing{});
       };
       float* maximum = s.maximum + h * rows;
@@ -771,7 +778,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                                           smaller(count, last + 1 - begin), maximum[r], ahead);
         }
       };
-      fetching(values[full * kLanes / 4 * 3], limit);
+      fetching(values[full * kLanes / 4 * Kind::kOrdered], limit);
       for (int r = 0; r < rows; r += kLanes) {
         const auto most = Isa::load(s.next + r);
         Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
@@ -797,7 +804,9 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           values.visit([&]<class Rows>(const Rows& places) {
             if constexpr (kInOrder)
               if (in_order)
-                return weigh(Values<Kind, Rows, Ahead>{places, count, zeros, Ahead{after[count / 4]}}, 0, whole);
+                return weigh(
+                    Values<Kind, Rows, Ahead<Kind::kOrdered>>{places, count, zeros, {after[count / 4 * kRest]}}, 0,
+                    whole);
             weigh(Values<Kind, Rows, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
           });
         }
