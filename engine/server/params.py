@@ -126,11 +126,12 @@ def structured_outputs(body: Sampling) -> Mapping[str, Any] | None:
 
 
 def _biases(logit_bias: Mapping[str, Any]) -> dict[int, Any]:
+    if not all(token.isascii() and token.isdigit() for token in logit_bias):
+        raise bad("logit_bias has a key that is no token id; keys are whole numbers, written as text", "logit_bias")
     try:
         biases = {int(token): bias for token, bias in logit_bias.items()}
-    except ValueError:
-        message = "logit_bias has a key that is no token id; keys are whole numbers, written as text"
-        raise bad(message, "logit_bias") from None
+    except ValueError:  # more digits than Python reads
+        raise bad("logit_bias has a key that is larger than any token id", "logit_bias") from None
     if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in biases.values()):
         raise bad("logit_bias has a value that is no number from -100 to 100", "logit_bias")
     return biases

@@ -290,6 +290,8 @@ def test_many_at_once(server: Server) -> None:
         ({"suffix": "end"}, openai.BadRequestError, "suffix", "suffix is not supported"),
         ({"best_of": 3}, openai.BadRequestError, "best_of", "best_of"),
         ({"logit_bias": {"a": 1}}, openai.BadRequestError, "logit_bias", "no token id"),
+        ({"logit_bias": {"1_0": 1}}, openai.BadRequestError, "logit_bias", "no token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, openai.BadRequestError, "logit_bias", "larger than any token id"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "logit_bias", "99999"),
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options", "set stream"),
         ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority", "order of arrival"),
