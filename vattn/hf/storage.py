@@ -28,7 +28,7 @@ from vattn.stats import CacheStats
 # A saved layer: its length, the first token that is still stored, the element type of its keys, and `View.stored` from
 # that token on. A saved cache: the start of the last forward pass, `Storage.recording`, and its layers.
 SavedLayer = tuple[int, int, torch.dtype, tuple[Tensor, ...]]
-Saved = tuple[int, list[bool], list[SavedLayer | None]]
+Saved = tuple[int, list[bool], list[int], list[SavedLayer | None]]  # start, recording, ungraded, layers
 
 # Figures of several caches that add up; the others are the pool's, or the same in all.
 _SUMMED = (
@@ -390,8 +390,9 @@ class Storage:
             )
         if torch.promote_types(shape.dtype, rows.dtype) != shape.dtype:
             raise ConfigError(f"layer {index} holds {shape}; it cannot hold {name} in {rows.dtype} without loss")
-        if self._shows(index, which, first, rows):
-            return  # `layer.keys *= 2` assigns what it has written to
+        if self._shows(index, which, first, rows):  # `layer.keys *= 2` assigns what it has written to
+            self._lose_gradient(index, first, rows)
+            return
         new = rows.detach().clone()  # they may be a part of what is replaced
         self._detach()
         self._unshare()
@@ -403,6 +404,12 @@ class Storage:
             except BaseException:  # an interrupt, maybe after the scales and before the codes
                 view.store_part(which, new, first)
                 raise
+        self._lose_gradient(index, first, rows)
+
+    def _lose_gradient(self, index: int, first: int, rows: Tensor) -> None:
+        """Has `backward()` refuse what attends to these tokens of a layer, if they need a gradient."""
+        if rows.requires_grad:
+            self.ungraded[index] = min(first, self.ungraded[index])
 
     def _shows(self, index: int, which: int, first: int, rows: Tensor) -> bool:
         """Whether rows are this layer's present memory of K (0) or V (1) from token `first` on."""
@@ -422,11 +429,11 @@ class Storage:
                 stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
                 layers[index] = (length, first, view.dtype, stored)
         start = 0 if self._rows is None else min(self._rows.start, max(self.lengths))
-        return start, self.recording.copy(), layers
+        return start, self.recording.copy(), self.ungraded.copy(), layers
 
     def restore(self, saved: Saved) -> None:
         """Copies the saved tokens of a cache for the same model into this one, which is empty."""
-        start, self.recording, layers = saved
+        start, self.recording, self.ungraded, layers = saved
         for index, layer in enumerate(layers):
             if layer is None:
                 continue

@@ -10,8 +10,10 @@ config but taken from the first update of each layer.
 from __future__ import annotations
 
 import copy
+import pickle
 import traceback
 from collections.abc import Iterator
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Self, get_args
 
 import torch
@@ -245,14 +247,19 @@ class VirtualCache(DynamicCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keys and values as independent tensors, and the cache's arguments except for the pool."""
-        start, recording, layers = self._storage.saved()
+        *rest, layers = self._storage.saved()
         kept = [
             None
             if layer is None
             else (*layer[:3], tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in layer[3]))
             for layer in layers
         ]
-        return _load, (self._config, self._arguments | {"pool": None}, (start, recording, kept))
+        arguments = self._config, self._arguments | {"pool": None}, (*rest, kept)
+        if get_spawning_popen() is None:
+            return _load, arguments
+        # It goes to a process that is being started: torch would send descriptors of the tensors' memory, which have
+        # to be open until it has started. These tensors are not.
+        return _load_bytes, (pickle.dumps(arguments),)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Keys, values and sliding window of every layer, as `DynamicCache` yields and accepts them."""
@@ -532,9 +539,14 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise VattnError(
-            "a VirtualCache keeps no gradients of tokens of earlier forward passes. Compute a prefix that needs none "
+            "a VirtualCache keeps no gradients of tokens of earlier forward passes, nor of keys and values that were "
+            "assigned to its layers. Compute a prefix that needs none "
             "under torch.no_grad(); train the rest with use_cache=False, or a DynamicCache"
         )
+
+
+def _load_bytes(saved: bytes) -> VirtualCache:
+    return _load(*pickle.loads(saved))
 
 
 def _load(config: PretrainedConfig, arguments: dict[str, Any], saved: Saved) -> VirtualCache:

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from multiprocessing import context, reduction
 from typing import Any
 
 import pytest
@@ -358,6 +359,20 @@ def test_a_forked_child_is_refused_everything_but_the_length(
     cache.close()
 
 
+def test_a_cache_is_an_argument_of_a_process_that_is_spawned(model: transformers.PreTrainedModel) -> None:
+    """Nothing of it is a descriptor, which would have to be open until the process has started."""
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        with torch.no_grad():
+            model(IDS, **{CACHE: cache})
+        context.set_spawning_popen(object())  # type: ignore[arg-type]
+        try:
+            sent = reduction.ForkingPickler.dumps(cache)
+        finally:
+            context.set_spawning_popen(None)
+        with pickle.loads(sent) as again, torch.no_grad():
+            assert same(taken(again), taken(cache))
+
+
 # Gradients
 
 
@@ -385,6 +400,19 @@ def test_gradients_flow_through_new_tokens(family: str, prefix: int) -> None:
         with torch.no_grad():
             logits = model(MORE, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
+
+
+def test_gradients_of_what_is_assigned_are_refused_not_lost(model: transformers.PreTrainedModel) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache:
+        with torch.no_grad():
+            model(IDS, **{CACHE: cache})
+        layer: Any = cache.layers[1]
+        layer.keys = torch.randn(2, 2, 40, 8, requires_grad=True)
+        with pytest.raises(vattn.VattnError, match="assigned to its layers"):
+            model(MORE, **{CACHE: cache}).logits.sum().backward()
+        cache.reset()
+        assert gradients(model, cache, 10)
+    torch.ones(1, requires_grad=True).sum().backward()  # torch keeps a graph that failed until the next one
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha"])
@@ -433,6 +461,9 @@ def test_gradients_through_earlier_forward_passes_are_refused_not_lost(model: tr
         torch.testing.assert_close(logits, model(torch.cat([IDS, MORE], 1)).logits[:, 40:])
         with pytest.raises(vattn.VattnError, match="no gradients of tokens of earlier"):
             logits.sum().backward()
+        for copied in (copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+            with copied, pytest.raises(vattn.VattnError, match="no gradients of tokens of earlier"):
+                model(MORE[:, :1], **{CACHE: copied}).logits.sum().backward()
         cache.crop(-70)
         assert gradients(model, cache, 10)  # none of those tokens is left
         cache.reset()
