@@ -121,7 +121,9 @@ def find_shape(
 
         try:
             config = AutoConfig.from_pretrained(model)
-        except ValueError as error:
+        except OSError:
+            raise
+        except Exception as error:  # of many types, for fields that are not possible
             raise UnsupportedModel(f"transformers does not know the config of {model!r}: {error}") from error
     return shape_of(config, model, tensor_parallel=tensor_parallel, dtype=dtype, max_context_len=max_context_len)
 

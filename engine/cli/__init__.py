@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -27,13 +30,22 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if a request failed, 2 for a bad argument, 130 for Ctrl-C."""
+    """Run one command; returns the exit status.
+
+    It is 0, 1 if a request failed, 2 for a bad argument, 130 for Ctrl-C, 141 if nobody reads the output.
+    """
     argv = sys.argv[1:] if argv is None else argv
     # No flag before the command takes a value, so the first word that is no flag is the command.
     command = next((word for word in argv if not word.startswith("-")), "")
     args = parser(command).parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an answer has what characters it likes
     try:
         status: int = args.run(args)
+    except BrokenPipeError:  # as of `| head`; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except (VattnError, OSError) as error:  # OSError: transformers' "no such model"
         print(f"vattn: {error}", file=sys.stderr)
         return 2

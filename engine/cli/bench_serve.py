@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vattn.errors import ConfigError
+from vattn.integers import shown
 
 from ..checks import checked_whole
 from ..options import json_value
@@ -130,6 +131,9 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
     """Where requests go, and the tokenizer that belongs there."""
     from ..loadgen.client import ENDPOINTS, Target, list_models
 
+    extra = args.extra_body or {}
+    if not isinstance(extra, dict):
+        raise ConfigError(f"--extra-body is {shown(extra)}; give a JSON object of fields")
     key = key_to_send(args.api_key)
     model, tokenizer = args.model, args.tokenizer
     if model is None or tokenizer is None:
@@ -146,7 +150,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, str]:
         model=model,
         backend=args.backend,
         api_key=key,
-        fields={**fields, **(args.extra_body or {})},
+        fields={**fields, **extra},
     )
     return target, tokenizer
 

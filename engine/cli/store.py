@@ -74,6 +74,6 @@ def _shrink(folder: str, most_bytes: int) -> int:
 def _open(folder: str) -> Any:
     from vattn.store.folder import PrefixStore
 
-    if not Path(folder).expanduser().is_dir():
-        raise ConfigError(f"there is no store {folder}; name the folder that --kv-store names")
+    if not folder or not Path(folder).expanduser().is_dir():
+        raise ConfigError(f"there is no store {folder!r}; name the folder that --kv-store names")
     return PrefixStore(folder)

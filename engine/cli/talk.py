@@ -140,10 +140,14 @@ class _LocalModel:
 
 def _lines() -> Iterator[str]:
     """The lines that the user types, but for empty ones, until the end of input; a terminal gets a prompt."""
+    if sys.stdin is None:
+        raise ConfigError("there is no standard input to read lines from; give one, or a line with --quick")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the input is no text in {error.encoding} ({error.reason}); convert it first") from error
         if line.strip():
             yield line

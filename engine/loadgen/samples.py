@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # Rounds of writing token ids as text and reading them back, until their number is right.
 _ROUNDS = 10
+# Of requests, and of tokens of one: more than any benchmark sends, and few enough to be made at all.
+_MOST = 2**24
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,13 @@ def random_samples(
         prefix_len: tokens that all prompts begin with.
 
     Raises:
-        ConfigError: no request, or lengths below 1.
+        ConfigError: a number that is not possible.
     """
-    checked_whole("num_prompts", count, 1)
-    checked_whole("random_input_len", input_len, 1)
-    checked_whole("random_output_len", output_len, 1)
-    checked_whole("random_prefix_len", prefix_len, 0)
+    checked_whole("num_prompts", count, 1, _MOST)
+    checked_whole("random_input_len", input_len, 1, _MOST)
+    checked_whole("random_output_len", output_len, 1, _MOST)
+    checked_whole("random_prefix_len", prefix_len, 0, _MOST)
+    checked_whole("seed", seed, 0)
     if not 0 <= range_ratio < 1:
         raise ConfigError(f"random_range_ratio is {range_ratio}; give a share from 0 to below 1")
     rng = np.random.default_rng(seed)
@@ -118,16 +122,24 @@ def read_samples(
         ConfigError: the file has no such record, or one without the length of its answer.
         OSError: it cannot be read.
     """
-    checked_whole("num_prompts", count, 1)
+    checked_whole("num_prompts", count, 1, _MOST)
+    checked_whole("seed", seed, 0)
     found = []
     for number, record in _records(path):
-        prompt, wanted = _prompt_of(record, tokenizer)
+        which = f"record {number} of {path}"
+        prompt, answer, length = _texts_of(record)
         if prompt is None:
-            raise ConfigError(f"record {number} of {path} has neither a prompt nor conversations of two or more turns")
-        length = wanted if output_len is None else output_len
+            raise ConfigError(f"{which} has neither a prompt nor conversations of two or more turns")
+        try:
+            prompt_len = len(tokenizer(prompt)["input_ids"])
+            if answer is not None:
+                length = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        except TypeError as error:  # of halves of surrogate pairs, which JSON can have
+            raise ConfigError(f"{which} has characters that are no text; write it anew as UTF-8") from error
+        length = length if output_len is None else output_len
         if length is None:
-            raise ConfigError(f"record {number} of {path} has no output_tokens; add them, or give --output-len")
-        found.append(Sample(prompt, len(tokenizer(prompt)["input_ids"]), checked_whole("output_tokens", length, 1)))
+            raise ConfigError(f"{which} has no output_tokens; add them, or give --output-len")
+        found.append(Sample(prompt, prompt_len, checked_whole(f"output_tokens of {which}", length, 1, _MOST)))
     if not found:
         raise ConfigError(f"{path} has no records; give JSON lines with a prompt and output_tokens each")
     order = np.random.default_rng(seed).permutation(len(found))
@@ -136,31 +148,30 @@ def read_samples(
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a file, numbered from 1."""
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
             yield from enumerate(json.loads(text), 1)
             return
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
         raise ConfigError(f"{path} is no JSON: {error}") from error
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"line {number} of {path} is no JSON: {error}") from error
             yield number, record
 
 
-def _prompt_of(record: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, int | None]:
-    """The prompt of a record, and the tokens of its answer; None for what it lacks."""
-    if not isinstance(record, dict):
-        return None, None
-    if isinstance(record.get("prompt"), str):
-        return record["prompt"], record.get("output_tokens")
-    turns: Any = record.get("conversations")
-    try:
-        prompt, answer = turns[0]["value"], turns[1]["value"]
-        return prompt, len(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    except (TypeError, KeyError, IndexError):
-        return None, None
+def _texts_of(record: Any) -> tuple[str | None, str | None, Any]:
+    """The prompt of a record, its answer, and what it says is the answer's number of tokens; None for what it lacks."""
+    if isinstance(record, dict):
+        if isinstance(record.get("prompt"), str):
+            return record["prompt"], None, record.get("output_tokens")
+        turns: Any = record.get("conversations")
+        with suppress(TypeError, KeyError, IndexError):
+            prompt, answer = turns[0]["value"], turns[1]["value"]
+            if isinstance(prompt, str) and isinstance(answer, str):
+                return prompt, answer, None
+    return None, None, None

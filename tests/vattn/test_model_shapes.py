@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,3 +89,9 @@ def test_other_types_of_elements_and_layers() -> None:
 def test_unknown_names_are_refused_without_the_network() -> None:
     with pytest.raises(ConfigError, match=re.escape(f"none of {', '.join(PUBLISHED)}")):
         find_shape("Llama-9")
+
+
+def test_a_config_that_no_model_can_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 0, "num_attention_heads": 0}')
+    with pytest.raises(UnsupportedModel, match="transformers does not know the config of"):
+        find_shape(str(tmp_path))

@@ -244,9 +244,8 @@ class Books:
 
     def reclaim(self, account: Account, stage: str, now: float) -> None:
         """Asks a borrower for everything up to a stage, whether anybody needs it or not."""
-        kept = account.owned + (account.cached if stage in ("free", "parked") else 0)
-        kept += account.parked if stage == "free" else 0
-        self._ask(account, min(account.lease, -(-kept // account.page) * account.page), stage, now)
+        # Not down to what it said that it needs: requests may have ended since.
+        self._ask(account, 0, stage, now)
         account.again = True
 
     def settle(self, now: float) -> list[Account]:

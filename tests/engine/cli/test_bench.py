@@ -144,6 +144,7 @@ def test_serve_opens_more_files_than_a_shell_allows(model_path: Path) -> None:
         (["--metric-percentiles", "x"], "from 0 to 100"),
         (["--request-rate", "0"], "request_rate is 0.0"),
         (["--num-prompts", "0"], "num_prompts is 0"),
+        (["--extra-body", "[1]"], "--extra-body is [1]; give a JSON object"),
         (["--max-concurrency", "0"], "max_concurrency is 0"),
         (["--base-url", "http://127.0.0.1:1"], "start one with `vattn serve`"),
         (["--model", "m", "--tokenizer", "/nowhere/at/all"], "give its path or hub id with --tokenizer"),
@@ -215,6 +216,9 @@ def test_throughput(model_path: Path, capsys: pytest.CaptureFixture[str], tmp_pa
     ("argv", "message"),
     [
         (["latency", "--batch-size", "0"], "batch_size is 0"),
+        (["latency", "--batch-size", "99999999999"], "batch_size is 99999999999; it can be at most"),
+        (["throughput", "--prefix-len", "99999999999"], "random_prefix_len is 99999999999; it can be at most"),
+        (["throughput", "--seed", "-1"], "seed is -1"),
         (["latency", "--input-len", "300"], "over the model's 256 tokens"),
         (["latency", "--num-blocks", "3"], "--num-blocks is an option of --kv paged"),
         (["throughput", "--input-len", "300"], "over the model's 256; give a smaller --input-len"),

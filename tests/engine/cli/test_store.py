@@ -47,6 +47,7 @@ def test_what_was_used_longest_ago_is_trimmed_first(path: Path, capsys: pytest.C
 
 def test_a_store_that_is_not_there(refuses: Callable[[list[str], str], None], tmp_path: Path) -> None:
     refuses(["store", "list", str(tmp_path / "nothing")], "there is no store")
+    refuses(["store", "clear", ""], "there is no store ''")
     assert not (tmp_path / "nothing").exists()
 
 

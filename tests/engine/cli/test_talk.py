@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import socketserver
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -286,3 +287,33 @@ def test_what_is_no_address() -> None:
 def test_addresses_that_nothing_can_have(refuses: Callable[[list[str], str], None]) -> None:
     for url in ("http://a b/v1", "http://a..b/v1", "http://localhost/\u00e9"):
         refuses(["chat", "--url", url], f"{url}/models gives no answer that can be read")
+
+
+def test_input_that_is_none(
+    model_path: Path, refuses: Callable[[list[str], str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["complete", str(model_path)]
+    monkeypatch.setattr(sys, "stdin", None)
+    refuses(command, "there is no standard input")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    refuses(command, "the input is no text in utf-8")
+
+
+def test_a_pipe_that_nobody_reads() -> None:
+    code = "import sys; from vattn.engine.cli import main; sys.exit(main(['completion', 'bash']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_characters_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.BytesIO()
+    stdout = io.TextIOWrapper(terminal, "ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with FakeOpenAI(lambda body: [text("caf\u00e9 \ud800"), DONE]).in_thread() as url:
+        assert main(["complete", "--url", url, "-q", "a"]) == 0
+    stdout.flush()
+    assert terminal.getvalue() == b"caf? ?\n"

@@ -93,11 +93,17 @@ def test_a_file_of_conversations(words: PreTrainedTokenizerBase, tmp_path: Path)
         ('{"conversations": [{"value": "w5"}]}', "neither a prompt nor conversations"),
         ("3", "neither a prompt nor conversations"),
         ('{"prompt": "w5"}', "has no output_tokens; add them, or give --output-len"),
-        ('{"prompt": "w5", "output_tokens": "many"}', "output_tokens is 'many'"),
+        ('{"prompt": "w5", "output_tokens": "many"}', "output_tokens of record 1 of .* is 'many'"),
+        ('{"prompt": "\\ud800", "output_tokens": 1}', "record 1 .* characters that are no text"),
+        ('{"conversations": [{"value": 4}, {"value": "x"}]}', "neither a prompt nor conversations"),
+        ("[" * 100_000, "is no JSON"),
+        (b"\xff", "is no JSON"),
     ],
 )
-def test_files_that_are_refused(words: PreTrainedTokenizerBase, tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_refused(
+    words: PreTrainedTokenizerBase, tmp_path: Path, text: str | bytes, message: str
+) -> None:
     path = tmp_path / "file.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ConfigError, match=message):
         read_samples(path, words, 1)

@@ -316,6 +316,12 @@ def test_trim_and_evict_take_back_what_they_say(broker: brokers.Process) -> None
         broker.ask("reclaim", name="a", stage="cached")
         wait_until(lambda: kv.stats().cached_pages == 0)
         wait_until(lambda: held(broker, "a") == 0)
+        slot = kv.alloc_reqid()
+        kv.step({slot: pages(60)})
+        wait_until(lambda: (broker.borrower("a") or {})["owned"] >= 60 * PAGE)
+        end(kv, slot)
+        broker.ask("reclaim", name="a", stage="cached")  # the broker may still think that the request runs
+        wait_until(lambda: held(broker, "a") == 0)
         kv.check()
     pool.close()
 
