@@ -46,9 +46,9 @@ struct RowLanes {
 
   static int words(int head_dim) { return head_dim / Kind::kElements; }  // of a part
 
-  // How many rows the lanes are divided among; 0 where panels are better. `gapless`: each key follows the one before
-  // it.
-  static int count(int rows, int head_dim, bool) {
+  // How many rows the lanes are divided among; 0 where panels are better, which may depend on whether rows are gapless:
+  // whether each follows the one before it.
+  static int count(int rows, int head_dim, [[maybe_unused]] bool gapless) {
     int lanes = 1;
     while (lanes < rows || words(head_dim) * lanes % kLanes) lanes *= 2;
     return lanes <= Kind::kLaneRows ? lanes : 0;

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Rounds of writing token ids as text and reading them back, until their number is right.
 _ROUNDS = 10
-# Of requests, and of tokens of one: more than any benchmark sends, and few enough to be made at all.
-_MOST = 2**24
+# Of requests, and of tokens of one: more than any benchmark sends.
+MOST = 2**24
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def random_samples(
     Raises:
         ConfigError: a number that is not possible.
     """
-    checked_whole("num_prompts", count, 1, _MOST)
-    checked_whole("random_input_len", input_len, 1, _MOST)
-    checked_whole("random_output_len", output_len, 1, _MOST)
-    checked_whole("random_prefix_len", prefix_len, 0, _MOST)
+    checked_whole("num_prompts", count, 1, MOST)
+    checked_whole("random_input_len", input_len, 1, MOST)
+    checked_whole("random_output_len", output_len, 1, MOST)
+    checked_whole("random_prefix_len", prefix_len, 0, MOST)
     checked_whole("seed", seed, 0)
     if not 0 <= range_ratio < 1:
         raise ConfigError(f"random_range_ratio is {range_ratio}; give a share from 0 to below 1")
@@ -122,7 +122,7 @@ def read_samples(
         ConfigError: the file has no such record, or one without the length of its answer.
         OSError: it cannot be read.
     """
-    checked_whole("num_prompts", count, 1, _MOST)
+    checked_whole("num_prompts", count, 1, MOST)
     checked_whole("seed", seed, 0)
     found = []
     for number, record in _records(path):
@@ -139,7 +139,7 @@ def read_samples(
         length = length if output_len is None else output_len
         if length is None:
             raise ConfigError(f"{which} has no output_tokens; add them, or give --output-len")
-        found.append(Sample(prompt, prompt_len, checked_whole(f"output_tokens of {which}", length, 1, _MOST)))
+        found.append(Sample(prompt, prompt_len, checked_whole(f"output_tokens of {which}", length, 1, MOST)))
     if not found:
         raise ConfigError(f"{path} has no records; give JSON lines with a prompt and output_tokens each")
     order = np.random.default_rng(seed).permutation(len(found))
