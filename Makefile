@@ -23,17 +23,19 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp 
 demo: $(VENV)/.installed
 	$(BIN)/python -m demo.run
 
-# A process per core, each with one thread: two threads on two cores wait for each other under any other load.
+# A process per core, and one more for the time in which tests wait for processes of their own; each with one thread,
+# since two threads on two cores wait for each other under any other load.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist worksteal
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(PYTEST)
 
 # The same in its long form: everything that `make test` proves in a shorter one (an hour or two on two cores).
 check-long: $(VENV)/.dev
-	VATTN_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	VATTN_TEST_LONG=1 $(PYTEST)
 
 # While developing: all but the slow tests.
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The dashboard and the report in headless Chromium, which has to be on PATH or named by CHROMIUM; no part of `make test`.
 dashboard-test: $(VENV)/.dev
@@ -175,12 +177,15 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(wildcard 
 	tail -n +1 -s 0.2 --pid $$built -f build/native.log | sed -un 's:^ *\(\[[0-9]*/[0-9]*\]\) \([A-Z][a-z]*\).*/: \1 \2 :p'; \
 	wait $$built || { tail -n 60 build/native.log; exit 1; }
 	cp "$$($(BIN)/python -c 'import vattn._native as n; print(n.__file__.rpartition("/")[0])')/_native.pyi" vattn/
-	touch $@
+	echo "$$VATTN_KERNELS" > $@
 
 # What tests and checks need besides. The project is there, so only what the extra names is fetched. Where it is installed
-# for tests, it has the kernels of all instruction sets, of which the tests take those that the machine can run.
+# for tests, it has the kernels of all instruction sets, of which the tests take those that the machine can run: an
+# environment that `make demo` made is given the others.
 $(VENV)/.dev: export VATTN_KERNELS := all
 $(VENV)/.dev: $(VENV)/.installed
+	grep -qx all $< || VATTN_WERROR=ON $(BIN)/python -m pip install --quiet --no-deps --editable .
+	echo all > $<
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile "vattn[dev]"
 	touch $@

@@ -8,21 +8,21 @@ from tests.support import scripts
 from tests.support.effort import effort
 from tests.support.paths import ROOT
 
-# Calls on the public interface, per mode: less than a minute in all.
+# Calls on the public interface, per mode: half a minute in all.
 BUDGETS = effort(
     {
-        "random": 4_000,
-        "fuzz": 1_000,
-        "interrupts": 750,
-        "faults": 400,
-        "processes": 5_000,
-        "windows": 750,
-        "virtual_cache": 350,
-        "engine": 150,
-        "attention": 750,
-        "broker": 50,
-        "roles": 30,
-        "store": 50,
+        "random": 2_000,
+        "fuzz": 700,
+        "interrupts": 500,
+        "faults": 250,
+        "processes": 3_000,
+        "windows": 500,
+        "virtual_cache": 250,
+        "engine": 100,
+        "attention": 500,
+        "broker": 35,
+        "roles": 15,
+        "store": 35,
     },
     {
         "random": 60_000,

@@ -289,7 +289,7 @@ def test_bad_prompts_change_nothing(name: str, kv: str) -> None:
 def test_a_request_that_could_never_fit_is_refused(growing_kv: str) -> None:
     good = make_prompts([9])[0]
     options = {"page_size": 4096} if growing_kv == "virtual" else {}
-    with make_llm(growing_kv, memory_budget=32 << 10, kv_options=options) as llm:
+    with make_llm(growing_kv, memory_budget=24 << 10, kv_options=options) as llm:
         assert llm.core.kv.needed(128) > llm.core.kv.total()
         with pytest.raises(InvalidRequest, match=r"may grow to 128 tokens, .* in all"):
             llm.generate([good, good], [GREEDY, SamplingParams(max_tokens=1000)])

@@ -127,11 +127,11 @@ def computed(llm: LLM, prompt: list[int]) -> int:
     return sum(counts)
 
 
-@pytest.mark.parametrize(("page_size", "block"), [(4096, 64), (16384, 512)])
+@pytest.mark.parametrize(("page_size", "block"), [(4096, 32), (16384, 512)])
 def test_no_more_than_the_last_token_is_computed_by_who_continues(
     broker: brokers.Process, page_size: int, block: int
 ) -> None:
-    options = {"kv_options": {"page_size": page_size, "layout": "fused" if block == 64 else "layer"}}
+    options = {"kv_options": {"page_size": page_size, "layout": "fused" if block == 32 else "layer"}}
     prompts = PROMPTS[: len(LENGTHS)]
     with prefiller(**options), decoder(**options) as second:
         assert second.core.kv.prefix_block_tokens == block

@@ -1,4 +1,4 @@
-"""Runs scripts in processes of their own, without the seconds in which each would import torch and transformers.
+"""Runs scripts in processes of their own, without the seconds in which each would import torch and others' packages.
 
 A server that has imported them forks for each script. The fork runs it as `python -c` does, and ends as an interpreter
 ends, but for the modules and the destructors of libraries that were loaded before: to clear those takes longer than
@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
+from weakref import finalize
 
 import stub_cuda
 from tests.support.paths import ROOT
@@ -199,10 +200,15 @@ if __name__ == "__main__":
     import torch  # noqa: F401
 
     if stub_cuda.ACTIVE not in os.environ:  # scripts over the stub have no models
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.freeze()  # a collection in a fork would copy all the pages that it looks at
     if request := _next_script():
         if not request.get("to_the_end"):
             preloaded += sys.modules.keys() - {"sys", "builtins", "__main__"}
+            for operator in finalize._registry:  # type: ignore[attr-defined]  # torch would take each from its registry
+                operator.atexit = False
         exec(compile(request["script"], "<string>", "exec"), _become(request))

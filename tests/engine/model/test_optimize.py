@@ -93,7 +93,7 @@ def test_the_same_in_packed_steps(family: str) -> None:
     exact = _packed_logits(_packed(family).float())
     restore = optimize(model)
     if family != "opt":
-        assert _fused_layers(model) == ([0, 1, 2] if family in _USUAL else [])
+        assert _fused_layers(model) == (list(range(model.config.num_hidden_layers)) if family in _USUAL else [])
     fast = _packed_logits(model)
     restore()
     assert torch.equal(_packed_logits(model), plain), "not as before"
@@ -241,5 +241,5 @@ def test_quantised_layers_are_left_alone() -> None:
         }
         & changed
     )
-    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.2.mlp"} <= changed
+    assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp"} <= changed
     assert (_logits(model) - before).norm() <= 0.03 * before.norm()

@@ -61,7 +61,7 @@ def _windows(*windows: int | None) -> tuple[packed.LayerShape, ...]:
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("llama", packed.KVShape.uniform(3, 2, 8, 8)),
+        ("llama", packed.KVShape.uniform(2, 2, 8, 8)),
         ("mistral-window", packed.KVShape.uniform(3, 2, 8, 8, window=9)),
         ("gpt-oss", packed.KVShape(_windows(6, None, 6), sinks=True)),
         ("gemma2", packed.KVShape(_windows(8, None, 8), softcap=True)),
@@ -160,7 +160,7 @@ class _Attend:
 @pytest.mark.parametrize(
     ("family", "windows"),
     [
-        ("llama", [None, None, None]),
+        ("llama", [None, None]),
         ("mistral-window", [9, 9, 9]),
         ("qwen2-window", [None, 7, 7]),
         ("gemma2", [8, None, 8]),
@@ -175,7 +175,7 @@ def test_windows_per_layer(family: str, windows: list[int | None]) -> None:
     with under_vattn(make_model(family)) as model:
         ids = torch.tensor([3, 4])
         packed.run_packed(model, step, ids, torch.tensor([0, 1]), torch.tensor([1]))
-    assert [step.params[layer].window for layer in range(3)] == windows
+    assert [step.params[layer].window for layer in sorted(step.params)] == windows
     assert all((params.softcap is not None) == (family == "gemma2") for params in step.params.values())
     assert all((params.sinks is not None) == (family == "gpt-oss") for params in step.params.values())
 
