@@ -151,13 +151,21 @@ class KVConfig:
     @classmethod
     def check_names(cls, names: Collection[str]) -> None:
         """Raises ConfigError for names that are not options, or if a required one is missing."""
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
+        cls.check_options(names, (), "")
         missing = [name for name in ("max_batch_size", "max_context_len") if name not in names]
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be given")
+
+    @classmethod
+    def check_options(cls, names: Collection[str], settled: Collection[str], why: str) -> None:
+        """Raises ConfigError for names that are not options, or are among those that something else settles: `why`
+        says what.
+        """
+        if taken := sorted(set(settled).intersection(names)):
+            raise ConfigError(f"{', '.join(taken)}: {why}; leave out")
+        known = [field.name for field in fields(cls) if field.name not in settled]
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(f"unknown option {', '.join(unknown)}; possible are {', '.join(known)}")
 
     @property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:

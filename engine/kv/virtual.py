@@ -8,13 +8,15 @@ from typing import Any, ClassVar, Self
 from vattn.broker.borrower import Loan
 from vattn.cache import KVCache
 from vattn.config import KVConfig, resolve
-from vattn.errors import ConfigError
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission
 
 from .base import KVDescription, KVStats, SlotView, mapping_calls, register
 from .contiguous import ContiguousKV
 from .spec import KVSpec, PoolShare
+
+# Options of KVConfig that `groups` replaces.
+_OF_THE_MODEL = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window"}
 
 
 @register
@@ -62,11 +64,12 @@ class VirtualKV(ContiguousKV):
             "memory_budget": spec.memory_budget,
         }
         options = spec.kv_options or {}
-        if fixed := [name for name in given if name in options]:
-            raise ConfigError(
-                f"kv_options has {', '.join(fixed)}, which the engine takes from the model and from its own arguments "
-                "(max_num_seqs, max_model_len, memory_budget, kv_cache_dtype); leave it out"
-            )
+        KVConfig.check_options(
+            options,
+            given.keys() | _OF_THE_MODEL,
+            "not for kv_options, since the engine takes it from the model and from its own arguments (max_num_seqs, "
+            "max_model_len, memory_budget, kv_cache_dtype)",
+        )
         config = KVConfig.from_options(**given, **{"guard_rows": spec.guard_rows, **options})
         return cls(config, chunk_tokens=spec.chunk_tokens, share=spec.pool)
 

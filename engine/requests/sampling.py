@@ -111,7 +111,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._whole("n", 1, MAX_COMPLETIONS)
-        self._number("temperature", 0, _LARGEST_FLOAT, "0 (greedy) or a positive number")
+        self._number("temperature", 0, _LARGEST_FLOAT, "0 (greedy) or a positive number, of 32 bits")
         self._number("top_p", 0, 1, "a number above 0 and at most 1", above=True)
         self._whole("top_k", -1, what="0 or -1 (all tokens), or how many to keep")
         self._number("min_p", 0, 1, "a number from 0 to 1")

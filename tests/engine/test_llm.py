@@ -491,8 +491,15 @@ def test_close(kv: str) -> None:
         ({"memory_budget": 0}, "more than 0 bytes"),
         ({"block_size": 0}, "block_size is 0"),
         ({"kv_options": {"page_size": 4096}}, "only takes num_blocks, windows as kv_options"),
-        ({"kv": "virtual", "kv_options": {"pagesize": 4096}}, "pagesize"),
-        ({"kv": "virtual", "kv_options": {"max_batch_size": 3}}, "max_batch_size, which the engine takes from"),
+        ({"kv": "virtual", "kv_options": {"max_batch_size": 3}}, "max_batch_size: not for kv_options"),
+        (
+            {"kv": "virtual", "kv_options": {"head_dim": 8}},
+            "head_dim: not for kv_options",
+        ),
+        (
+            {"kv": "virtual", "kv_options": {"pagesize": 4096}},
+            "option pagesize; possible are memory_utilization",
+        ),
         ({"gpu_memory_utilization": 1.5, "memory_budget": None}, "a share over 0 and up to 1"),
         ({"gpu_memory_utilization": 0.5, "memory_budget": "1MiB"}, "give one"),
     ],

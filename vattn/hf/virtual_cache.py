@@ -42,7 +42,7 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
 # Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
 _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
 # Options of KVConfig that the first update determines.
-_OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "device"}
+_OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window", "groups", "dtype", "device"}
 
 
 class VirtualCache(DynamicCache):
@@ -94,8 +94,7 @@ class VirtualCache(DynamicCache):
                 raise ConfigError(
                     f"the config of {config.model_type!r} states no longest context; give max_context_len"
                 )
-        if taken := sorted(_OBSERVED & options.keys()):
-            raise ConfigError(f"{', '.join(taken)}: the first update decides; leave out")
+        KVConfig.check_options(options, _OBSERVED, "the first update decides")
         settings = {"max_context_len": max_context_len, "memory_budget": memory_budget, **_ON_DEMAND, **options}
         shape: dict[str, Any] = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim"), 1)
         rows = 1 if max_batch_size is None else max_batch_size

@@ -120,12 +120,14 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
     calls the attention function would silently be served wrong.
 
     Raises:
-        UnsupportedModel: layers are missing or share an index.
+        UnsupportedModel: layers are missing or share an index, or there are none.
     """
     probe = _Probe()
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     run_packed(model, probe, zero, zero, zero)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if num_layers == 0:
+        raise UnsupportedModel(f"{type(model).__name__} has no layers (num_hidden_layers is 0), and so no KV cache")
     if sorted(probe.layers) != list(range(num_layers)):
         raise UnsupportedModel(
             f"{type(model).__name__} has {num_layers} layers, but layers {sorted(probe.layers)} called the attention "

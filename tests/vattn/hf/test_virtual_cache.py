@@ -493,7 +493,8 @@ def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: st
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"pagesize": 4096}, "unknown option pagesize"),
+        ({"pagesize": 4096}, "unknown option pagesize; possible are max_batch_size, max_context_len, memory_budget,"),
+        ({"groups": []}, "groups: the first update decides"),
         ({"dtype": torch.float32}, "the first update decides"),
         ({"device": "cpu"}, "the first update decides"),
         ({"max_batch_size": 0}, "max_batch_size=0"),

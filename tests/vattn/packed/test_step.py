@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts
+from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts, random_model
 from vattn import attention, packed
 from vattn.attention import AttentionParams
 from vattn.engine import LLM
@@ -122,6 +122,14 @@ def test_models_that_would_run_wrong_are_refused_by_name(name: str) -> None:
         packed.check_supported(model)
     assert type(model).__name__ in str(caught.value)
     assert "generate()" in str(caught.value)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with (
+        under_vattn(random_model("LlamaConfig", **{**_TINY, "num_hidden_layers": 0})) as model,
+        pytest.raises(UnsupportedModel, match="num_hidden_layers is 0"),
+    ):
+        packed.kv_shape(model)
 
 
 def test_encoder_decoders_are_refused() -> None:
