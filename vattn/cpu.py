@@ -3,7 +3,9 @@
 The kernels are compiled for several instruction sets (`csrc/kernels/`): those of the machine that builds, or all of
 them (`VATTN_KERNELS=all` when building). The fastest that the CPU has run, or those that the environment variable
 `VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
-on every CPU that has both: the first call measures it, in a tenth of a millisecond.
+on every CPU that has both: the first call measures it, in a tenth of a millisecond. Likewise whether the keys of a few
+query rows are faster as they lie or in panels, where results do not depend on it: where keys are 8-bit codes.
+`VATTN_CPU_KEYS` takes all keys one way.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch import Tensor
 from vattn.errors import ConfigError
 
 VARIABLE = "VATTN_CPU_KERNELS"
+KEYS_VARIABLE = "VATTN_CPU_KEYS"
+_KEYS = {"": 0, "in_place": 1, "panels": 2}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -38,6 +42,8 @@ class Kernels:
         worthwhile: whether, by measurement, they are faster on this CPU than the ones after them.
         linear: whether their linear layers are faster on such CPUs than torch's.
         lanes: floats in a vector, and rows of a weight in a panel of `pack_weight`.
+        panels: whether, by measurement, 8-bit keys of more than a few query rows are faster in panels: keys with gaps
+            between them, and gapless ones. Empty where there is no choice.
     """
 
     name: str
@@ -46,6 +52,7 @@ class Kernels:
     worthwhile: bool
     linear: bool
     lanes: int
+    panels: list[bool]
 
 
 @cache
@@ -94,7 +101,8 @@ def chosen() -> Kernels:
     """The kernels that run here.
 
     Raises:
-        ConfigError: `VATTN_CPU_KERNELS` names others than this build has and this CPU can run, or there are none.
+        ConfigError: `VATTN_CPU_KERNELS` names others than this build has and this CPU can run, or there are none; or
+            `VATTN_CPU_KEYS` is no way to take keys.
     """
     return kernels()[_index()]
 
@@ -111,6 +119,10 @@ def _index() -> int:
             f"{VARIABLE}={asked!r}; of what this build has, this CPU can run {', '.join(usable)} (build with "
             "VATTN_KERNELS=all for the kernels of all instruction sets)"
         )
+    keys = os.environ.get(KEYS_VARIABLE, "")
+    if keys not in _KEYS:
+        raise ConfigError(f"{KEYS_VARIABLE}={keys!r}; give in_place or panels, or unset it for what is faster")
+    _module()[0].take_keys(_KEYS[keys])
     return [each.name for each in found].index(asked or next(each.name for each in found if each.worthwhile))
 
 
@@ -125,6 +137,13 @@ def describe() -> str:
     reason = f"{VARIABLE} asks for them" if os.environ.get(VARIABLE) else f"this CPU has {running.needs}"
     if slower and not os.environ.get(VARIABLE):
         reason += f", and multiplies floats faster than the pairs of {' and '.join(slower)}"
+    if keys := os.environ.get(KEYS_VARIABLE):
+        reason += f"; {KEYS_VARIABLE} asks for keys {'in panels' if keys == 'panels' else 'as they lie'}"
+    elif running.panels:
+        gaps, gapless = ("in panels" if faster else "as they lie" for faster in running.panels)
+        reason += f"; 8-bit keys of several rows are faster {gapless}" + (
+            f", with gaps {gaps}" if gaps != gapless else ""
+        )
     return f"{running.name}: {reason}" + (f"; {VARIABLE} can name {' or '.join(others)} instead" if others else "")
 
 

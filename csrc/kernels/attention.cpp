@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "room.h"
+#include "timing.h"
 
 namespace vattn::kernels {
 
@@ -13,6 +14,43 @@ namespace vattn::kernels {
 #define VATTN_KERNELS
 #endif
 extern const Kernels VATTN_KERNELS portable_kernels;
+
+namespace {
+
+// Few keys, in cache: what differs are products, and what prepares them.
+void measure_panels(const Kernels& k) {
+  constexpr int kTokens = 2 * kBlock, kHeads = 2, kDim = 64, kMostRows = 16;
+  const std::int32_t length = kTokens;
+  const std::vector<std::int8_t> codes(kTokens * kHeads * kDim, 1);
+  const std::vector<float> scales(kTokens * kHeads, 1), query(kHeads * kMostRows * kDim, 1);
+  std::vector<float> output(query.size());
+  const auto bytes = [](const auto& all) { return reinterpret_cast<const std::byte*>(all.data()); };
+  for (const bool gapless : {false, true}) {
+    Attention a{};
+    a.count = 1;
+    a.lengths = &length;
+    a.stored_type = Type::kInt8;
+    a.num_heads = kHeads * (gapless ? kMostRows / 2 : kMostRows);
+    a.num_kv_heads = kHeads;
+    a.head_dim = a.v_head_dim = kDim;
+    a.query = bytes(query);
+    a.query_head_stride = kDim * sizeof(float);
+    a.output = reinterpret_cast<std::byte*>(output.data());
+    a.key = a.value = gapless ? Rows{bytes(codes), 0, kDim, kTokens * kDim}  //
+                              : Rows{bytes(codes), 0, kHeads * kDim, kDim};
+    a.key_scale = a.value_scale = {bytes(scales), 0, sizeof(float), kTokens * sizeof(float)};
+    a.scale = 1;
+    a.threads = 1;
+    const auto time = [&](bool panels) {
+      k.panels_are_faster[gapless] = panels;
+      return seconds([&] { attend(a, k); });
+    };
+    const double in_place = time(false);
+    k.panels_are_faster[gapless] = time(true) < in_place;
+  }
+}
+
+}  // namespace
 
 std::span<const Kernels> kernels() {
   // Joined here: code of theirs must not run before a CPU is known to have what it needs.
@@ -25,6 +63,7 @@ std::span<const Kernels> kernels() {
           inherit(k.attend[i], base->attend[i]);
           inherit(k.products[i], base->products[i]);
         }
+        inherit(k.panels_are_faster, base->panels_are_faster);
         inherit(k.merge, base->merge);
         inherit(k.norm, base->norm);
         inherit(k.rotation, base->rotation);
@@ -32,6 +71,11 @@ std::span<const Kernels> kernels() {
         inherit(k.linear_row, base->linear_row);
         inherit(k.linear, base->linear);
         inherit(k.read, base->read);
+      }
+    for (const Kernels& k : joined)
+      if (k.panels_are_faster && k.supported()) {
+        measure_panels(k);
+        break;  // the others have the same choice
       }
     return joined;
   }();

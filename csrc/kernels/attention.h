@@ -117,6 +117,10 @@ struct Scratch {
 // Elements of a row of sums: a multiple of what any kernel lays out together.
 constexpr std::int64_t sum_stride(const Attention& a) { return (a.v_head_dim + 63) / 64 * 64; }
 
+// How a kernel that can do both takes the keys of few rows of queries: as is faster, as they lie, or in panels.
+enum class Keys : std::uint8_t { kFaster, kInPlace, kInPanels };
+inline std::atomic<Keys> keys_taken = Keys::kFaster;
+
 struct Norm;
 struct Rotation;
 struct Gate;
@@ -131,7 +135,10 @@ struct Kernels {
   int lanes;
   bool (*supported)();
   bool (*worthwhile)();  // whether they are faster than the ones after them, if that is not sure: a measurement
-  bool linear_layers;    // whether what linear.h has is faster than products of pairs of bfloat16
+  // Where they choose: whether 8-bit keys of more than a few rows are faster in panels, of keys with gaps between them
+  // and of gapless ones; measured.
+  bool* panels_are_faster;
+  bool linear_layers;  // whether what linear.h has is faster than products of pairs of bfloat16
   // Computes items of a queue until there are no more; by the type of what is stored.
   void (*attend[4])(const Attention&, Queue&, const Scratch&);
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.

@@ -209,6 +209,7 @@ constinit const Kernels avx2_kernels{
     .lanes = Avx2::kLanes,
     .supported = supported,
     .worthwhile = nullptr,
+    .panels_are_faster = nullptr,
     .linear_layers = true,
     .attend = {attend_items<Floats<Avx2, Type::kFloat32>>, attend_items<Widened<Avx2>>,
                attend_items<Floats<Avx2, Type::kFloat16>>, attend_items<Floats<Avx2, Type::kInt8>>},

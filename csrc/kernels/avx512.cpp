@@ -16,6 +16,7 @@ constinit const Kernels avx512_kernels{
     .lanes = Avx512::kLanes,
     .supported = has_avx512,
     .worthwhile = nullptr,
+    .panels_are_faster = nullptr,
     .linear_layers = true,
     .attend = {attend_items<Floats<Avx512, Type::kFloat32>>, attend_items<Widened<Avx512>>,
                attend_items<Floats<Avx512, Type::kFloat16>>, attend_items<Floats<Avx512, Type::kInt8>>},

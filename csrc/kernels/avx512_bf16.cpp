@@ -1,10 +1,8 @@
 // AVX-512 with products of pairs of bfloat16.
-#include <algorithm>
-#include <chrono>
-
 #include "avx512.h"
 #include "roofline_loops.h"
 #include "row_lanes.h"
+#include "timing.h"
 
 namespace vattn::kernels {
 namespace {
@@ -23,6 +21,7 @@ struct Pairs : Neighbours<Avx512>, TokenPairs {
       sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_ps(queries), (__m512bh)keys);
     }
     F finish() const { return sum; }
+    static F add(F x, F y) { return Isa::add(x, y); }
   };
 
   struct Product : PlainProduct<Isa> {
@@ -58,24 +57,13 @@ bool supported() {
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-// Seconds of `count` multiply-adds.
-double seconds(void (*products)(std::int64_t), std::int64_t count) {
-  double least = 1;
-  for (int attempt = 0; attempt < 8; ++attempt) {
-    const auto start = std::chrono::steady_clock::now();
-    products(count);
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-    least = std::min(least, time.count());
-  }
-  return least;
-}
-
 // A product of pairs does the work of two products of floats. Where it takes as long as four of them, as on Xeons whose
 // AMX does this work, floats are faster although they have to be widened. The quotient was 2 on such a one; a CPU that
 // was built for pairs has 1/2 or 1.
 bool worthwhile() {
   constexpr std::int64_t kCount = 1 << 17;
-  return seconds(product_loop<Pairs>, kCount) < 1.5 * seconds(product_loop<Floats<Avx512, Type::kFloat32>>, kCount);
+  const double floats = seconds([] { product_loop<Floats<Avx512, Type::kFloat32>>(kCount); });
+  return seconds([] { product_loop<Pairs>(kCount); }) < 1.5 * floats;
 }
 
 }  // namespace
@@ -86,6 +74,7 @@ constinit const Kernels avx512_bf16_kernels{.name = "avx512_bf16",
                                             .lanes = Avx512::kLanes,
                                             .supported = supported,
                                             .worthwhile = worthwhile,
+                                            .panels_are_faster = nullptr,
                                             .linear_layers = false,
                                             .attend = {nullptr, attend_items<Pairs>, nullptr, nullptr},
                                             .merge = nullptr,

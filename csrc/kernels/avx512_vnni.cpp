@@ -9,6 +9,8 @@ namespace {
 // Codes are multiplied by integers of sixteen bits, which have a factor per row. Of keys, four neighbours are an
 // element. Queries come as two bytes, 256 * high + low: a row is what the two sums start from, then all high bytes,
 // then all low ones. Of values, an element is of two tokens, and weights come as they are.
+bool panels_are_faster[2];  // for more than a few rows: of keys with gaps between them, and of gapless ones
+
 struct Quads : TokenPairs {
   using Isa = Avx512;
   static constexpr int kElements = 4;
@@ -23,6 +25,10 @@ struct Quads : TokenPairs {
   // memory, which is why products are not written as intrinsics.
   static F broadcast(const std::uint32_t* at) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*at))); }
   static F converted(F sum) { return _mm512_cvtepi32_ps(_mm512_castps_si512(sum)); }
+  static F added(F x, F y) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_castps_si512(y)));
+  }
+  static F scaled(F sum, float factor) { return Isa::mul(converted(sum), Isa::set(factor)); }
 
   // Queries are signed, so the codes of keys have to be unsigned: 128 is added, and taken off by where the sums start.
   struct ForKeys {
@@ -39,25 +45,23 @@ struct Quads : TokenPairs {
       return sum;
     }
     static F whole(Sum sum) {
-      const __m512i high = _mm512_slli_epi32(_mm512_castps_si512(sum.high), 8);
-      return converted(_mm512_castsi512_ps(_mm512_add_epi32(high, _mm512_castps_si512(sum.low))));
+      return added(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(sum.high), 8)), sum.low);
     }
-    static F finish(Sum sum, float factor) { return Isa::mul(whole(sum), Isa::set(factor)); }
+    static F finish(Sum sum, float factor) { return scaled(whole(sum), factor); }
   };
   struct ForValues : PlainProduct<Isa> {
     static F step(F sum, const std::uint32_t* a, int, F b) {
       asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(b), "v"(broadcast(a)));
       return sum;
     }
-    static F finish(F sum, float factor) { return Isa::mul(converted(sum), Isa::set(factor)); }
+    static F finish(F sum, float factor) { return scaled(sum, factor); }
   };
 
   struct Lanes : RowLanes<Quads> {
     // A Cascade Lake, which begins two products a cycle, is faster with panels: from five rows on over gapless keys,
-    // from nine on over others. A Zen 4 was not, which begins one and has products of bfloat16; Xeons with these are
-    // unknown.
+    // from nine on over others. A Zen 4, which begins one, is not. Sums of integers are the same either way.
     static int count(int rows, int head_dim, bool gapless) {
-      const bool panels = rows > (gapless ? 4 : 8) && !__builtin_cpu_supports("avx512bf16");
+      const bool panels = rows > (gapless ? 4 : 8) && panels_are_faster[gapless] && keys_taken == Keys::kFaster;
       return panels ? 0 : RowLanes::count(rows, head_dim, gapless);
     }
   };
@@ -70,6 +74,7 @@ struct Quads : TokenPairs {
       sum = {product(sum.high, codes, load(queries)), product(sum.low, codes, load(queries + part))};
     }
     F finish() const { return ForKeys::whole(sum); }
+    static F add(F x, F y) { return added(x, y); }
     static F product(F sum, F codes, F bytes) {
       asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
       return sum;
@@ -157,6 +162,7 @@ constinit const Kernels avx512_vnni_kernels{.name = "avx512_vnni",
                                             .lanes = Avx512::kLanes,
                                             .supported = supported,
                                             .worthwhile = nullptr,
+                                            .panels_are_faster = panels_are_faster,
                                             .linear_layers = true,
                                             .attend = {nullptr, nullptr, nullptr, attend_items<Quads>},
                                             .merge = nullptr,

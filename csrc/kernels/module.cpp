@@ -79,16 +79,24 @@ NB_MODULE(_kernels, module) {
   module.def(
       "kernels",
       [] {
-        std::vector<std::tuple<std::string, std::string, bool, bool, bool, int>> all;
+        std::vector<std::tuple<std::string, std::string, bool, bool, bool, int, std::vector<bool>>> all;
         for (const Kernels& k : kernels()) {
           const bool supported = k.supported();
           const bool worthwhile = supported && (!k.worthwhile || k.worthwhile());
-          all.emplace_back(k.name, k.needs, supported, worthwhile, k.linear_layers, k.lanes);
+          std::vector<bool> panels;
+          if (k.panels_are_faster) panels = {k.panels_are_faster[0], k.panels_are_faster[1]};
+          all.emplace_back(k.name, k.needs, supported, worthwhile, k.linear_layers, k.lanes, panels);
         }
         return all;
       },
       "Of the kernels that were built, the fastest first: name, needs, whether this CPU has them, whether they are "
-      "worthwhile on it, whether their linear layers are, and floats in a vector.");
+      "worthwhile on it, whether their linear layers are, floats in a vector, and whether panels of 8-bit keys were "
+      "found "
+      "faster, with gaps and without, if these kernels choose.");
+
+  module.def(
+      "take_keys", [](int keys) { keys_taken = static_cast<Keys>(keys); },
+      "How keys of few rows are taken, by all kernels: 0 as is faster, 1 as they lie, 2 in panels.");
 
   module.def(
       "attend",

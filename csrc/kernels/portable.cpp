@@ -152,6 +152,7 @@ constinit const Kernels portable_kernels{
     .lanes = Portable::kLanes,
     .supported = supported,
     .worthwhile = nullptr,
+    .panels_are_faster = nullptr,
     .linear_layers = false,
     .attend = {attend_items<Floats<Portable, Type::kFloat32>>, attend_items<Floats<Portable, Type::kBFloat16>>,
                attend_items<Floats<Portable, Type::kFloat16>>, attend_items<Floats<Portable, Type::kInt8>>},

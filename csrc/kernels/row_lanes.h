@@ -14,8 +14,9 @@ namespace {
 // A vector of each key, as many as there are lanes, with the sums of `kRows` rows in parts, become a vector for each
 // row, of the keys' sums. Each level takes a bit off the numbers of the lanes: first parts are added, then rows are
 // told apart.
-template <class Isa, int kRows, int kLevel = 0, int kGroups = 1, int kVectors = Isa::kLanes>
-void by_rows(typename Isa::F (&x)[Isa::kLanes]) {
+template <class Kind, int kRows, int kLevel = 0, int kGroups = 1, int kVectors = Kind::Isa::kLanes>
+void by_rows(typename Kind::Isa::F (&x)[Kind::Isa::kLanes]) {
+  using Isa = typename Kind::Isa;
   using F = typename Isa::F;
   if constexpr (1 << kLevel < Isa::kLanes) {
     constexpr bool kAdded = (kRows << kLevel) < Isa::kLanes;
@@ -26,7 +27,7 @@ void by_rows(typename Isa::F (&x)[Isa::kLanes]) {
       const F even = Isa::template half<kLevel, false>(x[2 * i], x[2 * i + 1]);
       const F odd = Isa::template half<kLevel, true>(x[2 * i], x[2 * i + 1]);
       if constexpr (kAdded) {
-        y[i] = Isa::add(even, odd);
+        y[i] = Kind::LaneSum::add(even, odd);
       } else {
         y[i] = even;
         y[i + kHalf] = odd;
@@ -34,11 +35,12 @@ void by_rows(typename Isa::F (&x)[Isa::kLanes]) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < (kAdded ? 1 : 2) * kHalf; ++i) x[i] = y[i];
-    by_rows<Isa, kRows, kLevel + 1, kAdded ? kGroups : 2 * kGroups, kVectors / 2>(x);
+    by_rows<Kind, kRows, kLevel + 1, kAdded ? kGroups : 2 * kGroups, kVectors / 2>(x);
   }
 }
 
-// `Kind` says what a sum is and how it starts and ends (`LaneSum`), of how many parts a packed row of queries is
+// `Kind` says what a sum is, how it starts and ends and what adds two (`LaneSum`), of how many parts a packed row of
+// queries is
 // (`kQueryParts`, after `kHead` words), and up to how many rows this is worthwhile (`kLaneRows`).
 template <class Kind>
 struct RowLanes {
@@ -49,6 +51,7 @@ struct RowLanes {
   // How many rows the lanes are divided among; 0 where panels are better, which may depend on whether rows are gapless:
   // whether each follows the one before it.
   static int count(int rows, int head_dim, [[maybe_unused]] bool gapless) {
+    if (keys_taken == Keys::kInPanels) return 0;
     int lanes = 1;
     while (lanes < rows || words(head_dim) * lanes % kLanes) lanes *= 2;
     return lanes <= Kind::kLaneRows ? lanes : 0;
@@ -136,10 +139,10 @@ struct RowLanes {
 #pragma GCC unroll 8
         for (int j = 0; j < kKeys; ++j) sums[first + j] = sum[j].finish();
       }
-      by_rows<Isa, kRows>(sums);
+      by_rows<Kind, kRows>(sums);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        if constexpr (Kind::kScaled) sums[r] = Isa::mul(sums[r], Isa::set(factor[r]));
+        if constexpr (Kind::kScaled) sums[r] = Kind::scaled(sums[r], factor[r]);
         Isa::store(scores + r * kBlock + i, sums[r], kLanes);
       }
     }

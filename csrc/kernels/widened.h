@@ -39,6 +39,7 @@ struct Widened : Neighbours<Isa_> {
       sum = Isa::fma(Isa::load(q + part), Isa::odd(keys), Isa::fma(Isa::load(q), Isa::even(keys), sum));
     }
     F finish() const { return sum; }
+    static F add(F x, F y) { return Isa::add(x, y); }
   };
 
   static int query_stride(int head_dim) { return head_dim; }

@@ -27,6 +27,20 @@ def asking_for(name: str | None) -> Iterator[None]:
             _forget()
 
 
+@contextmanager
+def taking_keys(way: str) -> Iterator[None]:
+    """`VATTN_CPU_KEYS` is `way`; not set where that is empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cpu.KEYS_VARIABLE, way)
+        _forget()
+        try:
+            cpu.chosen()  # all calls take keys so from now on
+            yield
+        finally:
+            _forget()
+    cpu.chosen()
+
+
 def _forget() -> None:
     for cached in (cpu._index, cpu.chosen):
         cached.cache_clear()

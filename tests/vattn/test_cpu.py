@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.support.cpu_kernels import KERNELS, asking_for
+from tests.support.cpu_kernels import KERNELS, asking_for, taking_keys
 from vattn import cpu
 from vattn.errors import ConfigError
 
@@ -43,6 +43,24 @@ def test_kernels_that_a_measurement_ruled_out(monkeypatch: pytest.MonkeyPatch) -
     with asking_for(first.name):
         assert cpu.chosen().name == first.name
         assert "pairs" not in cpu.describe()
+
+
+def test_keys_are_taken_as_a_measurement_says_unless_one_way_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instruction set with products of 8-bit quads has measured it, and no other one."""
+    measured = {each.name for each in cpu.kernels() if each.supported and each.panels}
+    assert measured == set(KERNELS) & {"avx512_vnni", "avx512_bf16", "amx_bf16"}
+    chosen = replace(cpu.kernels()[-1], panels=[False, True])
+    monkeypatch.setattr(cpu, "kernels", lambda: [chosen])
+    with asking_for(None):
+        assert "8-bit keys of several rows are faster in panels, with gaps as they lie" in cpu.describe()
+        with taking_keys("in_place"):
+            assert "VATTN_CPU_KEYS asks for keys as they lie" in cpu.describe()
+            assert "faster" not in cpu.describe()
+        with (
+            pytest.raises(ConfigError, match="VATTN_CPU_KEYS='rows'; give in_place or panels"),
+            taking_keys("rows"),
+        ):
+            raise AssertionError("chosen() took it")
 
 
 def test_kernels_that_this_cpu_cannot_run() -> None:

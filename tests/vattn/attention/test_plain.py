@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import vattn
+from tests.support.cpu_kernels import taking_keys
 from tests.support.effort import effort
 from vattn.attention import decode
 from vattn.errors import ConfigError
@@ -115,16 +116,22 @@ class Case:
 
 
 @settings(max_examples=effort(25, 60), deadline=None)
-@given(seed=st.integers(0, 2**32), threads=st.sampled_from([1, 2, 5]), longest=st.sampled_from([20, 400, 5000]))
-def test_against_float64(kernels: str, seed: int, threads: int, longest: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    threads=st.sampled_from([1, 2, 5]),
+    longest=st.sampled_from([20, 400, 5000]),
+    keys=st.sampled_from(["", "in_place", "panels"]),
+)
+def test_against_float64(kernels: str, seed: int, threads: int, longest: int, keys: str) -> None:
     case = Case(seed, longest)
     case.poison()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = decode(
-            case.query, case.key, case.value, case.lengths, slots=case.slots, starts=case.starts, **case.options
-        )
+        with taking_keys(keys):
+            got = decode(
+                case.query, case.key, case.value, case.lengths, slots=case.slots, starts=case.starts, **case.options
+            )
     finally:
         torch.set_num_threads(before)
     case.assert_near(got, case.want())
@@ -210,20 +217,28 @@ def test_block_tables(kernels: str, seed: int, block_size: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_codes_of_8_bits(kernels: str, seed: int) -> None:
-    """As attention over dequantised keys and values, whose error is that of the codes."""
+    """As attention over dequantised keys and values, whose error is that of the codes; the same bits however keys are
+    taken.
+    """
     case = Case(seed, 700)
     (key, key_scales), (value, value_scales) = quantise(case.key), quantise(case.value)
     case.key, case.value = key.double() * key_scales.double(), value.double() * value_scales.double()
-    got = decode(
-        case.query,
-        key,
-        value,
-        case.lengths,
-        slots=case.slots,
-        starts=case.starts,
-        scales=(key_scales, value_scales),
-        **case.options,
-    )
+
+    def taking(keys: str) -> Tensor:
+        with taking_keys(keys):
+            return decode(
+                case.query,
+                key,
+                value,
+                case.lengths,
+                slots=case.slots,
+                starts=case.starts,
+                scales=(key_scales, value_scales),
+                **case.options,
+            )
+
+    got = taking("panels")
+    assert torch.equal(got, taking("in_place"))
     # Queries have 16 bits: with heads of 200 elements and a scale of 0.2, scores are off by up to 1e-4.
     case.assert_near(got, case.want(), factor=50 if case.dtype == torch.float32 else 1)
 
