@@ -92,7 +92,10 @@ class AsyncEngine:
     ) -> None:
         self.max_num_queued_reqs = _checked_limit("max_num_queued_reqs", max_num_queued_reqs)
         self._max_waiting_logprobs = _checked_limit("max_waiting_logprobs", max_waiting_logprobs)
-        self.core = core = llm if isinstance(llm, EngineCore) else llm.core
+        core = getattr(llm, "core", llm)
+        if not isinstance(core, EngineCore):
+            raise ConfigError(f"llm is {shown(llm)}; give an LLM")
+        self.core = core
         self._names = itertools.count()
         self._changed = threading.Condition()
         self._streams: dict[str, Stream] = {}
@@ -253,6 +256,8 @@ class AsyncEngine:
         Args:
             prefix: what the names of the requests begin with; a dash and a number follow.
         """
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts is {shown(prompts)}; give a list of prompts, or call add() for one")
         named = {f"{prefix}-{next(self._names)}": prompt for prompt in prompts}
         return await self._add(named, sampling_params, priority)
 

@@ -234,7 +234,7 @@ class EngineCore:
         self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
     ) -> list[RequestGroup]:
         """As `make_group` for each of several prompts, by the names of their requests."""
-        self._check_open()
+        self.check_open()
         groups = self.intake.make_groups(prompts, sampling, kind=kind, priority=priority)
         for group in groups:
             self.scheduler.check_fits(group.requests[0])
@@ -458,14 +458,15 @@ class EngineCore:
         self.scheduler.restore(running, [request for request in waiting if request not in fallen])
         self._torn = ""
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise EngineClosed once `close` was called."""
         if self.gate.closing:
             raise EngineClosed("this LLM is closed; make a new one")
 
     @exclusive
     def metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
-        self._check_open()
+        self.check_open()
         return [*held(self.scheduler, self.kv, asleep=self.asleep), *self.counted()]
 
     def counted(self) -> list[Metric]:
@@ -479,7 +480,7 @@ class EngineCore:
 
     def _check_usable(self, name: str, *, closing: bool = True) -> None:
         if closing:
-            self._check_open()
+            self.check_open()
         if self._phase == _STEP:
             raise EngineBusy(
                 f"{name}() was called in the middle of a step, by a signal handler or the model; wait for it"

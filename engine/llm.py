@@ -163,8 +163,8 @@ class LLM:
             EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
         """
         names = self.core.group_ids
-        if names:
-            self.core.check_awake("wait_for_completion")
+        self.core.check_open()
+        self.core.check_awake("wait_for_completion")
         try:
             finished = self._run(use_tqdm)
         except BaseException as error:

@@ -108,6 +108,8 @@ class KVConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.groups is not None:
+            if isinstance(self.groups, str) or not isinstance(self.groups, Iterable):
+                raise ConfigError(f"groups={self.groups!r} must be a list of one or more vattn.TensorGroup")
             object.__setattr__(self, "groups", tuple(self.groups))
         _ = self.tensor_groups
         if self.block_tokens is not None:

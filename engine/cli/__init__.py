@@ -37,12 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # No flag before the command takes a value, so the first word that is no flag is the command.
     command = next((word for word in argv if not word.startswith("-")), "")
-    args = parser(command).parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer has what characters it likes
     try:
-        status: int = args.run(args)
-        print(end="", flush=True)  # here rather than at the interpreter's end, which could only complain
+        try:
+            args = parser(command).parse_args(argv)
+            status: int = args.run(args)
+        finally:
+            print(end="", flush=True)  # here rather than at the interpreter's end, which could only complain
     except BrokenPipeError:  # as of `| head`; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -25,6 +27,7 @@ OPEN = frozenset(
     }
 )
 _QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds
+_DRAIN_SECONDS = 10
 _REQUEST_ID = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 
 
@@ -47,10 +50,14 @@ class Entrance:
         scope["request_id"] = request_id
         status = 0
         received = 0
+        # A connection that is closed before all of a body has been read is reset, and the answer may be lost with it.
+        # A client that waits for "100 Continue" sends none.
+        to_drain = _closes(scope, headers) and b"expect" not in headers
 
         async def limited() -> Message:
-            nonlocal received
+            nonlocal received, to_drain
             message = await receive()
+            to_drain &= message.get("more_body", False)
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._limit:
@@ -58,8 +65,13 @@ class Entrance:
             return message
 
         async def named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, to_drain
             if message["type"] == "http.response.start":
+                if message["status"] >= 400 and to_drain:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_DRAIN_SECONDS):
+                            while to_drain:
+                                to_drain = (await receive()).get("more_body", False)
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
@@ -104,6 +116,11 @@ class Entrance:
     def _too_large(self) -> ApiError:
         message = f"the body is over the limit of {self._limit} bytes; send less, or raise --max-body-bytes"
         return ApiError(413, message, code="body_too_large")
+
+
+def _closes(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Whether the connection ends with the answer."""
+    return scope["http_version"] == "1.0" or b"close" in headers.get(b"connection", b"").lower()
 
 
 def _digest(key: bytes) -> bytes:

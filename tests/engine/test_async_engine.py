@@ -207,6 +207,9 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
                 await engine.add_all([[2, 3], [4], [5]], LONG)
             with pytest.raises(InvalidRequest, match="empty"):
                 await engine.add_all([[2, 3], []], LONG)
+            for prompts in ("two", None, {"prompt": "two"}):
+                with pytest.raises(InvalidRequest, match="give a list of prompts"):
+                    await engine.add_all(prompts, LONG)
             assert engine.num_unfinished == 3
             streams.append(await engine.add([2, 3], SamplingParams(n=2, max_tokens=5)))
             with pytest.raises(QueueFull):

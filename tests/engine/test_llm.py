@@ -22,6 +22,7 @@ from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts,
 from vattn.engine import (
     LLM,
     BeamSearchParams,
+    EngineClosed,
     InvalidRequest,
     NotOffered,
     RequestOutput,
@@ -697,6 +698,9 @@ def test_enqueue_then_wait() -> None:
         with pytest.raises(InvalidRequest, match="prompt is empty"):
             llm.enqueue([prompts[0], []], GREEDY)
         assert_idle(llm)
+        llm.enqueue(prompts[:2], GREEDY)
+    with pytest.raises(EngineClosed):
+        llm.wait_for_completion(use_tqdm=False)
 
 
 def test_priorities_of_a_list_of_prompts() -> None:

@@ -88,6 +88,7 @@ class VirtualCache(DynamicCache):
         **options: Any,
     ) -> None:
         config = _text_config(model_or_config)
+        kinds = _model_layers(config)
         if max_context_len is None:
             max_context_len = getattr(config, "max_position_embeddings", None)
             if max_context_len is None:
@@ -110,8 +111,9 @@ class VirtualCache(DynamicCache):
             "kv_cache_dtype": kv_cache_dtype,
         }
         self._config = config
+        if pool is not None and not isinstance(pool, PagePool):
+            raise ConfigError(f"pool is {shown(pool)}; give a vattn.PagePool, or None")
         # None stands for full attention; a dummy layer uses the K and V of another, or has no attention.
-        kinds = _model_layers(config)
         windows = {
             index: getattr(kind, "sliding_window", None)
             for index, kind in enumerate(kinds)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vattn.attention.interface import PackedStep, running
-from vattn.errors import UnsupportedModel
+from vattn.attention.interface import NAME, PackedStep, running
+from vattn.errors import ConfigError, UnsupportedModel
 
 # Attention that reads the mask, adds state or subtracts scores in ways that the packed function does not see.
 _REFUSED_MODEL_TYPES = {
@@ -45,7 +45,16 @@ def run_packed(
 
     Returns:
         Logits `[S, vocab_size]`.
+
+    Raises:
+        ConfigError: the model attends by other means than vattn, and would compute something else.
     """
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention != NAME:
+        raise ConfigError(
+            f"{type(model).__name__} attends by {attention!r}, not through the step; call "
+            f"model.set_attn_implementation({NAME!r}) first"
+        )
     with running(step), torch.inference_mode():
         output = model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]

@@ -166,6 +166,14 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_ctrl_c_while_a_command_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vattn.engine.cli.parser", load)
+    assert main(["generate", "x"]) == 130
+
+
 def test_the_tokenizer_of_these_tests_covers_the_vocabulary() -> None:
     assert len(make_tokenizer()) == VOCAB
 

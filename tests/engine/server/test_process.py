@@ -388,6 +388,23 @@ def test_a_body_in_chunks_of_single_bytes(server: Server) -> None:
         assert ANSWER.encode() in read(connection)
 
 
+@pytest.mark.parametrize(
+    ("path", "size", "status"),
+    [("/v1/completions", 20_000_000, 413), ("/nowhere", 3_000_000, 404), ("/v1/models", 3_000_000, 405)],
+)
+def test_a_refusal_reaches_a_client_that_is_still_sending(server: Server, path: str, size: int, status: int) -> None:
+    """One that asks for the connection's end after the answer, as Python's urllib does."""
+    url = httpx.URL(server.url)
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
+    for _ in range(3):
+        with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
+            connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + b"x" * size)
+            assert read(connection).startswith(f"HTTP/1.1 {status} ".encode())
+    with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
+        connection.sendall(head.encode() + b"Connection: close\r\nExpect: 100-continue\r\n\r\n")
+        assert read(connection).startswith(f"HTTP/1.1 {status} ".encode()), "nothing was asked of a client that waits"
+
+
 @pytest.mark.parametrize("pause", [0, 0.3])
 def test_a_client_may_offer_another_protocol(server: Server, pause: float) -> None:
     """As Java's does with every request, over plain HTTP."""

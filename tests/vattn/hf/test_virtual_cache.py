@@ -485,9 +485,10 @@ def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, name)(**changes)
-    with pytest.raises(vattn.UnsupportedModel, match=why) as caught:
-        vattn.VirtualCache(config, max_context_len=100)
-    assert "DynamicCache" in str(caught.value)
+    for options in ({"max_context_len": 100}, {}):
+        with pytest.raises(vattn.UnsupportedModel, match=why) as caught:
+            vattn.VirtualCache(config, **options)
+        assert "DynamicCache" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -495,6 +496,7 @@ def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: st
     [
         ({"pagesize": 4096}, "unknown option pagesize; possible are max_batch_size, max_context_len, memory_budget,"),
         ({"groups": []}, "groups: the first update decides"),
+        ({"pool": 5}, "pool is 5; give a vattn.PagePool"),
         ({"dtype": torch.float32}, "the first update decides"),
         ({"device": "cpu"}, "the first update decides"),
         ({"max_batch_size": 0}, "max_batch_size=0"),

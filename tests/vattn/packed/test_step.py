@@ -17,7 +17,7 @@ from tests.support.tiny_models import FAMILIES, VOCAB, make_model, make_prompts,
 from vattn import attention, packed
 from vattn.attention import AttentionParams
 from vattn.engine import LLM
-from vattn.errors import UnsupportedModel
+from vattn.errors import ConfigError, UnsupportedModel
 
 
 @contextmanager
@@ -46,6 +46,14 @@ def test_generate_under_the_name_is_as_before(family: str) -> None:
     with under_vattn(model):
         got = model.generate(ids, **keywords)
     assert torch.equal(got, want)
+
+
+def test_a_model_that_attends_otherwise_is_refused() -> None:
+    """Its tokens would not see each other as the step says."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    for call in (lambda m: packed.run_packed(m, _Attend(), zero, zero, zero), packed.kv_shape):
+        with pytest.raises(ConfigError, match=r"by 'sdpa'.*model\.set_attn_implementation\('vattn'\) first"):
+            call(make_model("llama"))
 
 
 def test_registering_again_is_harmless() -> None:
