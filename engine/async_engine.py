@@ -237,7 +237,7 @@ class AsyncEngine:
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
         refuse_lora(lora_request)
-        name = f"async-{next(self._names)}" if request_id is None else request_id
+        name = self._new_name("async") if request_id is None else request_id
         (stream,) = await self._add({name: prompt}, sampling_params, priority)
         return stream
 
@@ -258,8 +258,12 @@ class AsyncEngine:
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InvalidRequest(f"prompts is {shown(prompts)}; give a list of prompts, or call add() for one")
-        named = {f"{prefix}-{next(self._names)}": prompt for prompt in prompts}
+        named = {self._new_name(prefix): prompt for prompt in prompts}
         return await self._add(named, sampling_params, priority)
+
+    def _new_name(self, prefix: str) -> str:
+        """A name that no unfinished request has."""
+        return next(name for number in self._names if (name := f"{prefix}-{number}") not in self._streams)
 
     async def _add(
         self, prompts: Mapping[str, Prompt], sampling_params: SamplingParams | None, priority: int

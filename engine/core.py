@@ -234,7 +234,7 @@ class EngineCore:
         self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
     ) -> list[RequestGroup]:
         """As `make_group` for each of several prompts, by the names of their requests."""
-        self.check_open()
+        self._check_open()
         groups = self.intake.make_groups(prompts, sampling, kind=kind, priority=priority)
         for group in groups:
             self.scheduler.check_fits(group.requests[0])
@@ -286,10 +286,7 @@ class EngineCore:
     @exclusive
     def step(self) -> list[RequestOutput]:
         """One iteration: see `LLM.step`."""
-        self._check_usable("step")
-        self.check_awake("step")
-        if self._phase:
-            raise EngineBusy("step() was called from on_step; the next step begins when this one has ended")
+        self.check_steps("step")
         start = time.monotonic()
         accepted_before = self.speculation.num_accepted_tokens
         try:
@@ -395,6 +392,13 @@ class EngineCore:
         unfinished = sum(len(group.unfinished()) for group in self._groups.values())
         assert unfinished == len(self.scheduler.running) + len(self.scheduler.waiting)
 
+    def check_steps(self, name: str) -> None:
+        """Refuse the call `name`, which runs steps, in the middle of one, asleep or closed."""
+        self._check_usable(name)
+        self.check_awake(name)
+        if self._phase:
+            raise EngineBusy(f"{name}() was called from on_step; the next step begins when this one has ended")
+
     def check_idle(self, name: str) -> None:
         """Refuse the call `name`, which runs its own requests to completion, while others are unfinished.
 
@@ -458,15 +462,14 @@ class EngineCore:
         self.scheduler.restore(running, [request for request in waiting if request not in fallen])
         self._torn = ""
 
-    def check_open(self) -> None:
-        """Raise EngineClosed once `close` was called."""
+    def _check_open(self) -> None:
         if self.gate.closing:
             raise EngineClosed("this LLM is closed; make a new one")
 
     @exclusive
     def metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
-        self.check_open()
+        self._check_open()
         return [*held(self.scheduler, self.kv, asleep=self.asleep), *self.counted()]
 
     def counted(self) -> list[Metric]:
@@ -480,7 +483,7 @@ class EngineCore:
 
     def _check_usable(self, name: str, *, closing: bool = True) -> None:
         if closing:
-            self.check_open()
+            self._check_open()
         if self._phase == _STEP:
             raise EngineBusy(
                 f"{name}() was called in the middle of a step, by a signal handler or the model; wait for it"

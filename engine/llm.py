@@ -23,7 +23,7 @@ from .absent import absent
 from .beam_search import BeamSearchOutput, BeamSearchParams, make_beams
 from .config import EngineConfig
 from .core import EngineCore
-from .exclusive import exclusive
+from .exclusive import EngineBusy, exclusive
 from .metrics import Metric
 from .model.threads import Phase
 from .options import documents_options_of, takes_options_of
@@ -62,6 +62,7 @@ class LLM:
         self.model, self.tokenizer, self.prompts = core.loaded.model, core.loaded.tokenizer, core.intake.prompts
         self.token_bytes, self.speculation = core.kv.token_bytes, core.speculation
         self.gate = core.gate
+        self._finished: dict[str, RequestOutput] | None = None  # of the call that runs, for `abort` to add to
 
     if not TYPE_CHECKING:
 
@@ -112,7 +113,8 @@ class LLM:
             priority: for all prompts, or one for each; lower runs earlier, for `scheduling_policy="priority"`.
 
         Returns:
-            One output per prompt, in order. A failed request has finish reason "error", and an `error`.
+            One output per prompt, in order. A failed request has finish reason "error", and an `error`; one that
+            `on_step` aborts has finish reason "abort".
 
         Raises:
             InvalidRequest: a prompt that can never run, or parameters of the wrong type; no prompt was started.
@@ -157,14 +159,13 @@ class LLM:
         """Run everything that is queued to completion; an error or interrupt drops it all.
 
         Returns:
-            The last output of each request, in order of arrival.
+            The last output of each request, in order of arrival. One that `on_step` aborts has finish reason "abort".
 
         Raises:
             EngineAsleep, EngineBusy, EngineClosed: as for `generate`.
         """
+        self.core.check_steps("wait_for_completion")
         names = self.core.group_ids
-        self.core.check_open()
-        self.core.check_awake("wait_for_completion")
         try:
             finished = self._run(use_tqdm)
         except BaseException as error:
@@ -175,13 +176,17 @@ class LLM:
     def _run(self, use_tqdm: UseTqdm) -> dict[str, RequestOutput]:
         """Steps until nothing is left; the last output of each request under its name."""
         finished: dict[str, RequestOutput] = {}
-        with Progress(self.core.num_groups, self.core.figures, use_tqdm) as progress:
-            while self.core.has_unfinished():
-                before = len(finished)
-                for output in self.core.step():
-                    if output.finished:
-                        finished[output.request_id] = output
-                progress.stepped(len(finished) - before)
+        self._finished = finished
+        try:
+            with Progress(self.core.num_groups, self.core.figures, use_tqdm) as progress:
+                while self.core.has_unfinished():
+                    before = len(finished)
+                    for output in self.core.step():
+                        if output.finished:
+                            finished[output.request_id] = output
+                    progress.stepped(len(finished) - before)
+        finally:
+            self._finished = None
         return finished
 
     def _enqueue(
@@ -205,6 +210,8 @@ class LLM:
         try:
             for group in groups:
                 self.core.add_group(group)
+        except EngineBusy:  # in the middle of a step, where nothing is added and nothing can be aborted
+            raise
         except BaseException:
             for group in groups:
                 self.core.abort(group.request_id)
@@ -324,7 +331,10 @@ class LLM:
         Raises:
             EngineBusy: another thread uses this LLM.
         """
-        return self.core.abort(request_id)
+        output = self.core.abort(request_id)
+        if output is not None and self._finished is not None:
+            self._finished[request_id] = output
+        return output
 
     def has_unfinished(self) -> bool:
         """Whether requests from `add_request` wait or run."""

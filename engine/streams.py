@@ -8,6 +8,8 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from vattn.errors import VattnError
+
 from .requests.outputs import RequestGroup, RequestOutput, merged
 from .requests.sampling import RequestOutputKind
 
@@ -33,6 +35,7 @@ class Stream:
         self._error: Exception | None = None
         self._on_news: Callable[[], None] | None = None
         self._finished = False
+        self._is_read = False
 
     def __aiter__(self) -> Stream:
         return self
@@ -44,9 +47,15 @@ class Stream:
             if self._error is not None:
                 self._finished = True
                 raise self._error
+            if self._is_read:
+                raise VattnError(f"another task waits for {self.request_id!r}; one task may read a stream")
             news = asyncio.Event()
             self._on_news = news.set
-            await news.wait()
+            self._is_read = True
+            try:
+                await news.wait()
+            finally:
+                self._is_read = False
         output = self._outputs.popleft()
         self.waiting_logprobs -= _logprobs_of(output)
         self._finished = output.finished

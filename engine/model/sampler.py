@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vattn.integers import shown
+
 from ..requests.grammar import CannotGoOn, exclude
 from ..requests.request import Request
 from .forward import Row
@@ -118,6 +120,18 @@ class _Scratch:
         return self._memory[: count * width].view(count, width)
 
 
+def _check_processed(scores: object, width: int, processor: object) -> None:
+    """Raise ValueError for what a function of `logits_processors` must not return."""
+    if not isinstance(scores, Tensor) or scores.numel() != width:
+        got = list(scores.shape) if isinstance(scores, Tensor) else shown(scores)
+        says = f"gave {got}; it has to return scores, [1, {width}]"
+    elif not scores.max() < math.inf:
+        says = "gave NaN or +inf; give finite scores, and -inf to tokens that are excluded"
+    else:
+        return
+    raise ValueError(f"{shown(processor)} of logits_processors {says}")
+
+
 class Batch:
     """The rows of a step as tensors.
 
@@ -209,9 +223,12 @@ class Batch:
                 tokens = torch.tensor([request.token_ids(0, request.num_tokens)], device=logits.device)
                 for processor in request.sampling.logits_processors or ():
                     scores = processor(cast(torch.LongTensor, tokens), cast(torch.FloatTensor, scores))
+                    _check_processed(scores, logits.shape[1], processor)
                 logits[row : row + 1] = scores.view(1, logits.shape[1])
-            except Exception as error:
-                failures[row] = error
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # with those at the end of tasks and generators
+                failures[row] = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 logits[row] = -math.inf
         return failures
 

@@ -14,6 +14,7 @@ Decode = Callable[[list[int]], str]
 
 _WINDOW = 8  # tokens that are decoded together, and the maximum that waits for the end of a character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MOST_UNFINISHED = 3  # bytes of a character, each of which some tokenizers show as one
 
 
 class Detokenizer:
@@ -91,8 +92,8 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         self._pending = text[self._length :]
-        if text.endswith(_INCOMPLETE) and len(self._window) - self._piece < _WINDOW:
-            return ""
+        if text.endswith(_INCOMPLETE):
+            return "" if len(self._window) - self._piece < _WINDOW else self._next_of_many(text)
         if not self._pending:
             # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
             if self._length or len(self._window) > _WINDOW:
@@ -107,6 +108,28 @@ class Detokenizer:
             del self._window[: self._piece]
             self._length = len(self._decode(self._window))
         self._piece = len(self._window)
+        return new
+
+    def _next_of_many(self, text: str) -> str:
+        """Of a window whose text ends inside a character after more tokens than one has bytes: what stands by now.
+
+        Each token may end inside of a character that the next one completes, or no bytes may be any character. Either
+        way only the last few replacement characters can still become something else.
+        """
+        unfinished = _INCOMPLETE * min(_MOST_UNFINISHED, len(text) - len(text.rstrip(_INCOMPLETE)))
+        new = text[self._length : len(text) - len(unfinished)]
+        if new:
+            self._pending = unfinished
+            # It may be cut inside a character: what comes of that was handed out before.
+            end = self._window[-_WINDOW // 2 :]
+            if self._decode(end).endswith(unfinished):
+                self._window = end
+                text = self._decode(end)
+            self._length = len(text) - len(unfinished)
+            self._piece = max(0, len(self._window) - _WINDOW // 2)
+            return new
+        new, self._pending = self._pending, ""
+        self._length, self._piece = len(text), len(self._window)
         return new
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -36,6 +37,7 @@ _COLLECT_SECONDS = 1.0
 _M_ARENA_MAX = -8  # glibc's number
 _ARENAS = 2
 _GRACE = 5.0  # seconds that clients have to read what the engine has finished
+_TLS_END_SECONDS = 1.0
 _LAST_GRACE = 0.5  # where the server is to end at once
 
 
@@ -82,11 +84,17 @@ def _share_arenas() -> None:
 class _Server(uvicorn.Server):
     """uvicorn's server, which says where it listens once it does."""
 
-    def __init__(self, config: uvicorn.Config, fields: dict[str, Any]) -> None:
+    def __init__(self, config: uvicorn.Config, fields: dict[str, Any], handshake_seconds: float) -> None:
         super().__init__(config)
         self._fields = fields
+        self._handshake_seconds = handshake_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.is_ssl:
+            # asyncio waits a minute for a handshake, and half of one for a client to confirm that it is over.
+            loop = asyncio.get_running_loop()
+            timeouts = {"ssl_handshake_timeout": self._handshake_seconds, "ssl_shutdown_timeout": _TLS_END_SECONDS}
+            loop.create_server = functools.partial(loop.create_server, **timeouts)  # type: ignore[method-assign]
         await super().startup(sockets)
         logger.info("serving", extra={"fields": self._fields})
 
@@ -118,6 +126,7 @@ def _make_server(service: Service, listener: socket.socket) -> _Server:
             lifespan="off",
         ),
         {"url": url, "models": service.names, "pid": os.getpid()},
+        settings.receive_timeout,
     )
 
 

@@ -192,6 +192,38 @@ def test_abort_by_name() -> None:
     run(test())
 
 
+def test_one_task_reads_a_stream() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
+            stream = await engine.add([2, 3], LONG)
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(VattnError, match="another task waits for 'async-0'"):
+                await anext(stream)
+            go_on.set()
+            await first
+            assert [output async for output in stream][-1].finished
+
+    run(test())
+
+
+def test_names_that_clients_chose_are_passed_over() -> None:
+    async def test() -> None:
+        llm = make_llm()
+        go_on = hold(llm)
+        async with serving(llm) as engine:
+            streams = [await engine.add([2, 3], LONG, request_id="async-0"), await engine.add([2, 3], LONG)]
+            streams += await engine.add_all([[2], [3]], LONG)
+            assert [stream.request_id for stream in streams] == [f"async-{number}" for number in range(4)]
+            go_on.set()
+            for stream in streams:
+                assert [output async for output in stream][-1].finished
+
+    run(test())
+
+
 def test_the_queue_is_bounded_all_or_nothing() -> None:
     async def test() -> None:
         llm = make_llm(max_num_seqs=2)

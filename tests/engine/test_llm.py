@@ -682,6 +682,41 @@ def test_prompts_in_arrays() -> None:
         assert [output.outputs[0].token_ids for output in both] == want
 
 
+@pytest.mark.parametrize("call", ["generate", "enqueue"])
+def test_what_on_step_does_to_the_call_that_runs(call: str) -> None:
+    """It may abort requests, whose outputs so far are among the others'; it cannot run them itself."""
+    prompts = make_prompts([5, 9, 7])
+    want = [expected("llama", prompt, 8) for prompt in prompts]
+    refused: list[str] = []
+
+    def on_step(_: object) -> None:
+        if len(refused) == 3:
+            assert llm.abort(first) is not None
+        for nested in (
+            lambda: llm.wait_for_completion(use_tqdm=False),
+            lambda: llm.generate(prompts, GREEDY, use_tqdm=False),
+        ):
+            with pytest.raises(VattnError) as caught:
+                nested()
+            refused.append(str(caught.value))
+        refused.append("")
+
+    with make_llm("virtual") as llm:
+        first = str(int(llm.core.new_id()) + 1)
+        llm.on_step = on_step
+        if call == "generate":
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        else:
+            first = llm.enqueue(prompts, GREEDY)[0]
+            outputs = llm.wait_for_completion(use_tqdm=False)
+        assert refused[0].startswith("wait_for_completion() was called from on_step; the next step begins when")
+        assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "length", "length"]
+        found = [output.outputs[0].token_ids for output in outputs]
+        assert found == [want[0][: len(found[0])], *want[1:]]
+        llm.on_step = None
+        assert_idle(llm)
+
+
 def test_enqueue_then_wait() -> None:
     prompts = make_prompts([5, 9, 7])
     want = [expected("llama", prompt, 8) for prompt in prompts]

@@ -33,7 +33,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     stock = SchedulerConfig.get_scheduler_cls
-    if hasattr(stock, "__wrapped__"):
+    if installed():
         return
 
     @functools.wraps(stock)
@@ -57,6 +57,13 @@ def install() -> None:
             backed.wake_by(functools.partial(self.input_queue.put_nowait, (EngineCoreRequestType.WAKEUP, None)))
 
     EngineCoreProc._notify_idle_state_callbacks = idle  # type: ignore[method-assign]
+
+
+def installed() -> bool:
+    """Whether `install` was called in this process."""
+    from vllm.config import SchedulerConfig
+
+    return hasattr(SchedulerConfig.get_scheduler_cls, "__wrapped__")
 
 
 def allocated(output: SchedulerOutput) -> list[int]:

@@ -73,6 +73,11 @@ def check_cache(config: KVCacheConfig) -> list[AttentionSpec]:
                 f"vattn: the model's KV cache groups differ in their {what} ({', '.join(map(str, found))}), and they "
                 "share one memory; leave out --worker-cls"
             )
+    if not specs[0].dtype.is_floating_point or specs[0].dtype.itemsize == 1:
+        raise ConfigError(
+            f"vattn: the cache stores {specs[0].dtype}, as the checkpoint's kv_cache_scheme may ask for, and the plugin "
+            "stores keys and values as they are; give the model's type by --kv-cache-dtype, or leave out --worker-cls"
+        )
     if specs[0].head_size_v != specs[0].head_size:
         raise ConfigError(
             f"vattn: keys have {specs[0].head_size} elements and values {specs[0].head_size_v}; leave out --worker-cls"
@@ -90,6 +95,11 @@ def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
     model = config.model_config
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         yield f"kv_cache_dtype={config.cache_config.cache_dtype!r}; it stores keys and values as they are: use 'auto'"
+    elif config.cache_config.cache_dtype not in ("auto", stored := str(model.dtype).removeprefix("torch.")):
+        yield (
+            f"kv_cache_dtype={config.cache_config.cache_dtype!r} for a model in {stored}; it stores keys and values as "
+            "they are: use 'auto', or --dtype for both"
+        )
     if model.use_mla:
         yield "the model has multi-head latent attention; leave out --worker-cls"
     if model.is_encoder_decoder or model.runner_type != "generate":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -39,6 +40,11 @@ class _WindowWorker(StockCUDAWorker):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        if not hooks.installed():
+            raise ConfigError(
+                f"vattn: vLLM has not loaded the plugin 'vattn' (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS', '')!r}), "
+                "without which no scheduler gives memory back; add it there, or leave the variable out"
+            )
         self._options = Options.of(self.vllm_config)
         check_engine(self.vllm_config, self._options)
         self._memory: KVMemory | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -295,13 +297,30 @@ class _Raising(hf.LogitsProcessor):
         raise ZeroDivisionError("mine")
 
 
-class _Wider(hf.LogitsProcessor):
+class _Giving(hf.LogitsProcessor):
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        self._change = change
+
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return torch.cat([scores, scores], dim=1)  # type: ignore[return-value]
+        return self._change(scores)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("processor", "error"), [(_Raising(), ZeroDivisionError), (_Wider(), RuntimeError)])
-def test_a_processor_that_fails_fails_its_row(processor: hf.LogitsProcessor, error: type[Exception]) -> None:
+def _leave(_: Tensor) -> Tensor:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("processor", "error", "says"),
+    [
+        (_Raising(), ZeroDivisionError, "mine"),
+        (_Giving(lambda scores: torch.cat([scores, scores], dim=1)), ValueError, r"logits_processors gave \[1, 600\]"),
+        (_Giving(lambda _: None), ValueError, "logits_processors gave None; it has to return scores"),
+        (_Giving(lambda scores: scores * math.nan), ValueError, r"logits_processors gave NaN or \+inf"),
+        (_Giving(lambda scores: scores + math.inf), ValueError, r"logits_processors gave NaN or \+inf"),
+        (_Giving(_leave), RuntimeError, "CancelledError"),
+    ],
+)
+def test_a_processor_that_fails_fails_its_row(processor: hf.LogitsProcessor, error: type[Exception], says: str) -> None:
     logits = random_logits(3, 300)
     sampler = Sampler()
     rows = [Row(make(temperature=0)), Row(make(logits_processors=[processor])), Row(make(temperature=0))]
@@ -309,6 +328,7 @@ def test_a_processor_that_fails_fails_its_row(processor: hf.LogitsProcessor, err
     assert tokens == [int(logits[0].argmax()), None, int(logits[2].argmax())]
     assert list(sampler.failures) == [1]
     assert isinstance(sampler.failures[1], error)
+    assert re.search(says, str(sampler.failures[1]))
     sampler.sample(logits[:1], rows[:1])
     assert not sampler.failures
 

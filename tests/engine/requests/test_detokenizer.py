@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.effort import effort
 from vattn.engine.requests.detokenizer import Detokenizer
 
 TEXTS = [
@@ -197,3 +201,53 @@ def test_a_stop_string_that_is_completed_in_time_counts() -> None:
     assert detokenizer.push(1, may_stop=False) is None
     assert detokenizer.push(2, may_stop=False) is None
     assert detokenizer.push(3) == "aab"
+
+
+def _bytes_of(chunks: list[bytes]) -> Callable[[list[int]], str]:
+    return lambda tokens: b"".join(chunks[token] for token in tokens).decode(errors="replace")
+
+
+def _read(chunks: list[bytes]) -> str:
+    reader = Detokenizer(_bytes_of(chunks))
+    pieces = []
+    for token in range(len(chunks)):
+        reader.push(token)
+        pieces.append(reader.take())
+    reader.finish()
+    return "".join(pieces) + reader.take()
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b"\xc3", *[b"\xa9\xc3"] * 40, b"\xa9!"],
+        *([*[b"\x80"] * stray, *(bytes([byte]) for byte in "中é😀!".encode())] for stray in range(12)),
+        [*[b"\xff"] * 7, b"\xc3", b"\xa9", *[b"\xff"] * 30, b"!"],
+        [*[b"\xe4\xb8"] * 20, b"\xad", b"!"],
+    ],
+)
+def test_characters_among_bytes_that_are_none(chunks: list[bytes]) -> None:
+    """Each token may end in a character that the next one completes."""
+    assert _read(chunks) == b"".join(chunks).decode(errors="replace")
+
+
+_PARTS: list[str | bytes] = ["é", "中", "😀", "a", b"\x80", b"\xff", b"\xe4", b"\xf0\x9f", "\ufffd"]
+
+
+@settings(max_examples=effort(300, 20_000), deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(["é", "中", "😀", "a", b"\x80", b"\xff", b"\xe4", b"\xf0\x9f", "\ufffd"]), max_size=60
+    ),
+    sizes=st.lists(st.integers(1, 4), min_size=1),
+)
+def test_bytes_cut_anywhere(text: list[str | bytes], sizes: list[int]) -> None:
+    whole = b"".join(part if isinstance(part, bytes) else part.encode() for part in text)
+    chunks, place = [], 0
+    for size in itertools.cycle(sizes):
+        if place >= len(whole):
+            break
+        chunks.append(whole[place : place + size])
+        place += size
+    mark = "\N{REPLACEMENT CHARACTER}"
+    assert _read(chunks).rstrip(mark) == whole.decode(errors="replace").rstrip(mark)

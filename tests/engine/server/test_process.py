@@ -508,6 +508,31 @@ def test_clients_may_need_a_certificate(tmp_path: Path) -> None:
             httpx.get(f"{server.url}/health", verify=stranger)
 
 
+def test_tls_keeps_the_timeouts_of_a_connection(tmp_path: Path) -> None:
+    """Also where a client neither shakes hands, nor asks, nor confirms the end: asyncio would wait for 30 s or more."""
+    key, certificate = make_certificate(tmp_path)
+    context = ssl.create_default_context(cafile=certificate)
+    options = {"receive_timeout": 1, "keep_alive_timeout": 1, "ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
+    with running(**options) as server:
+        url = httpx.URL(server.url)
+        address = ("127.0.0.1", url.port or 0)
+        with (
+            socket.create_connection(address, timeout=20) as silent,
+            context.wrap_socket(socket.create_connection(address, timeout=20), server_hostname="127.0.0.1") as idle,
+            context.wrap_socket(socket.create_connection(address, timeout=20), server_hostname="127.0.0.1") as asked,
+        ):
+            asked.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert asked.recv(1000).startswith(b"HTTP/1.1 200 ")
+            assert silent.recv(1) == b""
+            for tls in (idle, asked):
+                while tls.recv(1000):
+                    pass
+                with socket.socket(fileno=tls.detach()) as plain:
+                    plain.settimeout(20)
+                    while plain.recv(1000):
+                        pass
+
+
 def test_certificates_are_read_before_the_model(tmp_path: Path) -> None:
     key, certificate = map(str, make_certificate(tmp_path))
     encrypted, junk = str(tmp_path / "encrypted.pem"), str(tmp_path / "junk.pem")
