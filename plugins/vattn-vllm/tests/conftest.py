@@ -57,11 +57,13 @@ def _run(order: str, variables: tuple[tuple[str, str], ...]) -> subprocess.Compl
 def run(options: Answer) -> Callable[..., Answer]:
     """What an engine answers; one that is asked the same again is not run again."""
 
-    def ask(*, plugin: Answer | None = None, multiprocessing: bool = False, **order: Any) -> Answer:
+    def ask(
+        *, plugin: Answer | None = None, multiprocessing: bool = False, loaded: str = "vattn", **order: Any
+    ) -> Answer:
         llm = {**options, **order.pop("llm", {})}
         if plugin is not None:
             llm |= {"worker_cls": "vattn_vllm.CPUWorker", "additional_config": {"vattn": plugin}}
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)), "VLLM_PLUGINS": loaded}
         done = _run(json.dumps({"llm": llm, **order}, sort_keys=True), tuple(variables.items()))
         found = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
         if not found:

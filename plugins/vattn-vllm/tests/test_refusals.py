@@ -31,6 +31,7 @@ from vattn.errors import ConfigError
         ({"page_size": 2**21}, {}, "not a whole number of pages of 2.0 MiB; use a block_size that is a multiple of"),
         ({"layout": "layered"}, {"block_size": 4}, "not a whole number of pages of 4.0 KiB.*or layout='fused'"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({}, {"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' for a model in float32"),
         ({"layout": "layered"}, {"block_size": 8}, "larger or fewer blocks, layout='fused'"),
     ],
 )
@@ -52,6 +53,7 @@ def engine(**changes: Any) -> Any:
             enable_sleep_mode=False,
             is_mm_prefix_lm=False,
             rswa_window=None,
+            dtype=torch.float32,
         ),
         kv_transfer_config=None,
         speculative_config=None,
@@ -73,6 +75,7 @@ def engine(**changes: Any) -> Any:
     ("changes", "match"),
     [
         ({"model_config__use_mla": True}, "multi-head latent attention"),
+        ({"cache_config__cache_dtype": "float16"}, "'float16' for a model in float32; .* use 'auto'"),
         ({"speculative_config": SimpleNamespace(method="dflash")}, "both directions"),
         ({"model_config__is_encoder_decoder": True}, "encoder"),
         ({"model_config__runner_type": "pooling"}, "does not generate"),
@@ -89,6 +92,15 @@ def test_engines_that_it_cannot_serve(changes: dict[str, Any], match: str) -> No
     check_engine(engine(), Options())
     with pytest.raises(ConfigError, match=match):
         check_engine(engine(**changes), Options())
+
+
+def test_without_its_entry_point(run: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)has not loaded the plugin 'vattn' \(VLLM_PLUGINS='another'\)"):
+        run(plugin={}, loaded="another")
+
+
+def test_the_type_of_the_model_may_be_named() -> None:
+    check_engine(engine(cache_config__cache_dtype="float32"), Options())
 
 
 def test_a_pool_counts_one_device() -> None:
@@ -127,6 +139,7 @@ def test_groups_that_store_alike() -> None:
         ([object()], "holds object, and the plugin serves keys and values of full and sliding-window attention only"),
         ([MLAAttentionSpec(**SHAPE)], "holds MLAAttentionSpec"),
         ([replace(FULL, attention_chunk_size=8)], "sees chunks of the context"),
+        ([replace(FULL, dtype=torch.uint8)], "stores torch.uint8, as the checkpoint's kv_cache_scheme may ask for"),
         ([replace(FULL, non_causal=True)], "is not causal"),
         ([replace(FULL, head_size_v=32)], "keys have 64 elements and values 32"),
         (
