@@ -232,7 +232,7 @@ class EngineConfig:
         parse=json_value,
         metavar="JSON",
     )
-    seed: int | None = option(0, "seed of requests without one; None for a random one", parse=int)
+    seed: int | None = option(0, "seed of requests without one; None, from Python, for a random one", parse=int)
     on_step: Callable[[StepRecord], None] | None = option(
         None, "called with a `StepRecord` after each step; may be set later", flag=""
     )

@@ -76,7 +76,8 @@ def check_cache(config: KVCacheConfig) -> list[AttentionSpec]:
     if not specs[0].dtype.is_floating_point or specs[0].dtype.itemsize == 1:
         raise ConfigError(
             f"vattn: the cache stores {specs[0].dtype}, as the checkpoint's kv_cache_scheme may ask for, and the "
-            "plugin stores keys and values as they are; give the model's type by --kv-cache-dtype, or leave out --worker-cls"
+            "plugin stores keys and values as they are; give the model's type by --kv-cache-dtype, or leave out "
+            "--worker-cls"
         )
     if specs[0].head_size_v != specs[0].head_size:
         raise ConfigError(
