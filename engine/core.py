@@ -407,8 +407,7 @@ class EngineCore:
             EngineAsleep: nothing could run.
             EngineBusy, EngineClosed: as for `add_group`.
         """
-        self._check_usable(name)
-        self.check_awake(name)
+        self.check_steps(name)
         if unfinished := self.group_ids:
             raise VattnError(
                 f"{name}() was called with {len(unfinished)} unfinished requests; finish or abort them first, or "

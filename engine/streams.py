@@ -35,7 +35,7 @@ class Stream:
         self._error: Exception | None = None
         self._on_news: Callable[[], None] | None = None
         self._finished = False
-        self._is_read = False
+        self._is_awaited = False
 
     def __aiter__(self) -> Stream:
         return self
@@ -47,15 +47,15 @@ class Stream:
             if self._error is not None:
                 self._finished = True
                 raise self._error
-            if self._is_read:
+            if self._is_awaited:
                 raise VattnError(f"another task waits for {self.request_id!r}; one task may read a stream")
             news = asyncio.Event()
             self._on_news = news.set
-            self._is_read = True
+            self._is_awaited = True
             try:
                 await news.wait()
             finally:
-                self._is_read = False
+                self._is_awaited = False
         output = self._outputs.popleft()
         self.waiting_logprobs -= _logprobs_of(output)
         self._finished = output.finished

@@ -29,6 +29,10 @@ _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 _WINDOW_GUARD = {"cpu": 0, "cuda": 256}
 
 
+# Options that say what all layers store; `groups` says it in their place.
+OF_ONE_GROUP = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window")
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """The contents, location and behaviour of a cache.
@@ -153,13 +157,13 @@ class KVConfig:
     @classmethod
     def check_names(cls, names: Collection[str]) -> None:
         """Raises ConfigError for names that are not options, or if a required one is missing."""
-        cls.check_options(names, (), "")
+        cls.check_options(names)
         missing = [name for name in ("max_batch_size", "max_context_len") if name not in names]
         if missing:
             raise ConfigError(f"{', '.join(missing)} must be given")
 
     @classmethod
-    def check_options(cls, names: Collection[str], settled: Collection[str], why: str) -> None:
+    def check_options(cls, names: Collection[str], settled: Collection[str] = (), why: str = "") -> None:
         """Raises ConfigError for names that are not options, or are among those that something else settles: `why`
         says what.
         """
@@ -172,9 +176,8 @@ class KVConfig:
     @property
     def tensor_groups(self) -> tuple[TensorGroup, ...]:
         """The tensor groups, with their element types; one group if all layers are alike."""
-        plain = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window")
         if self.groups is None:
-            missing = [name for name in (*plain[:3], "dtype") if getattr(self, name) is None]
+            missing = [name for name in (*OF_ONE_GROUP[:3], "dtype") if getattr(self, name) is None]
             if missing:
                 raise ConfigError(f"{', '.join(missing)} must be given, or groups=[vattn.TensorGroup(...), ...]")
             self._check_int("num_layers", at_least=1, at_most=MOST_LAYERS)
@@ -192,7 +195,7 @@ class KVConfig:
             ]
         else:
             groups = self.groups
-            given = [name for name in plain if getattr(self, name) is not None]
+            given = [name for name in OF_ONE_GROUP if getattr(self, name) is not None]
             if given:
                 raise ConfigError(f"{', '.join(given)} and groups contradict each other; let the groups say it")
             if not groups or not all(isinstance(group, TensorGroup) for group in groups):

@@ -2,10 +2,9 @@
 
 The kernels are compiled for several instruction sets (`csrc/kernels/`): those of the machine that builds, or all of
 them (`VATTN_KERNELS=all` when building). The fastest that the CPU has run, or those that the environment variable
-`VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats
-on every CPU that has both: the first call measures it, in a tenth of a millisecond. Likewise whether the keys of a few
-query rows are faster as they lie or in panels, where results do not depend on it: where keys are 8-bit codes.
-`VATTN_CPU_KEYS` takes all keys one way.
+`VATTN_CPU_KERNELS` names. Products of pairs of bfloat16 are not faster than products of floats on every CPU that has
+both: the first call measures it, in a tenth of a millisecond. It also measures, in one more, whether 8-bit keys of some
+query rows are faster as they lie or in panels; `VATTN_CPU_KEYS` takes all keys one way.
 """
 
 from __future__ import annotations
@@ -141,9 +140,8 @@ def describe() -> str:
         reason += f"; {KEYS_VARIABLE} asks for keys {'in panels' if keys == 'panels' else 'as they lie'}"
     elif running.panels:
         gaps, gapless = ("in panels" if faster else "as they lie" for faster in running.panels)
-        reason += f"; 8-bit keys of several rows are faster {gapless}" + (
-            f", with gaps {gaps}" if gaps != gapless else ""
-        )
+        but = "" if gaps == gapless else f", with gaps {gaps}"
+        reason += f"; 8-bit keys of several rows are faster {gapless}{but}"
     return f"{running.name}: {reason}" + (f"; {VARIABLE} can name {' or '.join(others)} instead" if others else "")
 
 

@@ -36,8 +36,10 @@ void measure_panels(const Kernels& k) {
     a.query = bytes(query);
     a.query_head_stride = kDim * sizeof(float);
     a.output = reinterpret_cast<std::byte*>(output.data());
-    a.key = a.value = gapless ? Rows{bytes(codes), 0, kDim, kTokens * kDim}  //
-                              : Rows{bytes(codes), 0, kHeads * kDim, kDim};
+    a.key.data = bytes(codes);
+    a.key.token_stride = gapless ? kDim : kHeads * kDim;
+    a.key.head_stride = gapless ? kTokens * kDim : kDim;
+    a.value = a.key;
     a.key_scale = a.value_scale = {bytes(scales), 0, sizeof(float), kTokens * sizeof(float)};
     a.scale = 1;
     a.threads = 1;

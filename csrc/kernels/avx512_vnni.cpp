@@ -6,11 +6,11 @@
 namespace vattn::kernels {
 namespace {
 
+bool panels_are_faster[2];  // for more than a few rows: of keys with gaps between them, and of gapless ones
+
 // Codes are multiplied by integers of sixteen bits, which have a factor per row. Of keys, four neighbours are an
 // element. Queries come as two bytes, 256 * high + low: a row is what the two sums start from, then all high bytes,
 // then all low ones. Of values, an element is of two tokens, and weights come as they are.
-bool panels_are_faster[2];  // for more than a few rows: of keys with gaps between them, and of gapless ones
-
 struct Quads : TokenPairs {
   using Isa = Avx512;
   static constexpr int kElements = 4;

@@ -90,9 +90,8 @@ NB_MODULE(_kernels, module) {
         return all;
       },
       "Of the kernels that were built, the fastest first: name, needs, whether this CPU has them, whether they are "
-      "worthwhile on it, whether their linear layers are, floats in a vector, and whether panels of 8-bit keys were "
-      "found "
-      "faster, with gaps and without, if these kernels choose.");
+      "worthwhile on it, whether their linear layers are, floats in a vector, and whether 8-bit keys were found to "
+      "be faster in panels, with gaps and without, if these kernels choose.");
 
   module.def(
       "take_keys", [](int keys) { keys_taken = static_cast<Keys>(keys); },

@@ -40,8 +40,7 @@ void by_rows(typename Kind::Isa::F (&x)[Kind::Isa::kLanes]) {
 }
 
 // `Kind` says what a sum is, how it starts and ends and what adds two (`LaneSum`), of how many parts a packed row of
-// queries is
-// (`kQueryParts`, after `kHead` words), and up to how many rows this is worthwhile (`kLaneRows`).
+// queries is (`kQueryParts`, after `kHead` words), and up to how many rows this is worthwhile (`kLaneRows`).
 template <class Kind>
 struct RowLanes {
   static constexpr int kLanes = Kind::Isa::kLanes;

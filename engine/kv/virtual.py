@@ -7,16 +7,13 @@ from typing import Any, ClassVar, Self
 
 from vattn.broker.borrower import Loan
 from vattn.cache import KVCache
-from vattn.config import KVConfig, resolve
+from vattn.config import OF_ONE_GROUP, KVConfig, resolve
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission
 
 from .base import KVDescription, KVStats, SlotView, mapping_calls, register
 from .contiguous import ContiguousKV
 from .spec import KVSpec, PoolShare
-
-# Options of KVConfig that `groups` replaces.
-_OF_THE_MODEL = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window"}
 
 
 @register
@@ -66,7 +63,7 @@ class VirtualKV(ContiguousKV):
         options = spec.kv_options or {}
         KVConfig.check_options(
             options,
-            given.keys() | _OF_THE_MODEL,
+            {*given, *OF_ONE_GROUP},
             "not for kv_options, since the engine takes it from the model and from its own arguments (max_num_seqs, "
             "max_model_len, memory_budget, kv_cache_dtype)",
         )

@@ -75,7 +75,13 @@ class Sampler:
         if usable.all():
             return cast(list[int | None], tokens.tolist())
         for row in torch.nonzero(~usable).flatten().tolist() if logits is not given else ():
-            if row not in self.failures and math.isfinite(given[row].max()):
+            if row in self.failures or not math.isfinite(given[row].max()):
+                continue
+            if rows[row].request.sampling.logits_processors and largest[row] != -math.inf:
+                self.failures[row] = ValueError(
+                    "logits_processors gave NaN or +inf; give finite scores, and -inf to tokens that are excluded"
+                )
+            else:
                 self.failures[row] = CannotGoOn(
                     "every token is excluded, by what allowed_token_ids, bad_words, min_tokens and structured_outputs "
                     "ask for together; ask for less"
@@ -121,15 +127,10 @@ class _Scratch:
 
 
 def _check_processed(scores: object, width: int, processor: object) -> None:
-    """Raise ValueError for what a function of `logits_processors` must not return."""
+    """Raise ValueError if a function of `logits_processors` gave no scores."""
     if not isinstance(scores, Tensor) or scores.numel() != width:
         got = list(scores.shape) if isinstance(scores, Tensor) else shown(scores)
-        says = f"gave {got}; it has to return scores, [1, {width}]"
-    elif not scores.max() < math.inf:
-        says = "gave NaN or +inf; give finite scores, and -inf to tokens that are excluded"
-    else:
-        return
-    raise ValueError(f"{shown(processor)} of logits_processors {says}")
+        raise ValueError(f"{shown(processor)} of logits_processors gave {got}; it has to return scores, [1, {width}]")
 
 
 class Batch:

@@ -34,7 +34,7 @@ class Detokenizer:
         self._decode = decode
         self._stop = stop
         self._include_stop = include_stop
-        # `window[:piece]` gave the first `length` characters of the window's text; the last text came from there.
+        # The first `length` characters of the window's text were handed out, the last ones for tokens before `piece`.
         self._window: list[int] = []
         self._piece = 0
         self._length = 0
@@ -92,8 +92,6 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         self._pending = text[self._length :]
-        if text.endswith(_INCOMPLETE):
-            return "" if len(self._window) - self._piece < _WINDOW else self._next_of_many(text)
         if not self._pending:
             # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
             if self._length or len(self._window) > _WINDOW:
@@ -101,6 +99,8 @@ class Detokenizer:
             else:
                 self._piece = len(self._window)
             return ""
+        if text.endswith(_INCOMPLETE):
+            return "" if len(self._window) - self._piece < _WINDOW else self._next_of_many(text)
         new, self._pending = self._pending, ""
         self._length = len(text)
         if len(self._window) > _WINDOW:
@@ -118,18 +118,15 @@ class Detokenizer:
         """
         unfinished = _INCOMPLETE * min(_MOST_UNFINISHED, len(text) - len(text.rstrip(_INCOMPLETE)))
         new = text[self._length : len(text) - len(unfinished)]
-        if new:
-            self._pending = unfinished
-            # It may be cut inside a character: what comes of that was handed out before.
-            end = self._window[-_WINDOW // 2 :]
-            if self._decode(end).endswith(unfinished):
-                self._window = end
-                text = self._decode(end)
-            self._length = len(text) - len(unfinished)
-            self._piece = max(0, len(self._window) - _WINDOW // 2)
-            return new
-        new, self._pending = self._pending, ""
-        self._length, self._piece = len(text), len(self._window)
+        if not new:  # tokens without a text follow: the character is not completed any more
+            new, unfinished = self._pending, ""
+        self._pending = unfinished
+        # The window may be cut inside a character: what comes of that was handed out before.
+        end = self._window[-_WINDOW // 2 :]
+        if unfinished and (short := self._decode(end)).endswith(unfinished):
+            self._window, text = end, short
+        self._length = len(text) - len(unfinished)
+        self._piece = len(self._window) - len(end)
         return new
 
 

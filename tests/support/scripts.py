@@ -209,6 +209,6 @@ if __name__ == "__main__":
     if request := _next_script():
         if not request.get("to_the_end"):
             preloaded += sys.modules.keys() - {"sys", "builtins", "__main__"}
-            for operator in finalize._registry:  # type: ignore[attr-defined]  # torch would take each from its registry
-                operator.atexit = False
+            for each in finalize._registry:  # type: ignore[attr-defined]  # torch has one for each of its libraries
+                each.atexit = False
         exec(compile(request["script"], "<string>", "exec"), _become(request))

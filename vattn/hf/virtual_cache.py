@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from vattn.config import KVConfig
+from vattn.config import OF_ONE_GROUP, KVConfig
 from vattn.errors import ConfigError, InvalidLength, UnsupportedModel, VattnError
 from vattn.hf.decoding import DecodedKeys, as_plain
 from vattn.hf.storage import Saved, Storage, View
@@ -42,7 +42,7 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
 # Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
 _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
 # Options of KVConfig that the first update determines.
-_OBSERVED = {"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "sliding_window", "groups", "dtype", "device"}
+_OBSERVED = {*OF_ONE_GROUP, "groups", "dtype", "device"}
 
 
 class VirtualCache(DynamicCache):

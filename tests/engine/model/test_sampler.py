@@ -301,8 +301,8 @@ class _Giving(hf.LogitsProcessor):
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         self._change = change
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return self._change(scores)  # type: ignore[no-any-return]
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
+        return self._change(scores)
 
 
 def _leave(_: Tensor) -> Tensor:
@@ -330,6 +330,17 @@ def test_a_processor_that_fails_fails_its_row(processor: hf.LogitsProcessor, err
     assert isinstance(sampler.failures[1], error)
     assert re.search(says, str(sampler.failures[1]))
     sampler.sample(logits[:1], rows[:1])
+    assert not sampler.failures
+
+
+def test_a_processor_answers_for_its_own_numbers_alone() -> None:
+    """Not for NaN that a later one removes, nor for those of the model."""
+    logits = random_logits(2, 300)
+    logits[1] = math.nan
+    processors = [_Giving(lambda scores: scores * math.nan), hf.InfNanRemoveLogitsProcessor()]
+    sampler = Sampler()
+    rows = [Row(make(temperature=0, logits_processors=processors)), Row(make(logits_processors=processors[:1]))]
+    assert sampler.sample(logits, rows) == [0, None]
     assert not sampler.failures
 
 

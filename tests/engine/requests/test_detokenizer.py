@@ -251,3 +251,13 @@ def test_bytes_cut_anywhere(text: list[str | bytes], sizes: list[int]) -> None:
         place += size
     mark = "\N{REPLACEMENT CHARACTER}"
     assert _read(chunks).rstrip(mark) == whole.decode(errors="replace").rstrip(mark)
+
+
+def test_tokens_without_a_text_after_an_unfinished_character() -> None:
+    """They are not kept, however many there are."""
+    chunks = [b"a", b"\xc3", *[b""] * 100, b"b"]
+    reader = Detokenizer(_bytes_of(chunks))
+    for token in range(len(chunks)):
+        reader.push(token)
+        assert len(reader._window) <= 20
+    assert reader.text() == "a\N{REPLACEMENT CHARACTER}b"
