@@ -232,7 +232,7 @@ class AsyncEngine:
             priority: lower runs earlier, where the LLM's `scheduling_policy` is "priority".
 
         Raises:
-            InvalidRequest: as `LLM.add_request`.
+            InvalidRequest: as `LLM.add_request`; or more completions at once than `max_num_queued_reqs` ever admits.
             QueueFull: see `max_num_queued_reqs`; of several completions none was accepted.
             EngineStopped: the engine was shut down, or died. The stream raises it too.
         """
@@ -336,7 +336,7 @@ class AsyncEngine:
         Raises:
             EngineStopped: the engine was shut down, or died.
         """
-        return await self.call(self.core.metrics)
+        return await self.call(self.core.get_metrics)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """As `LLM.reset_prefix_cache`, between two steps.
@@ -382,6 +382,11 @@ class AsyncEngine:
             return
         running = self.core.scheduler.max_num_seqs
         limit = running + self.max_num_queued_reqs
+        if count > limit:
+            raise InvalidRequest(
+                f"{count} requests at once are over the limit of {limit}: {running} that run and "
+                f"{self.max_num_queued_reqs} that wait; ask for fewer prompts or completions at once"
+            )
         unfinished = sum(len(stream.group.requests) for stream in self._streams.values())
         if unfinished + count > limit:
             raise QueueFull(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, VattnError
 from vattn.integers import shown
 
 from .checks import checked_whole, number
@@ -135,6 +135,8 @@ class BeamGroup(RequestGroup):
     def result(self, decode: Callable[[list[int]], str] | None) -> BeamSearchOutput:
         """The sequences that were found, once no request is unfinished."""
         error = next((request.error for request in self.requests if request.error is not None), None)
+        if error is None and any(request.finish_reason is FinishReason.ABORT for request in self.requests):
+            error = VattnError("the beam search was aborted; what its beams had is dropped")
         if error is not None:
             return BeamSearchOutput(error=error)
         if decode is None:

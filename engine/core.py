@@ -466,7 +466,7 @@ class EngineCore:
             raise EngineClosed("this LLM is closed; make a new one")
 
     @exclusive
-    def metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         self._check_open()
         return [*held(self.scheduler, self.kv, asleep=self.asleep), *self.counted()]

@@ -301,6 +301,7 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
+    @exclusive
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> None:
@@ -375,7 +376,7 @@ class LLM:
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
         """
-        return self.core.metrics()
+        return self.core.get_metrics()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what earlier requests have computed, so that later ones compute their prompts anew.

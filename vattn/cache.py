@@ -774,7 +774,7 @@ class KVCache(PoolMember):
             raise InvalidLength(f"{name}: {error}; tokens are counted in whole numbers") from None
         if length < 0 or (most is not None and length > most):
             limit = "at least 0" if most is None else f"from 0 to max_context_len={most}"
-            raise InvalidLength(f"{name}={shown(value)} must be {limit} tokens")
+            raise InvalidLength(f"{name} is {shown(value)}, but must be {limit} tokens")
         return length
 
     def _checked_lengths(self, lengths: Mapping[int, int]) -> dict[int, int]:

@@ -76,13 +76,22 @@ class TensorGroup:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as a torch.dtype; the group must have one."""
-        assert isinstance(self.dtype, torch.dtype)
+        """`dtype` as a torch.dtype.
+
+        Raises:
+            ConfigError: the group has none of its own.
+        """
+        if not isinstance(self.dtype, torch.dtype):
+            raise ConfigError("this tensor group has no dtype of its own but the cache's; give it one")
         return self.dtype
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all layers of the group."""
+        """Bytes of a token in all layers of the group.
+
+        Raises:
+            ConfigError: as for `torch_dtype`.
+        """
         return len(self.indices) * self.num_kv_heads * sum(self.head_dims) * self.torch_dtype.itemsize
 
 

@@ -12,6 +12,7 @@ struct Portable {
     float x[kLanes];
   };
   static constexpr int kMaxRows = 4, kMaxRowsInPlace = 4;
+  static constexpr int kOrdered = 0;
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
 
   template <class Function>

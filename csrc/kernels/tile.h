@@ -142,7 +142,7 @@ struct NoLanes {
   static int size(int, int) { return 0; }
   static void add(const std::uint32_t*, int, int, int, std::uint32_t*) {}
   template <class Rows>
-  static void score(int, const Rows&, int, int, const std::uint32_t*, const float*, std::int64_t, float*) {}
+  static void score(int, const Rows&, int, int, const std::uint32_t*, const float*, std::int64_t, bool, float*) {}
 };
 
 // Of a stored type.
@@ -155,9 +155,9 @@ struct Floats : FloatOperands<Isa> {
   static constexpr int kRowMultiple = 1;  // of rows of sums of a head, the last of which are nobody's
   static constexpr int kVectors = 1;      // of values, whose lanes are in an order of their own that `order` mends
   static constexpr int kVectorBytes = Isa::kLanes * size_of(kStored);  // of a row of values, for a vector
-  // Of four lines that are fetched in their order, those that products fetch; the softmax fetches the others. 0 where
-  // lines are never fetched so.
-  static constexpr int kOrdered = kVectorBytes == kLine ? 3 : 0;
+  // Of four lines that are fetched in their order, those that products fetch; the softmax fetches the others. 4 where
+  // a step of a product reads less than two lines, 0 where lines are never fetched so.
+  static constexpr int kOrdered = kVectorBytes == kLine ? 3 : Isa::kOrdered;
   using Lanes = NoLanes;
   static constexpr int kLaneRows = 0;     // most rows for which keys and values are used as they lie
   static constexpr int kFloatPanels = 0;  // fewest rows for which panels of pairs become floats once, or 0
@@ -264,9 +264,20 @@ class Place {
   Paged paged_{};
 };
 
+// One of the tiles that rows are divided into.
+struct Tile {
+  int index, count;
+};
+
+// What a product of a tile reads: vectors, `each` of them in a step, after `first` ones of `all`.
+struct Part {
+  Tile tile;
+  int first, all, each;
+};
+
 // Lines to fetch in the course of other work. A CPU has few lines on their way from memory at a time and waits when it
 // is asked for more, so they are spread; in order, since the hardware's prefetcher follows them; and without a
-// condition, which costs more than lines that nobody needs. Products fetch `kShare` of four, two or three.
+// condition, which costs more than lines that nobody needs. Products fetch `kShare` of four, two or three,
 template <int kShare>
 struct Ahead {
   const std::byte* line;
@@ -275,17 +286,50 @@ struct Ahead {
     fetch(line);
     line += kLine;
   }
-  // In step `k` of a product that reads `kRead` lines in each.
-  template <int kRead>
+  // In step `k` of a product that reads `kBytes` in each.
+  template <int kBytes>
   void step(int k) {
+    constexpr int kLines = kBytes / kLine;
 #pragma GCC unroll 4
-    for (int i = 0; i < kRead / 2; ++i) {
+    for (int i = 0; i < kLines / 2; ++i) {
       one();
-      if (kShare == 3 && (k * (kRead / 2) + i) % 2) one();
+      if (kShare == 3 && (k * (kLines / 2) + i) % 2) one();
     }
   }
-  // After a product has read so many bytes.
-  Ahead after(int read) const { return {line + read / 4 * kShare}; }
+  // From where a product goes on whose vectors are so many bytes.
+  Ahead from(Part part, int bytes) const { return {line + part.first * bytes / 4 * kShare}; }
+};
+
+// or all of them, one in every few steps: each tile fetches its share. Rows may have gaps, or be listed.
+template <>
+struct Ahead<4> {
+  const Place* rows;
+  int bytes;  // of a row; 0 where rows are gapless
+  int row;
+  const std::byte* line = nullptr;
+  const std::byte* end = nullptr;
+  int mask = 0;  // steps between two lines, a power of two, less one
+
+  template <int>
+  void step(int k) {
+    if (k & mask) return;
+    fetch(line);
+    line += kLine;
+    if (line != end) return;
+    line = (*rows)[++row];
+    end = line + bytes;
+  }
+  Ahead from(Part part, int vector_bytes) const {
+    const int at = (part.tile.index * part.all + part.first) * vector_bytes / part.tile.count;
+    Ahead next{rows, bytes, bytes ? row + at / bytes : row};
+    next.line = (*rows)[next.row] + (bytes ? at % bytes / kLine * kLine : at);
+    next.end = bytes ? (*rows)[next.row] + bytes : nullptr;
+    next.mask = power(kLine * part.tile.count / (part.each * vector_bytes)) - 1;
+    return next;
+  }
+
+ private:
+  static int power(int x) { return x < 2 ? 1 : 1 << (31 - __builtin_clz(x)); }
 };
 
 // Where nothing is fetched.
@@ -304,8 +348,8 @@ struct Panels {
   const std::uint32_t* data;
   std::int64_t stride;
 
-  // What a product is to fetch, after so many vectors.
-  static Nothing ahead(int) { return {}; }
+  // What a product is to fetch.
+  static Nothing ahead(const Part&) { return {}; }
   template <int kColumns>
   void load(int first, int k, typename Isa::F (&b)[kColumns]) const {
 #pragma GCC unroll 4
@@ -317,10 +361,10 @@ struct Panels {
 // those of keys, during whose products values are fetched,
 template <class Kind>
 struct KeyPanels : Panels<typename Kind::Isa> {
-  static constexpr int kVectorBytes = 4 * Kind::Isa::kLanes;
+  static constexpr int kVectorBytes = Kind::kElements * Kind::kVectorBytes;
   Ahead<Kind::kOrdered> next;
 
-  auto ahead(int vectors) const { return next.after(vectors * kVectorBytes); }
+  auto ahead(Part part) const { return next.from(part, kVectorBytes); }
 };
 
 // or values as they are stored, where they fill their vectors.
@@ -335,9 +379,9 @@ struct Values {
   const std::byte* zeros;  // in place of what comes after the last row
   const Next& next;        // `Ahead`, or rows of which a line is fetched for each line that is read
 
-  auto ahead(int vectors) const {
+  auto ahead(Part part) const {
     if constexpr (std::is_same_v<Next, Ahead<Kind::kOrdered>>)
-      return next.after(vectors * kVectorBytes);
+      return next.from(part, kVectorBytes);
     else
       return Nothing{};
   }
@@ -365,8 +409,8 @@ struct Values {
 };
 
 template <class Product, int kRows, int kColumns, class Right>
-void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, int first, int steps,
-             const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
+void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, int first, int columns, int steps,
+             Tile tile, const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   using Isa = typename Product::Isa;
   using F = typename Isa::F;
   typename Product::Sum sums[kRows][kColumns];
@@ -374,11 +418,11 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::start(a + r * a_stride);
-  auto ahead = right.ahead(first * steps);
+  auto ahead = right.ahead({tile, first * steps, columns * steps, kColumns});
   for (int k = 0; k < steps; ++k) {
     F b[kColumns];
     right.load(first, k, b);
-    ahead.template step<kColumns * Right::kVectorBytes / kLine>(k);
+    ahead.template step<kColumns * Right::kVectorBytes>(k);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -397,12 +441,13 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
 
 template <class Product, int kRows, class Right>
 void product_of_rows(const std::uint32_t* a, int a_stride, int gap, const Right& right, int columns, int steps,
-                     const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
+                     Tile tile, const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   constexpr int kColumns = Product::columns(kRows) / Right::kTogether * Right::kTogether;
   int c = 0;
   const auto go = [&]<int kCount>() {
     for (; c + kCount <= columns; c += kCount)
-      product<Product, kRows, kCount>(a, a_stride, gap, right, c, steps, factor, rescale, out, out_stride);
+      product<Product, kRows, kCount>(a, a_stride, gap, right, c, columns, steps, tile, factor, rescale, out,
+                                      out_stride);
   };
   go.template operator()<kColumns>();
   if constexpr (kColumns > 2 && Right::kTogether <= 2) go.template operator()<2>();
@@ -430,13 +475,14 @@ void multiply(int rows, const std::uint32_t* a, int a_stride, int gap, const Rig
               const float* factor, const float* rescale, float* out, std::int64_t out_stride) {
   // Tiles of nearly equal size: nine rows are five and four.
   constexpr int kMost = most_rows<Product, Right>();
-  const int tile = ceil_div(rows, ceil_div(rows, kMost));
-  for (int r = 0; r < rows; r += tile) {
+  Tile tile{0, ceil_div(rows, kMost)};
+  const int each = ceil_div(rows, tile.count);
+  for (int r = 0; r < rows; r += each, ++tile.index) {
     const auto go = [&]<int kRows>() {
-      product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, right, columns, steps, factor + r,
+      product_of_rows<Product, kRows>(a + r * a_stride, a_stride, gap, right, columns, steps, tile, factor + r,
                                       rescale ? rescale + r : nullptr, out + r * out_stride, out_stride);
     };
-    switch (smaller(tile, rows - r)) {
+    switch (smaller(each, rows - r)) {
       case 1:
         go.template operator()<1>();
         break;
@@ -682,12 +728,18 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                        s.lanes + r / rows * lane_size);
   }
   const bool floats = Kind::kFloatPanels && rows >= Kind::kFloatPanels;
-  // Whether lines are fetched in their order, by the products and the softmax. With fewer rows, laying out keys takes
-  // most of the time; with more, it is not memory that is waited for.
-  constexpr bool kInOrder = Kind::kOrdered != 0;
+  // Whether lines are fetched in their order, by the products and the softmax: where it is memory that is waited for.
+  // Where the softmax has a share and rows are few, laying out keys, which has none, takes most of the time.
+  constexpr bool kInOrder = Kind::kOrdered != 0, kByProducts = Kind::kOrdered == 4;
   constexpr int kRest = 4 - Kind::kOrdered;
-  const bool in_order = kInOrder && !lanes && rows >= 4 && rows <= Isa::kMaxRows && gapless &&
-                        a.head_dim == a.v_head_dim && a.head_dim % (4 * kLanes) == 0;
+  const bool in_order = kInOrder && rows <= 8 && (kByProducts || (gapless && !lanes && rows >= 4)) &&
+                        a.head_dim == a.v_head_dim && a.head_dim % (4 * kLanes) == 0 && bytes % kLine == 0;
+  const auto lines = [&](const Place& place, int row) {
+    if constexpr (kByProducts)
+      return Ahead<4>{&place, gapless ? 0 : bytes, row};
+    else
+      return Ahead<Kind::kOrdered>{place[row]};
+  };
   const std::byte* zeros = reinterpret_cast<const std::byte*>(s.zeros);
   std::memset(s.zeros, 0, sizeof(float) * width);
   const int sum_rows = ceil_div(rows, Kind::kRowMultiple) * Kind::kRowMultiple;
@@ -735,7 +787,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
       if (lanes)
         keys.visit([&](const auto& places) {
           Kind::Lanes::score(lanes, places, count, a.head_dim, s.lanes + h * lane_size, s.factor + h * rows,
-                             together ? distance(a.key, a.value) : 0, s.scores);
+                             together ? distance(a.key, a.value) : 0, in_order && gapless, s.scores);
         });
       const std::uint32_t* queries = s.queries + h * rows * static_cast<std::int64_t>(stride);
       const int steps = a.head_dim / Kind::kElements;
@@ -754,7 +806,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           };
           const Panels<Isa> laid_out{s.keys, panel};
           if constexpr (kInOrder)
-            if (in_order) return go(KeyPanels<Kind>{laid_out, {values[i / 4 * Kind::kOrdered]}});
+            if (in_order) return go(KeyPanels<Kind>{laid_out, lines(values, i / 4 * Kind::kOrdered)});
           go(laid_out);
         };
         if (!floats)
@@ -763,9 +815,9 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           score.template operator()<typename FloatOperands<Isa>::Product>(a.head_dim, 0);
       }
 
-      const auto fetching = [&](const std::byte* from, const auto& function) {
-        if constexpr (kInOrder)
-          if (in_order) return function(Ahead<Kind::kOrdered>{from});
+      const auto fetching = [&](const Place& place, int row, const auto& function) {
+        if constexpr (kInOrder && !kByProducts)
+          if (in_order) return function(lines(place, row));
         function(Nothing{});
       };
       float* maximum = s.maximum + h * rows;
@@ -778,7 +830,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                                           smaller(count, last + 1 - begin), maximum[r], ahead);
         }
       };
-      fetching(values[full * kLanes / 4 * Kind::kOrdered], limit);
+      fetching(values, full * kLanes / 4 * Kind::kOrdered, limit);
       for (int r = 0; r < rows; r += kLanes) {
         const auto most = Isa::load(s.next + r);
         Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
@@ -791,7 +843,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                                                            maximum[r], s.weights + r * kBlock, total[r], ahead);
         }
       };
-      fetching(after[0], weights);
+      fetching(after, 0, weights);
 
       const auto weigh = [&](const auto& right, int first, int columns) {
         multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, padded / Kind::kTokens, s.next,
@@ -805,7 +857,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
             if constexpr (kInOrder)
               if (in_order)
                 return weigh(
-                    Values<Kind, Rows, Ahead<Kind::kOrdered>>{places, count, zeros, {after[count / 4 * kRest]}}, 0,
+                    Values<Kind, Rows, Ahead<Kind::kOrdered>>{places, count, zeros, lines(after, count / 4 * kRest)}, 0,
                     whole);
             weigh(Values<Kind, Rows, Rows>{places, count, zeros, after.as<Rows>()}, 0, whole);
           });

@@ -16,7 +16,7 @@ struct Widened : Neighbours<Isa_> {
   static constexpr int kRowMultiple = 1;
   static constexpr int kVectors = 2;
   static constexpr int kVectorBytes = 2 * Isa::kLanes;
-  static constexpr int kOrdered = 2 * kVectorBytes == kLine ? 3 : 0;
+  static constexpr int kOrdered = 2 * kVectorBytes == kLine ? 3 : Isa::kOrdered;
   static constexpr int kFloatPanels = Isa::kFloatPanels;
 
   struct ForKeys : PlainProduct<Isa> {

@@ -235,6 +235,8 @@ def test_the_queue_is_bounded_all_or_nothing() -> None:
                 QueueFull, match=r"3 more requests with 3 unfinished .* limit of 5: 2 .* and 3 that wait"
             ):
                 await engine.add([2, 3], three)
+            with pytest.raises(InvalidRequest, match=r"6 requests at once are over the limit of 5: 2 .* ask for fewer"):
+                await engine.add_all([[2, 3], [4]], three)
             with pytest.raises(QueueFull, match="3 more"):
                 await engine.add_all([[2, 3], [4], [5]], LONG)
             with pytest.raises(InvalidRequest, match="empty"):

@@ -229,6 +229,23 @@ def test_beams_that_cannot_be_forked_are_computed(kv: str, monkeypatch: pytest.M
     same(output, *transformers_beams("llama", tuple(PROMPT), 3, 8))
 
 
+def test_a_search_that_on_step_aborts_has_an_error_and_no_sequences(kv: str) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    steps: list[Any] = []
+
+    def abort_in_the_third(record: Any) -> None:
+        steps.append(record)
+        if len(steps) == 3:
+            assert llm.abort("0") is None, "a search has no output before its end"
+
+    with make_llm(kv, on_step=abort_in_the_third) as llm:
+        aborted, other = llm.beam_search([PROMPT, SHORT], params)
+        idle(llm)
+    assert not aborted.sequences
+    assert "aborted" in str(aborted.error)
+    same(other, *transformers_beams("llama", tuple(SHORT), 3, 8))
+
+
 def test_a_failure_ends_the_beams_of_that_prompt_only(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     with make_llm(kv, max_num_batched_tokens=8) as llm:

@@ -104,16 +104,19 @@ def test_a_second_thread_is_refused_at_once_and_changes_nothing(kv: str) -> None
         arrived, go_on = held(llm)
         first = Caller(lambda: llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
         assert arrived.wait(SECONDS)
-        for call in (
-            lambda: llm.generate([2, 3], GREEDY, use_tqdm=False),
-            lambda: llm.chat([{"role": "user", "content": "w2"}], GREEDY, chat_template="w2", use_tqdm=False),
-            lambda: llm.beam_search([2, 3], BeamSearchParams(beam_width=2, max_tokens=2)),
-            lambda: llm.add_request("a", [2, 3], GREEDY),
-            lambda: llm.abort("0"),
-            lambda: llm.step(),
-            lambda: AsyncEngine(llm),
-        ):
-            with pytest.raises(EngineBusy, match="one thread at a time"):
+        messages = [{"role": "user", "content": "w2"}]
+        for name, call in {
+            "generate": lambda: llm.generate([2, 3], GREEDY, use_tqdm=False),
+            "chat": lambda: llm.chat(messages, GREEDY, chat_template="w2", use_tqdm=False),
+            "beam_search": lambda: llm.beam_search([2, 3], BeamSearchParams(beam_width=2, max_tokens=2)),
+            "add_request": lambda: llm.add_request("a", [2, 3], GREEDY),
+            "abort": lambda: llm.abort("0"),
+            "step": lambda: llm.step(),
+            "get_metrics": lambda: llm.get_metrics(),
+            "AsyncEngine": lambda: AsyncEngine(llm),
+        }.items():
+            said = "generate" if name == "chat" else name
+            with pytest.raises(EngineBusy, match=f"{said} was called .* while generate runs .* one thread at a time"):
                 call()
         go_on.set()
         first.finish()

@@ -42,5 +42,5 @@ def taking_keys(way: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for cached in (cpu._index, cpu.chosen):
+    for cached in (cpu._index, cpu.chosen, cpu.refusal):
         cached.cache_clear()

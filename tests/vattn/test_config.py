@@ -109,6 +109,12 @@ def test_a_group_that_cannot_be_is_refused(change: dict[str, Any], says: str) ->
         vattn.TensorGroup(**(options | change))
 
 
+def test_a_group_that_takes_the_type_of_the_cache_has_no_bytes_of_its_own() -> None:
+    assert dataclasses.replace(GROUP, dtype="float32").token_bytes == 2 * (16 + 16) * 4
+    with pytest.raises(vattn.ConfigError, match="has no dtype of its own"):
+        _ = GROUP.token_bytes
+
+
 def test_a_config_with_groups_can_be_replaced() -> None:
     config = vattn.KVConfig(groups=[GROUP], dtype="float32", max_batch_size=1, max_context_len=10)
     wider = dataclasses.replace(config, max_batch_size=2)

@@ -12,7 +12,8 @@ from torch.nn.functional import rms_norm, silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.support.cpu_kernels import KERNELS, asking_for, taking_keys
-from vattn import cpu
+from vattn import attention, cpu
+from vattn.attention import Case
 from vattn.errors import ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -71,6 +72,7 @@ def test_kernels_that_this_cpu_cannot_run() -> None:
             ):
                 call()
         assert cpu.describe().startswith("none: VATTN_CPU_KERNELS='neon'")
+        assert any("VATTN_CPU_KERNELS='neon'" in line for line in attention.describe(Case()))
 
 
 def test_types_and_head_sizes_that_attention_cannot_have() -> None:

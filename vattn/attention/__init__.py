@@ -125,7 +125,10 @@ def describe(case: Case | None = None) -> list[str]:
         case = Case(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else Case()
     lines = []
     for adapter in adapters():
-        refusal = adapter.refusal(case)
+        try:
+            refusal = adapter.refusal(case)
+        except ConfigError as error:
+            refusal = str(error)
         lines.append(
             f"{adapter.name}: guard rows {adapter.guard_rows}; {(adapter.__doc__ or '').splitlines()[0]}"
             + (f" Not here: {refusal}." if refusal else "")

@@ -149,7 +149,7 @@ class VirtualCache(DynamicCache):
             # The driver's calls cannot be traced.
             traced: tuple[Tensor, Tensor] = _update_uncompiled(self, key_states, value_states, layer_idx)
             return traced
-        if layer_idx >= len(self.layers):
+        if not 0 <= layer_idx < len(self.layers):
             raise ConfigError(
                 f"layer {layer_idx} of a model; this cache was made for one of {len(self.layers)} layers "
                 f"({self._config.model_type}). Make a cache per model"

@@ -559,6 +559,8 @@ def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other
             second = make_model(other)
         with pytest.raises(vattn.ConfigError, match="per model"):
             second(IDS, **{CACHE: cache})
+        with pytest.raises(vattn.ConfigError, match="layer -1 of a model"):
+            cache.update(*torch.zeros(2, 1, 2, 1, 16), -1)
 
 
 def test_a_model_with_fewer_layers_is_noticed_at_the_next_forward_pass(model: transformers.PreTrainedModel) -> None:
