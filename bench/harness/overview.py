@@ -16,7 +16,6 @@ from bench.harness.records import Record, machine
 NEEDED = ("cache", "decode")  # of a machine that is shown; the others are shown where there are records
 WANTED = (*NEEDED, "serving", "throughput")
 
-_SHADES = (theme.OURS, "#8fb3f9", "#c3d5fb")
 _NOTE = "Longer bars: vattn is ahead. Each figure is over vattn's on the same machine."
 
 Ratios = dict[str, float]
@@ -144,18 +143,25 @@ def _span(sides: Sequence[Ratios], begin: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def _lighter(color: str, share: float) -> str:
+    """A color `#rrggbb`, with that share of white."""
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
+
+
 def _draw_panel(axes: Any, panel: Panel, machines: list[str]) -> None:
     place, ticks = 0.0, {}
     longest = max(ratio for ratios in panel.sides for ratio in ratios.values())
+    shades = [_lighter(theme.OURS, number / len(machines)) for number in range(len(machines))]
     for name, found in panel.rows.items():
         ticks[name] = place + (len(found) - 1) / 2
         for number, ratio in found:
-            axes.barh(place, ratio, height=0.86, color=_SHADES[number])
+            axes.barh(place, ratio, height=0.86, color=shades[number])
             axes.text(max(ratio, 1) + 0.012 * longest, place, f"{ratio:.2f}", va="center", fontsize=9.5)
             place += 1
         place += 0.45
     for number, name in enumerate(machines):
-        axes.barh(0, 0, color=_SHADES[number], label=name)  # for the legend
+        axes.barh(0, 0, color=shades[number], label=name)  # for the legend
     axes.axvline(1, color=theme.INK, linewidth=1.2)
     axes.set_yticks(list(ticks.values()), list(ticks))
     axes.set_xticks([0, 1], ["0", "vattn"])
