@@ -358,10 +358,10 @@ struct Panels {
   }
 };
 
-// those of keys, during whose products values are fetched,
-template <class Kind>
+// those of keys, during whose products values are fetched; as floats, pairs are twice as many vectors,
+template <class Kind, bool kFloats>
 struct KeyPanels : Panels<typename Kind::Isa> {
-  static constexpr int kVectorBytes = Kind::kElements * Kind::kVectorBytes;
+  static constexpr int kVectorBytes = Kind::kElements * Kind::kVectorBytes / (kFloats ? 2 : 1);
   Ahead<Kind::kOrdered> next;
 
   auto ahead(Part part) const { return next.from(part, kVectorBytes); }
@@ -732,7 +732,7 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
   // Where the softmax has a share and rows are few, laying out keys, which has none, takes most of the time.
   constexpr bool kInOrder = Kind::kOrdered != 0, kByProducts = Kind::kOrdered == 4;
   constexpr int kRest = 4 - Kind::kOrdered;
-  const bool in_order = kInOrder && rows <= 8 && (kByProducts || (gapless && !lanes && rows >= 4)) &&
+  const bool in_order = kInOrder && (kByProducts ? rows <= 32 : gapless && !lanes && rows >= 4 && rows <= 8) &&
                         a.head_dim == a.v_head_dim && a.head_dim % (4 * kLanes) == 0 && bytes % kLine == 0;
   const auto lines = [&](const Place& place, int row) {
     if constexpr (kByProducts)
@@ -805,8 +805,9 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
                               s.scores + i, kBlock);
           };
           const Panels<Isa> laid_out{s.keys, panel};
+          constexpr bool kFloats = !std::is_same_v<Product, typename Kind::ForKeys>;
           if constexpr (kInOrder)
-            if (in_order) return go(KeyPanels<Kind>{laid_out, lines(values, i / 4 * Kind::kOrdered)});
+            if (in_order) return go(KeyPanels<Kind, kFloats>{laid_out, lines(values, i / 4 * Kind::kOrdered)});
           go(laid_out);
         };
         if (!floats)
