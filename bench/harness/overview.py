@@ -143,16 +143,10 @@ def _span(sides: Sequence[Ratios], begin: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _lighter(color: str, share: float) -> str:
-    """A color `#rrggbb`, with that share of white."""
-    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
-
-
 def _draw_panel(axes: Any, panel: Panel, machines: list[str]) -> None:
     place, ticks = 0.0, {}
     longest = max(ratio for ratios in panel.sides for ratio in ratios.values())
-    shades = [_lighter(theme.OURS, number / len(machines)) for number in range(len(machines))]
+    shades = [(theme.OURS, 1 - number / len(machines)) for number in range(len(machines))]  # with their opacity
     for name, found in panel.rows.items():
         ticks[name] = place + (len(found) - 1) / 2
         for number, ratio in found:

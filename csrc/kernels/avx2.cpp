@@ -20,7 +20,7 @@ struct Avx2 {
   // Fewest rows for which pairs become floats once for all of them: of keys, and of weights.
   static constexpr int kFloatPanels = 9;
   static constexpr int kFloatWeights = 24;
-  static constexpr int kOrdered = 4;
+  static constexpr int kOrdered = 4;  // see `Floats`
 
   static __m256i lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   static __m256i some(int count) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes()); }

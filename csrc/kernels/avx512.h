@@ -14,7 +14,7 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   // Tiles of rows by vectors whose sums stay in the 32 registers.
   static constexpr int kMaxRows = 8;
-  static constexpr int kOrdered = 0;
+  static constexpr int kOrdered = 0;  // of vectors that are less than a line; see `Floats`
   // Four vectors of values that lie side by side are read at once, which memory likes better than two and two.
   static constexpr int kMaxRowsInPlace = 7;
   static constexpr int columns(int rows) { return rows <= 7 ? 4 : 2; }

@@ -12,7 +12,7 @@ struct Portable {
     float x[kLanes];
   };
   static constexpr int kMaxRows = 4, kMaxRowsInPlace = 4;
-  static constexpr int kOrdered = 0;
+  static constexpr int kOrdered = 0;  // of vectors that are less than a line; see `Floats`
   static constexpr int columns(int rows) { return rows <= 2 ? 4 : 2; }
 
   template <class Function>

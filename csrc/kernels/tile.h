@@ -296,11 +296,12 @@ struct Ahead {
       if (kShare == 3 && (k * (kLines / 2) + i) % 2) one();
     }
   }
-  // From where a product goes on whose vectors are so many bytes.
+  // Those of a product whose vectors are so many bytes.
   Ahead from(Part part, int bytes) const { return {line + part.first * bytes / 4 * kShare}; }
 };
 
-// or all of them, one in every few steps: each tile fetches its share. Rows may have gaps, or be listed.
+// or all of them, one in every few steps, which are long enough to hide a condition. Each tile fetches its share; rows
+// may have gaps, or be listed. Only what `from` returns can be stepped.
 template <>
 struct Ahead<4> {
   const Place* rows;

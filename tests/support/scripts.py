@@ -209,6 +209,7 @@ if __name__ == "__main__":
     if request := _next_script():
         if not request.get("to_the_end"):
             preloaded += sys.modules.keys() - {"sys", "builtins", "__main__"}
-            for each in finalize._registry:  # type: ignore[attr-defined]  # torch has one for each of its libraries
+            # Finalizers of torch's libraries would take operators from its registry, one by one: a third of a script.
+            for each in finalize._registry:  # type: ignore[attr-defined]
                 each.atexit = False
         exec(compile(request["script"], "<string>", "exec"), _become(request))
