@@ -70,7 +70,7 @@ std::span<const Kernels> kernels() {
         inherit(k.norm, base->norm);
         inherit(k.rotation, base->rotation);
         inherit(k.gate, base->gate);
-        inherit(k.linear_row, base->linear_row);
+        if (!k.linear) k.linear_row = base->linear_row;  // null where rows are taken as they are
         inherit(k.linear, base->linear);
         inherit(k.read, base->read);
       }

@@ -147,7 +147,7 @@ struct Kernels {
   void (*norm)(const Norm&, std::int64_t);
   void (*rotation)(const Rotation&, std::int64_t);
   void (*gate)(const Gate&, std::int64_t);
-  // A row's input, and an item, of what linear.h has.
+  // A row's input, and an item, of what linear.h has; without the former, items take rows as they are.
   void (*linear_row)(const Linear&, std::int64_t, float* out);
   void (*linear)(const Linear&, const LinearItem&);
   // A thread's share of what roofline.h has; products by the type of what is stored.

@@ -19,7 +19,7 @@ struct Avx2 {
   static constexpr int columns_of_pairs(int rows) { return rows == 1 ? 4 : 2; }
   // Fewest rows for which pairs become floats once for all of them: of keys, and of weights.
   static constexpr int kFloatPanels = 9;
-  static constexpr int kFloatWeights = 24;
+  static constexpr int kFloatWeights = 128;
   static constexpr int kOrdered = 4;  // see `Floats`
 
   static __m256i lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }

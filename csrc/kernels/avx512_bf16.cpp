@@ -1,5 +1,6 @@
 // AVX-512 with products of pairs of bfloat16.
 #include "avx512.h"
+#include "linear_tile.h"
 #include "roofline_loops.h"
 #include "row_lanes.h"
 #include "timing.h"
@@ -75,14 +76,14 @@ constinit const Kernels avx512_bf16_kernels{.name = "avx512_bf16",
                                             .supported = supported,
                                             .worthwhile = worthwhile,
                                             .panels_are_faster = nullptr,
-                                            .linear_layers = false,
+                                            .linear_layers = true,
                                             .attend = {nullptr, attend_items<Pairs>, nullptr, nullptr},
                                             .merge = nullptr,
                                             .norm = nullptr,
                                             .rotation = nullptr,
                                             .gate = nullptr,
                                             .linear_row = nullptr,
-                                            .linear = nullptr,
+                                            .linear = linear_item<Pairs>,
                                             .products = {nullptr, product_loop<Pairs>, nullptr, nullptr},
                                             .read = nullptr};
 

@@ -10,26 +10,22 @@ namespace vattn::kernels {
 
 namespace {
 
-// An item's share of the weight and of the input stay in the second cache together with its sums.
+// The input and the sums of an item stay in the second cache beside what is read of the weight meanwhile.
 constexpr std::int64_t kRows = 256;
-constexpr std::int64_t kPanelsOfItem = 16;
-// Items per thread, so that threads end at nearly the same time.
-constexpr std::int64_t kItems = 4;
 
 }  // namespace
 
 void compute(const Linear& linear, const Kernels& kernels, int threads) {
   const std::int64_t lanes = kernels.lanes;
   const std::int64_t panels = (linear.out + lanes - 1) / lanes;
-  const std::int64_t most_rows = std::min(kRows, linear.rows);
-  // An even number, since products take vectors in pairs.
-  const std::int64_t share = (panels + kItems * threads - 1) / (kItems * threads);
-  const std::int64_t width = std::min(kPanelsOfItem, (share + 1) / 2 * 2);
-  const std::int64_t columns = (panels + width - 1) / width;
+  const std::int64_t items = (panels + kPanelsOfItem - 1) / kPanelsOfItem;
+  const std::int64_t parts = (linear.rows + kRows - 1) / kRows;
+  const std::int64_t most_rows = parts ? (linear.rows + parts - 1) / parts : 0;
 
-  const std::size_t input = aligned(most_rows * linear.in * sizeof(float));
+  const bool in_place = !kernels.linear_row;
+  const std::size_t input = in_place ? 0 : aligned(most_rows * linear.in * sizeof(float));
   const std::size_t ones = aligned(most_rows * sizeof(float));
-  const std::size_t sums = aligned(most_rows * width * lanes * sizeof(float));
+  const std::size_t sums = aligned(most_rows * kPanelsOfItem * lanes * sizeof(float));
   static thread_local Room room;
   std::byte* memory = room.reserve(input + ones + static_cast<std::size_t>(threads) * sums);
   float* wide = reinterpret_cast<float*>(memory);
@@ -40,13 +36,20 @@ void compute(const Linear& linear, const Kernels& kernels, int threads) {
   {
     float* own =
         reinterpret_cast<float*>(memory + input + ones + static_cast<std::size_t>(omp_get_thread_num()) * sums);
-    for (std::int64_t row = 0; row < linear.rows; row += kRows) {
-      const std::int64_t num_rows = std::min(kRows, linear.rows - row);
+    for (std::int64_t row = 0; row < linear.rows; row += most_rows) {
+      const std::int64_t num_rows = std::min(most_rows, linear.rows - row);
+      const std::byte* rows = in_place ? linear.input + row * linear.input_stride : memory;
+      const std::int64_t stride = in_place ? linear.input_stride / std::int64_t{sizeof(std::uint32_t)} : linear.in;
+      if (!in_place) {
 #pragma omp for schedule(static)
-      for (std::int64_t i = 0; i < num_rows; ++i) kernels.linear_row(linear, row + i, wide + i * linear.in);
+        for (std::int64_t i = 0; i < num_rows; ++i) kernels.linear_row(linear, row + i, wide + i * linear.in);
+      }
 #pragma omp for schedule(dynamic)
-      for (std::int64_t i = 0; i < columns; ++i)
-        kernels.linear(linear, {row, num_rows, i * width, std::min(width, panels - i * width), wide, own, one});
+      for (std::int64_t i = 0; i < items; ++i) {
+        const std::int64_t panel = i * kPanelsOfItem, num_panels = std::min(kPanelsOfItem, panels - panel);
+        kernels.linear(
+            linear, {row, num_rows, panel, num_panels, reinterpret_cast<const std::uint32_t*>(rows), stride, own, one});
+      }
     }
   }
 }

@@ -1,5 +1,5 @@
-// Linear layers over weights of bfloat16 that are multiplied as floats: for CPUs that multiply floats faster than
-// pairs, or have no product of pairs.
+// Linear layers over weights of bfloat16, by the product of attention over keys of bfloat16: of pairs, or of floats on
+// CPUs that multiply these faster, or have no product of pairs.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,12 @@ struct Linear {
 struct LinearItem {
   std::int64_t row, num_rows;
   std::int64_t panel, num_panels;
-  const float* input;  // all rows, as `Kernels::linear_row` writes them
-  float* sums;         // [num_rows, num_panels * lanes]
-  const float* ones;   // [num_rows]
+  const std::uint32_t* input;  // as `Kernels::linear_row` writes rows; where it is null, as they are
+  std::int64_t input_stride;   // in elements of four bytes
+  float* sums;                 // [num_rows, num_panels * lanes]
+  const float* ones;           // [num_rows]
 };
+constexpr std::int64_t kPanelsOfItem = 4;  // at most; more vectors are never multiplied together
 
 void compute(const Linear&, const Kernels&, int threads);
 

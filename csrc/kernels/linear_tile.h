@@ -33,16 +33,58 @@ void widen_row(const Linear& linear, std::int64_t row, float* out) {
   }
 }
 
+// Panels of a weight. While products read a part of them, the part that comes next is fetched; each tile of rows takes
+// a share, so that its lines are spread over all of them.
+template <class Isa>
+struct Weight : Panels<Isa> {
+  static constexpr int kMaxRows = Isa::kMaxRowsInPlace;  // as for values, which come four vectors at once as well
+  const std::byte* next;                                 // of the first panel
+
+  // One line of each of so many panels, in one of `mask + 1` steps.
+  struct Share {
+    const std::byte* line;
+    std::int64_t stride;
+    int panels, mask;
+
+    template <int>
+    void step(int k) {
+      if (k & mask) return;
+      // Not a loop, which takes 1.04 to 1.2 times as long.
+      fetch(line);
+      if (panels > 1) fetch(line + stride);
+      if (panels > 2) {
+        fetch(line + 2 * stride);
+        fetch(line + 3 * stride);
+      }
+      line += kLine;
+    }
+  };
+  Share ahead(Part part) const {
+    constexpr int kSteps = kLine / (4 * Isa::kLanes);  // that read a line
+    const std::int64_t bytes = this->stride * 4;
+    const std::byte* line = next + part.first * bytes;
+    const int tiles = part.tile.count;
+    if (tiles < part.each) {
+      const int panels = ceil_div(part.each, tiles);
+      return {line + smaller(part.tile.index * panels, part.each - 1) * bytes, bytes, panels, kSteps - 1};
+    }
+    const int at = part.tile.index * part.each * part.steps / tiles;
+    return {line + at / part.steps * bytes + at % part.steps / kSteps * kLine, 0, 1,
+            power_of_two(tiles / part.each * kSteps) - 1};
+  }
+};
+
 // The sums over `count` pairs of inputs, of which `pair` is the first, are added to those over the pairs before them.
 template <class Kind>
 void add_products(const Linear& linear, const LinearItem& item, int pair, int count) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
-  const int in = static_cast<int>(linear.in), pairs = in / 2;
-  const int rows = static_cast<int>(item.num_rows), panels = static_cast<int>(item.num_panels);
+  const int pairs = static_cast<int>(linear.in / 2), rows = static_cast<int>(item.num_rows);
+  const int stride = static_cast<int>(item.input_stride), panels = static_cast<int>(item.num_panels);
   const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
-  const Panels<Isa> weight{linear.panels + item.panel * panel + pair * kLanes, panel};
-  const std::uint32_t* input = reinterpret_cast<const std::uint32_t*>(item.input);
+  const std::uint32_t* data = linear.panels + item.panel * panel + pair * kLanes;
+  const std::uint32_t* next = data + (pair + count < pairs ? count * kLanes : item.num_panels * panel - pair * kLanes);
+  const Weight<Isa> weight{{data, panel}, reinterpret_cast<const std::byte*>(next)};
   const float* before = pair ? item.ones : nullptr;
   if constexpr (Isa::kFloatWeights != 0)
     if (widens_weight<Isa>(linear)) {
@@ -58,13 +100,13 @@ void add_products(const Linear& linear, const LinearItem& item, int pair, int co
             Isa::store(wide + c * kWide + (2 * i + 1) * kLanes, Isa::odd(x[0]), kLanes);
           }
         multiply<typename FloatOperands<Isa>::Product>(
-            rows, input + 2 * pair, in, 0, Panels<Isa>{reinterpret_cast<const std::uint32_t*>(wide), kWide}, columns,
-            2 * count, item.ones, before, item.sums + first * kLanes, width);
+            rows, item.input + 2 * pair, stride, 0, Panels<Isa>{reinterpret_cast<const std::uint32_t*>(wide), kWide},
+            columns, 2 * count, item.ones, before, item.sums + first * kLanes, width);
       }
       return;
     }
-  multiply<typename Kind::ForKeys>(rows, input + pair, in, pairs, weight, panels, count, item.ones, before, item.sums,
-                                   width);
+  multiply<typename Kind::ForKeys>(rows, item.input + pair, stride, pairs, weight, panels, count, item.ones, before,
+                                   item.sums, width);
 }
 
 template <class Kind>
@@ -73,8 +115,9 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   using F = typename Isa::F;
   constexpr int kLanes = Isa::kLanes;
   const int pairs = static_cast<int>(linear.in / 2);
-  for (int pair = 0; pair < pairs; pair += kPairs<Isa>)
-    add_products<Kind>(linear, item, pair, smaller(kPairs<Isa>, pairs - pair));
+  // Of nearly equal size, so that the products of each part fetch all of the next one.
+  const int each = ceil_div(pairs, ceil_div(pairs, kPairs<Isa>));
+  for (int pair = 0; pair < pairs; pair += each) add_products<Kind>(linear, item, pair, smaller(each, pairs - pair));
   constexpr int kSize = size_of(Type::kBFloat16);
   const std::int64_t first = item.panel * kLanes, width = item.num_panels * kLanes;
   for (std::int64_t r = 0; r < item.num_rows; ++r) {

@@ -36,6 +36,8 @@ constexpr float kLowest = -__FLT_MAX__;
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// The largest one that is not more than `x`, or 1.
+constexpr int power_of_two(int x) { return x < 2 ? 1 : 1 << (31 - __builtin_clz(x)); }
 
 template <Type kType>
 float element(const std::byte* at) {
@@ -269,10 +271,10 @@ struct Tile {
   int index, count;
 };
 
-// What a product of a tile reads: vectors, `each` of them in a step, after `first` ones of `all`.
+// What a product of a tile reads: `each` of `columns` vectors from `first` on, in each of its steps.
 struct Part {
   Tile tile;
-  int first, all, each;
+  int first, columns, each, steps;
 };
 
 // Lines to fetch in the course of other work. A CPU has few lines on their way from memory at a time and waits when it
@@ -297,7 +299,7 @@ struct Ahead {
     }
   }
   // Those of a product whose vectors are so many bytes.
-  Ahead from(Part part, int bytes) const { return {line + part.first * bytes / 4 * kShare}; }
+  Ahead from(Part part, int bytes) const { return {line + part.first * part.steps * bytes / 4 * kShare}; }
 };
 
 // or all of them, one in every few steps, which are long enough to hide a condition. Each tile fetches its share; rows
@@ -321,16 +323,13 @@ struct Ahead<4> {
     end = line + bytes;
   }
   Ahead from(Part part, int vector_bytes) const {
-    const int at = (part.tile.index * part.all + part.first) * vector_bytes / part.tile.count;
+    const int at = (part.tile.index * part.columns + part.first) * part.steps * vector_bytes / part.tile.count;
     Ahead next{rows, bytes, bytes ? row + at / bytes : row};
     next.line = (*rows)[next.row] + (bytes ? at % bytes / kLine * kLine : at);
     next.end = bytes ? (*rows)[next.row] + bytes : nullptr;
-    next.mask = power(kLine * part.tile.count / (part.each * vector_bytes)) - 1;
+    next.mask = power_of_two(kLine * part.tile.count / (part.each * vector_bytes)) - 1;
     return next;
   }
-
- private:
-  static int power(int x) { return x < 2 ? 1 : 1 << (31 - __builtin_clz(x)); }
 };
 
 // Where nothing is fetched.
@@ -419,7 +418,7 @@ void product(const std::uint32_t* a, int a_stride, int gap, const Right& right, 
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) sums[r][c] = Product::start(a + r * a_stride);
-  auto ahead = right.ahead({tile, first * steps, columns * steps, kColumns});
+  auto ahead = right.ahead({tile, first, columns, kColumns, steps});
   for (int k = 0; k < steps; ++k) {
     F b[kColumns];
     right.load(first, k, b);

@@ -1,8 +1,7 @@
 """Linear layers with weights packed once, and single products in place of several.
 
 A call computes what the module would; `plus` adds another tensor in the epilogue of the matrix product, in float32,
-without another pass over memory. The products are oneDNN's, or vattn's own on CPUs without AMX that multiply floats
-faster than pairs of bfloat16, or have no product of pairs.
+without another pass over memory. The products are vattn's own; on CPUs with AMX they are oneDNN's.
 """
 
 from __future__ import annotations
