@@ -12,20 +12,22 @@ namespace {
 
 // The input and the sums of an item stay in the second cache beside what is read of the weight meanwhile.
 constexpr std::int64_t kRows = 256;
+// At most; more vectors are never multiplied together. Fewer, where threads would have less than two items.
+constexpr std::int64_t kWidth = 4;
 
 }  // namespace
 
 void compute(const Linear& linear, const Kernels& kernels, int threads) {
   const std::int64_t lanes = kernels.lanes;
   const std::int64_t panels = (linear.out + lanes - 1) / lanes;
-  const std::int64_t items = (panels + kPanelsOfItem - 1) / kPanelsOfItem;
+  const std::int64_t width = std::clamp<std::int64_t>(panels / (2 * threads), 1, kWidth);
   const std::int64_t parts = (linear.rows + kRows - 1) / kRows;
   const std::int64_t most_rows = parts ? (linear.rows + parts - 1) / parts : 0;
 
   const bool in_place = !kernels.linear_row;
   const std::size_t input = in_place ? 0 : aligned(most_rows * linear.in * sizeof(float));
   const std::size_t ones = aligned(most_rows * sizeof(float));
-  const std::size_t sums = aligned(most_rows * kPanelsOfItem * lanes * sizeof(float));
+  const std::size_t sums = aligned(most_rows * width * lanes * sizeof(float));
   static thread_local Room room;
   std::byte* memory = room.reserve(input + ones + static_cast<std::size_t>(threads) * sums);
   float* wide = reinterpret_cast<float*>(memory);
@@ -45,11 +47,9 @@ void compute(const Linear& linear, const Kernels& kernels, int threads) {
         for (std::int64_t i = 0; i < num_rows; ++i) kernels.linear_row(linear, row + i, wide + i * linear.in);
       }
 #pragma omp for schedule(dynamic)
-      for (std::int64_t i = 0; i < items; ++i) {
-        const std::int64_t panel = i * kPanelsOfItem, num_panels = std::min(kPanelsOfItem, panels - panel);
-        kernels.linear(
-            linear, {row, num_rows, panel, num_panels, reinterpret_cast<const std::uint32_t*>(rows), stride, own, one});
-      }
+      for (std::int64_t i = 0; i < panels; i += width)
+        kernels.linear(linear, {row, num_rows, i, std::min(width, panels - i),
+                                reinterpret_cast<const std::uint32_t*>(rows), stride, own, one});
     }
   }
 }

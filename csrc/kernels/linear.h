@@ -28,7 +28,6 @@ struct LinearItem {
   float* sums;                 // [num_rows, num_panels * lanes]
   const float* ones;           // [num_rows]
 };
-constexpr std::int64_t kPanelsOfItem = 4;  // at most; more vectors are never multiplied together
 
 void compute(const Linear&, const Kernels&, int threads);
 

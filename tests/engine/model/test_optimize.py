@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Model
 
 from tests.support.tiny_models import FAMILIES, make_model
 from vattn import packed
@@ -94,6 +95,7 @@ def test_the_same_in_packed_steps(family: str) -> None:
     restore = optimize(model)
     if family != "opt":
         assert _fused_layers(model) == (list(range(model.config.num_hidden_layers)) if family in _USUAL else [])
+        assert ("forward" in vars(model.get_decoder())) == (family in _USUAL)
     fast = _packed_logits(model)
     restore()
     assert torch.equal(_packed_logits(model), plain), "not as before"
@@ -135,6 +137,36 @@ def test_layers_that_only_look_usual() -> None:
     assert _fused_layers(model) == [2]
     fast = _packed_logits(model)
     assert (fast - plain).norm() <= 0.05 * plain.norm()
+
+
+class _ScaledEmbeddings(Qwen2Model):
+    """The modules of the usual decoder, and other rows for the first layer."""
+
+    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> Any:
+        keywords["inputs_embeds"] = 2 * self.embed_tokens(input_ids)
+        return super().forward(**keywords)
+
+
+def test_a_decoder_that_only_looks_usual() -> None:
+    model = _packed("qwen2")
+    model.model.__class__ = _ScaledEmbeddings
+    plain = _packed_logits(model)
+    optimize(model)
+    assert "forward" not in vars(model.model)
+    fast = _packed_logits(model)
+    assert (fast - plain).norm() <= 0.05 * plain.norm()
+
+
+def test_a_decoder_called_outside_of_steps() -> None:
+    """With embeddings in place of tokens, and for the hidden states of all layers, as transformers computes them."""
+    model = _packed("llama")
+    tokens = torch.tensor([[3, 4, 5]])
+    with torch.inference_mode():
+        plain = model.model(inputs_embeds=model.model.embed_tokens(tokens), output_hidden_states=True)
+        optimize(model)
+        fast = model.model(inputs_embeds=model.model.embed_tokens(tokens), output_hidden_states=True)
+    assert len(fast.hidden_states) == len(plain.hidden_states) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(fast.last_hidden_state, plain.last_hidden_state, rtol=0.1, atol=0.1)
 
 
 def test_what_is_changed() -> None:
