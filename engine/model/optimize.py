@@ -102,7 +102,13 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
     try:
         for module, forward in faster.items():
             module.forward = forward
-        faster |= _decoder(model, faster)
+        for decoder, forward in _decoders(model, faster).items():
+            expected = _example(model)
+            faster[decoder] = forward  # first, for `restore`
+            decoder.forward = forward
+            if not _computes(model, expected):
+                del decoder.forward
+                del faster[decoder]
     except BaseException:
         restore()
         raise
@@ -177,10 +183,10 @@ def _decoder_layers(
     return forwards
 
 
-def _decoder(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[nn.Module, Callable[..., Any]]:
-    """The faster forward of the model's decoder, which has it already, where all its layers have one; or nothing.
+def _decoders(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[nn.Module, Callable[..., Any]]:
+    """A faster forward of the model's decoder, where all its layers have one.
 
-    Again results decide: embeddings may be scaled, and layers called in another way.
+    Embeddings may be scaled, or layers called in another way: again results have to decide.
     """
     decoder = cast(Any, model).get_decoder()
     if decoder._modules.keys() != _DECODER or not all(layer in faster for layer in decoder.layers):
@@ -189,7 +195,7 @@ def _decoder(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[nn
         norm = Norm(decoder.norm)
     except ValueError:
         return {}
-    expected, plain = _example(model, Recorder()), decoder.forward
+    plain = decoder.forward
 
     def forward(
         input_ids: Tensor | None = None,
@@ -207,20 +213,20 @@ def _decoder(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[nn
             hidden = layer(hidden, position_embeddings=embeddings)
         return BaseModelOutputWithPast(last_hidden_state=norm(hidden[0])[None])
 
-    decoder.forward = forward
+    return {decoder: forward}
+
+
+def _computes(model: PreTrainedModel, expected: Tensor) -> bool:
     try:
-        if _same(_example(model, Recorder()), expected):
-            return {decoder: forward}
-    except (TypeError, ValueError, RuntimeError):  # it is called in another way
-        pass
-    del decoder.forward
-    return {}
+        return _same(_example(model), expected)
+    except (TypeError, ValueError, RuntimeError):  # the decoder is called in another way
+        return False
 
 
-def _example(model: PreTrainedModel, recorder: Recorder) -> Tensor:
+def _example(model: PreTrainedModel, recorder: Recorder | None = None) -> Tensor:
     """Logits of a packed step of five tokens."""
     tokens = torch.arange(5)
-    return run_packed(model, recorder, tokens, 3 * tokens, tokens)
+    return run_packed(model, recorder or Recorder(), tokens, 3 * tokens, tokens)
 
 
 def _decoder_layer(
