@@ -138,7 +138,7 @@ struct Kernels {
   // Where they choose: whether 8-bit keys of more than a few rows are faster in panels, of keys with gaps between them
   // and of gapless ones; measured.
   bool* panels_are_faster;
-  bool linear_layers;  // whether what linear.h has is faster than products of pairs of bfloat16
+  bool linear_layers;  // whether what linear.h has is faster than torch's layers of bfloat16
   // Computes items of a queue until there are no more; by the type of what is stored.
   void (*attend[4])(const Attention&, Queue&, const Scratch&);
   // Writes a row's result, of `count` partial ones that are `stride` floats apart.

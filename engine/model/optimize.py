@@ -102,10 +102,12 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
     try:
         for module, forward in faster.items():
             module.forward = forward
-        for decoder, forward in _decoders(model, faster).items():
+        decoder = cast(Any, model).get_decoder()
+        in_steps = _decoder(decoder, faster)
+        if in_steps is not None:
             expected = _example(model)
-            faster[decoder] = forward  # first, for `restore`
-            decoder.forward = forward
+            faster[decoder] = in_steps  # first, for `restore`
+            decoder.forward = in_steps
             if not _computes(model, expected):
                 del decoder.forward
                 del faster[decoder]
@@ -183,18 +185,17 @@ def _decoder_layers(
     return forwards
 
 
-def _decoders(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[nn.Module, Callable[..., Any]]:
-    """A faster forward of the model's decoder, where all its layers have one.
+def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any] | None:
+    """A faster forward of a model's decoder, where all its layers have one.
 
     Embeddings may be scaled, or layers called in another way: again results have to decide.
     """
-    decoder = cast(Any, model).get_decoder()
     if decoder._modules.keys() != _DECODER or not all(layer in faster for layer in decoder.layers):
-        return {}
+        return None
     try:
         norm = Norm(decoder.norm)
     except ValueError:
-        return {}
+        return None
     plain = decoder.forward
 
     def forward(
@@ -213,7 +214,7 @@ def _decoders(model: PreTrainedModel, faster: Mapping[nn.Module, Any]) -> dict[n
             hidden = layer(hidden, position_embeddings=embeddings)
         return BaseModelOutputWithPast(last_hidden_state=norm(hidden[0])[None])
 
-    return {decoder: forward}
+    return forward
 
 
 def _computes(model: PreTrainedModel, expected: Tensor) -> bool:
