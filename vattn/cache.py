@@ -397,6 +397,7 @@ class KVCache(PoolMember):
         Raises:
             InvalidSlot: the slot is not allocated.
             InvalidTokens, TokenMismatch: as for `commit`. Nothing changed.
+            ConfigError: `stream` is no stream. Nothing changed.
             StreamCapturing: the stream is capturing a CUDA graph. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_SHORTEST_LOOK = 0.05  # seconds; the system counts idle time in hundredths
 
 
 def cores() -> int:
@@ -38,16 +41,33 @@ def _quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
                         yield int(quota) / int(period)
 
 
-def free_cores() -> int:
-    """Cores of the machine that no other thread wants at this moment, from the scheduler's queues; all if these are
-    hidden.
+class FreeCores:
+    """Cores that other programs left to this process since the last look: idle ones, and those that it used itself.
+
+    Which threads are ready at one moment would say less: steps begin when the process has just answered its clients,
+    which then read.
     """
-    every = os.cpu_count() or 1
+
+    def __init__(self) -> None:
+        self._free = os.cpu_count() or 1
+        self._seen = _left_seconds()
+
+    def __call__(self) -> int:
+        """Their number; that of the last look if it is hardly over, and all cores if the system hides what they do."""
+        (now, left), (before, left_before) = _left_seconds(), self._seen
+        if now - before >= _SHORTEST_LOOK:
+            self._free, self._seen = round((left - left_before) / (now - before)), (now, left)
+        return self._free
+
+
+def _left_seconds() -> tuple[float, float]:
+    """The time, and seconds of cores that were idle or computed for this process until then."""
+    now = time.monotonic()
     try:
-        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        idle = float(Path("/proc/uptime").read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        return every
-    return every - running + 1  # this thread is one of them
+        idle = now * (os.cpu_count() or 1)
+    return now, idle + time.process_time()
 
 
 def thread_counts(cores: int, threads: int) -> tuple[int, ...]:

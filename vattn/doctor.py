@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from contextlib import closing
 from importlib import metadata
 
@@ -12,16 +13,19 @@ import torch
 from vattn import _native, attention, cpu
 from vattn.broker.control import Control, summary
 from vattn.broker.places import pools
-from vattn.cores import cores, free_cores, thread_counts
+from vattn.cores import FreeCores, cores, thread_counts
 from vattn.drivers import cuda, host
 from vattn.errors import DriverError, VattnError
 from vattn.units import format_bytes
 
+_LOOK_SECONDS = 0.1  # for which the report looks at what other programs do
 _BROKER_SECONDS = 2.0  # in which a broker answers
 
 
 def doctor() -> str:
     """A report on the drivers, devices, kernels, limits and pools of this machine, as text."""
+    free_cores = FreeCores()
+    time.sleep(_LOOK_SECONDS)
     machine = host.HostDevice()
     usage = _native.host_usage()
     with open("/proc/self/maps") as maps:
@@ -35,7 +39,7 @@ def doctor() -> str:
         f"{usage.reservations} reservations, {format_bytes(usage.physical_bytes)} in use by this process",
         *_cuda_driver(),
         "devices",
-        f"  cpu    {cores()} of {os.cpu_count()} cores for this process, {max(0, free_cores())} free now; "
+        f"  cpu    {cores()} of {os.cpu_count()} cores for this process, {free_cores()} free now; "
         f"{format_bytes(machine.available_memory())} available",
         f"  threads {_threads()}",
         *_cuda_devices(),

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from vattn.cores import cores, free_cores, thread_counts
+from vattn.cores import FreeCores, cores, thread_counts
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class Tuner:
     Args:
         counts: in ascending order.
         clock: seconds.
-        free: how many cores are free. More threads are only tried if there are as many.
+        free: how many cores were free since it was last called; `FreeCores` by default. More threads are only tried if
+            there were as many.
 
     Attributes:
         count: the present choice.
@@ -123,11 +124,11 @@ class Tuner:
         self,
         counts: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
-        free: Callable[[], int] = free_cores,
+        free: Callable[[], int] | None = None,
     ) -> None:
         self._counts = tuple(counts)
         self._clock = clock
-        self._free = free
+        self._free = free or FreeCores()
         self._steps: dict[int, _Steps] = {}  # with the present number, by size
         self._size = 0  # of the step under way
         self._trial: _Trial | None = None
@@ -150,6 +151,7 @@ class Tuner:
         self.count, self._trial, self._pause = count, None, _PAUSE
         self._steps.clear()
         self._due = self._clock() + _PAUSE
+        self._free()
 
     def next(self, tokens: int) -> int:
         """The number of threads for a step of so many tokens."""
@@ -208,13 +210,12 @@ class Tuner:
         others = better and (trial.count > self.count or self._starved)
         if better:
             logger.debug("%d computing threads instead of %d", trial.count, self.count)
-            self.count, self._pause = trial.count, _PAUSE
-            self._steps.clear()
+            self.choose(trial.count)
         else:
             self._up = not self._up
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._due = now + max(self._pause, (trial.seconds - trial.usual) / _TRIAL_SHARE)
         self._starved = False
-        self._due = now + max(self._pause, (trial.seconds - trial.usual) / _TRIAL_SHARE)
         return others
 
 
@@ -267,8 +268,6 @@ class Threads:
         """
         seconds: dict[int, float] = {}
         for count in self._counts:
-            if seconds and free_cores() < count:
-                break
             with _computing(count):
                 start = time.perf_counter()
                 step(tokens)  # makes threads, and lays out what the first call lays out

@@ -30,6 +30,7 @@ MOST_HEAD_BYTES = 256 * 1024
 MOST_AHEAD = 64  # requests that a client sends before the first of them is answered
 # Of a body that was refused: a client that is still sending when its connection is closed does not get the answer.
 MOST_UNREAD_BYTES = 64 * 2**20
+MOST_UNREAD_SECONDS = 300.0  # for which a client may read nothing of an answer that waits for it
 _SLICE = 4096  # bytes that are parsed at a time
 _LOOK_SECONDS = 0.1  # between looks at the state of a half-closed connection
 # From one interim answer to the next: a second, for which the request of a client that is gone goes on.
@@ -53,10 +54,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     - has sent `MOST_HEAD_BYTES` that made up no body and completed no head,
     - has sent `MOST_AHEAD` requests ahead, or `MOST_UNREAD_BYTES` of a body after the answer,
-    - or has not sent a whole request `receive_timeout` seconds after it connected or began to send one.
+    - has not sent a whole request `receive_timeout` seconds after it connected or began to send one, not counting the
+      time while the connection answers an earlier request,
+    - or has read nothing for `MOST_UNREAD_SECONDS`, while more of its answer waits than the kernel takes.
 
-    The time while the connection answers an earlier request does not count. A client that closes its sending side gets
-    its answer, unless it is gone altogether.
+    A client that closes its sending side gets its answer, unless it is gone altogether.
     """
 
     receive_timeout: ClassVar[float]
@@ -65,6 +67,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _progressed = False
     _deadline: asyncio.TimerHandle | None = None
     _looking: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,8 +77,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_none()
-        if self._looking is not None:
-            self._looking.cancel()
+        for timer in (self._looking, self._unread):
+            if timer is not None:
+                timer.cancel()
         # uvicorn tells the newest request only, which may wait for an older one's answer.
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -111,6 +115,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._looking is None:
             self._look(0)
         return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
 
     def on_message_begin(self) -> None:
         self._expect_request()
@@ -191,6 +204,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _expect_reader(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(MOST_UNREAD_SECONDS, self._on_unread, waiting)
+
+    def _on_unread(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._expect_reader()
+        elif not self.transport.is_closing():
+            logger.info("a client does not read its answer", extra={"fields": {"seconds": MOST_UNREAD_SECONDS}})
+            self.transport.abort()
 
     def _on_deadline(self) -> None:
         self._deadline = None

@@ -52,7 +52,7 @@ def check_supported(body: Sampling) -> None:
         if (body.model_extra or {}).get("echo"):
             raise bad("echo is not supported in a chat; use /v1/completions", "echo")
     for name, value in given.items():
-        if value not in (None, False, "", [], {}):
+        if value not in (None, False, "", []):
             raise bad(f"{name} is not supported: {REFUSED[name]}", name)
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options is for streams; set stream", "stream_options")

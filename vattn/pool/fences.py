@@ -23,7 +23,8 @@ from contextlib import AbstractContextManager
 
 from vattn import _native
 from vattn.drivers import MemoryDriver, Stream
-from vattn.errors import StreamCapturing
+from vattn.errors import ConfigError, StreamCapturing
+from vattn.integers import shown
 from vattn.pool.journal import Change
 
 
@@ -36,7 +37,13 @@ class Fences:
         self._open: dict[int, int] = {}  # slots freed since the last step began, with the stream of their kernels
 
     def handle(self, stream: Stream | None) -> int | None:
-        """The handle of a stream, by default torch's current one; None on devices without streams."""
+        """The handle of a stream, by default torch's current one; None on devices without streams.
+
+        Raises:
+            ConfigError: it is no stream.
+        """
+        if not (stream is None or isinstance(stream, int) or hasattr(stream, "cuda_stream")):
+            raise ConfigError(f"stream={shown(stream)} is neither a stream of torch's nor the handle of one")
         return self._driver.device.stream_handle(stream)
 
     def on_stream(self, handle: int | None) -> AbstractContextManager[None]:
@@ -55,6 +62,7 @@ class Fences:
             doing: the operation that is not allowed during capture, for the error message.
 
         Raises:
+            ConfigError: it is no stream.
             StreamCapturing: the stream is capturing a graph.
         """
         handle = self.handle(stream)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 
 from tests.support.effort import covering, effort
 from tests.support.tiny_models import random_model
-from vattn.cores import _quotas, thread_counts
+from vattn import cores as machine_cores
+from vattn.cores import FreeCores, _quotas, thread_counts
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model import threads as module
 from vattn.engine.model.runner import ModelRunner
@@ -164,6 +167,26 @@ def test_a_quota_of_a_control_group_around_the_process_counts(tmp_path: Path) ->
     assert list(_quotas(tmp_path, tmp_path / "nowhere")) == []
 
 
+def test_free_cores_are_those_that_others_left_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own threads take nothing from it, however many run; a look that is hardly over is not taken again."""
+    now = left = 0.0
+    monkeypatch.setattr(machine_cores, "_left_seconds", lambda: (now, left))
+    free = FreeCores()
+    found = []
+    for seconds, idle, own in ((2.5, 2.4, 2.5), (0.1, 0.0, 0.1), (0.01, 0.02, 0.0), (3.0, 1.3, 3.0), (3.0, 1.6, 3.0)):
+        now, left = now + seconds, left + idle + own
+        found.append(free())
+    assert found == [2, 1, 1, 1, 2]
+
+
+def test_free_cores_of_this_machine() -> None:
+    """Time that passes is idle, this process's or another's, so there are at most as many as cores."""
+    free, end = FreeCores(), time.monotonic() + 0.2
+    while time.monotonic() < end:
+        pass
+    assert 0 <= free() <= (os.cpu_count() or 1)
+
+
 # In the engine
 
 
@@ -172,7 +195,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As on an idle machine with two cores."""
     before = torch.get_num_threads()
     monkeypatch.setattr(module, "cores", lambda: 2)
-    monkeypatch.setattr(module, "free_cores", lambda: 2)
+    monkeypatch.setattr(module, "FreeCores", lambda: lambda: 2)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)

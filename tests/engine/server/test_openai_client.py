@@ -296,6 +296,7 @@ def test_many_at_once(server: Server) -> None:
         ({"stream_options": {"include_usage": True}}, openai.BadRequestError, "stream_options", "set stream"),
         ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority", "order of arrival"),
         ({"extra_body": {"use_beam_search": True}}, openai.BadRequestError, "use_beam_search", "beam"),
+        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "use response_format"),
         ({"extra_body": {"min_tokens": 99}}, openai.BadRequestError, "min_tokens", "min_tokens is 99"),
         ({"prompt": ""}, openai.BadRequestError, "prompt", "prompt: String should have at least 1 character"),
         ({"prompt": []}, openai.BadRequestError, "prompt", "prompt: "),

@@ -175,6 +175,8 @@ def test_tokens_behind_the_length_are_refused() -> None:
             cache.free_reqid(reqid, token_ids=PROMPT)
         with pytest.raises(vattn.InvalidTokens):
             cache.free_reqid(reqid, token_ids=["a"])  # type: ignore[list-item]
+        with pytest.raises(vattn.ConfigError, match="neither a stream"):
+            cache.free_reqid(reqid, PROMPT)  # type: ignore[arg-type]
         cache.check()
         cache.free_reqid(reqid, token_ids=PROMPT[:-3])  # the request is still there
         assert cache.admit(PROMPT).cached_tokens == len(PROMPT) - 3
