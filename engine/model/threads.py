@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -33,7 +33,8 @@ _ALIKE, _OLDEST = 1.25, 10.0
 _MARGIN = 0.05
 # Steps have lost a core if they take so many times as long as those before them, on so much less CPU time per second.
 _SLOWER, _STARVED = 1.2, 0.85
-# What trials cost may be this share of the time. After each that finds nothing better, the pause doubles.
+# What trials cost may be this share of the time of steps. One of fewer threads waits until its cost is earned: it can
+# double the time to a prompt's first token. After each that finds nothing better, the pause doubles.
 _TRIAL_SHARE = 0.02
 _PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 # How often to look for free cores.
@@ -137,6 +138,8 @@ class Tuner:
         self._starved = False  # whether a core was lost since the last trial
         self._pause = _PAUSE
         self._due = 0.0
+        self._factors: dict[int, float] = {}  # seconds with another number over those with the present one, if known
+        self._credit = 0.0  # seconds that the next trial may cost
         self.count = self._counts[-1]
 
     def follow(self, other: Tuner) -> None:
@@ -144,11 +147,17 @@ class Tuner:
         if other.count < self.count:
             self.choose(other.count)
         elif other.count > self.count:
-            self._up, self._pause, self._due = True, _PAUSE, self._clock()
+            self._changed(up=True)
 
-    def choose(self, count: int) -> None:
-        """Starts anew from this number."""
+    def choose(self, count: int, seconds: Mapping[int, float] | None = None) -> None:
+        """Starts anew from this number.
+
+        Args:
+            seconds: what a step takes, by number of threads.
+        """
         self.count, self._trial, self._pause = count, None, _PAUSE
+        self._factors = {other: taken / seconds[count] for other, taken in seconds.items()} if seconds else {}
+        self._credit = 0.0
         self._steps.clear()
         self._due = self._clock() + _PAUSE
         self._free()
@@ -163,8 +172,13 @@ class Tuner:
         if not self._trying:
             return self.count
         if self._trial is None:
+            assert steps is not None
             other = self._neighbour()
-            if other > self.count and self._free() < other:
+            if other > self.count:
+                promising = self._credit >= 0 and self._free() >= other
+            else:
+                promising = self._credit >= (self._factors.get(other, 1.0) - 1) * max(steps.mean, _LONG)
+            if not promising:
                 self._trying, self._due = False, now + _LOOK
                 return self.count
             self._trial = _Trial(other)
@@ -189,11 +203,18 @@ class Tuner:
             return self._judge(trial, now)
         steps = self._steps.setdefault(self._size, _Steps())
         steps.add(seconds, cpu_seconds, now)
+        self._credit += _TRIAL_SHARE * seconds
         if self.count > self._counts[0] and steps.starved():
             self._steps = {self._size: steps}
             self._starved = True
-            self._up, self._trial, self._pause, self._due = False, None, _PAUSE, now
+            self._changed(up=False)
         return False
+
+    def _changed(self, *, up: bool) -> None:
+        """The machine is another one than that of the last trials: the next one is due."""
+        self._up, self._trial, self._pause, self._due = up, None, _PAUSE, self._clock()
+        self._factors.clear()
+        self._credit = 0.0
 
     def _neighbour(self) -> int:
         at = self._counts.index(self.count)
@@ -210,11 +231,13 @@ class Tuner:
         others = better and (trial.count > self.count or self._starved)
         if better:
             logger.debug("%d computing threads instead of %d", trial.count, self.count)
-            self.choose(trial.count)
+            self.choose(trial.count, {self.count: trial.usual, trial.count: trial.seconds})
         else:
             self._up = not self._up
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._due = now + max(self._pause, (trial.seconds - trial.usual) / _TRIAL_SHARE)
+            self._due = now + self._pause
+            self._factors[trial.count] = trial.seconds / trial.usual
+            self._credit = min(0.0, self._credit - (trial.seconds - trial.usual))
         self._starved = False
         return others
 
@@ -256,7 +279,7 @@ class Threads:
             except Exception:  # of the model; steps of requests report it to those who asked
                 logger.warning("no steps could be measured to choose a number of threads", exc_info=True)
                 return
-            tuner.choose(min(seconds, key=seconds.__getitem__))
+            tuner.choose(min(seconds, key=seconds.__getitem__), seconds)
             times = ", ".join(f"{count}: {1e3 * taken:.2f} ms" for count, taken in seconds.items())
             told.append(f"{tuner.count} for {phase} steps ({times})")
         logger.info("computing threads: %s; measured again as the engine runs", ", ".join(told))

@@ -121,6 +121,21 @@ def test_steps_of_other_sizes_are_not_compared() -> None:
     assert counts.count(2) >= 0.96 * len(counts)
 
 
+def test_what_a_trial_of_fewer_threads_costs_is_earned_before() -> None:
+    """A server's prompts take a second a step, and twice as long on half of the threads, which loading has measured."""
+    machine = Machine({1: 2.0, 2: 1.0})
+    machine.tuner.choose(2, {1: 0.08, 2: 0.04})
+    assert {machine.step(2048) for _ in range(45)} == {2}
+    counts = [machine.step(2048) for _ in range(500)]
+    assert 5 <= counts.count(1) <= 10
+
+
+def test_a_core_that_was_lost_for_a_moment_is_used_again_by_the_next_long_steps() -> None:
+    machine = Machine({1: 2.0, 2: 1.0})
+    machine.tuner.choose(1, {1: 2.0, 2: 3.0})  # as they took beside another program
+    assert [machine.step(2048) for _ in range(5)] == [1, 2, 2, 2, 2]
+
+
 def test_what_one_kind_of_step_finds_is_told_to_the_others() -> None:
     machine = Machine(LARGE)
     prefill = Tuner([1, 2], clock=lambda: machine.now, free=machine.free)
