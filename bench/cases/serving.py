@@ -250,9 +250,10 @@ def _client(url: str, directory: Path, limit: int, count: int) -> Mapping[str, f
 def _offline(model: Path, directory: Path, count: int, max_num_seqs: int) -> Mapping[str, float]:
     """The engine alone."""
     file = directory / "offline.json"
-    options = ["--max-num-seqs", str(max_num_seqs), "--max-model-len", "1024", "--output-json", str(file)]
-    warm = ["--num-warmups", str(max_num_seqs)]
-    _call("bench", "throughput", "--model", str(model), *_requests(count), *warm, *options)
+    limits = {"--max-num-seqs": max_num_seqs, "--max-model-len": 1024, "--max-num-batched-tokens": _BATCHED}
+    options = [text for limit in limits.items() for text in map(str, limit)]
+    options += ["--num-warmups", str(max_num_seqs), "--output-json", str(file)]
+    _call("bench", "throughput", "--model", str(model), *_requests(count), *options)
     return {_RATE: float(json.loads(file.read_text())["requests_per_second"]) * _OUTPUT}
 
 
