@@ -116,7 +116,7 @@ def _round(model: Path, directory: Path, loads: Mapping[int, int], quick: bool) 
     figures["none", "large", most] = _offline(model, directory, loads[most], most)
     if not quick:
         with _running(_ours(_DEMO, _STREAMS), {}, directory / "small.log") as url:
-            _client(url, directory, _STREAMS, _STREAMS)
+            _client(url, directory, _STREAMS // 2, _STREAMS)
             figures["vattn", "small", _STREAMS] = _client(url, directory, _STREAMS, 4 * _STREAMS)
         figures["none", "small", _STREAMS] = _offline(_DEMO, directory, 4 * _STREAMS, _STREAMS)
     return figures
@@ -216,9 +216,10 @@ def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"{process.args!r} did not come up; the end of its log:\n{log.read_text()[-2000:]}")
 
 
-def _requests(count: int) -> list[str]:
+def _requests(count: int, limit: int) -> list[str]:
+    """Of each load others, since both servers keep prefixes."""
     lengths = ["--random-input-len", str(_INPUT), "--random-output-len", str(_OUTPUT)]
-    return ["--dataset-name", "random", *lengths, "--num-prompts", str(count), "--seed", "0"]
+    return ["--dataset-name", "random", *lengths, "--num-prompts", str(count), "--seed", str(limit)]
 
 
 def _client(url: str, directory: Path, limit: int, count: int) -> Mapping[str, float]:
@@ -237,7 +238,7 @@ def _client(url: str, directory: Path, limit: int, count: int) -> Mapping[str, f
         "serve",
         "--base-url",
         url,
-        *_requests(count),
+        *_requests(count, limit),
         *options,
         "--save-result",
         "--result-filename",
@@ -253,7 +254,7 @@ def _offline(model: Path, directory: Path, count: int, max_num_seqs: int) -> Map
     limits = {"--max-num-seqs": max_num_seqs, "--max-model-len": 1024, "--max-num-batched-tokens": _BATCHED}
     options = [text for limit in limits.items() for text in map(str, limit)]
     options += ["--num-warmups", str(max_num_seqs), "--output-json", str(file)]
-    _call("bench", "throughput", "--model", str(model), *_requests(count), *options)
+    _call("bench", "throughput", "--model", str(model), *_requests(count, max_num_seqs), *options)
     return {_RATE: float(json.loads(file.read_text())["requests_per_second"]) * _OUTPUT}
 
 
