@@ -12,10 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Model
 
 from tests.support.tiny_models import FAMILIES, make_model
-from vattn import packed
+from vattn import cpu, packed
 from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.model import linears
 from vattn.engine.model.optimize import optimize, supported
 
 pytestmark = pytest.mark.skipif(
@@ -275,3 +276,21 @@ def test_quantised_layers_are_left_alone() -> None:
     )
     assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp"} <= changed
     assert (_logits(model) - before).norm() <= 0.03 * before.norm()
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 100])
+def test_an_mlp_of_many_rows_is_computed_in_parts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of at most 32 rows here: as the modules compute it, and where linear layers are vattn's, with the same bits."""
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(64, 128, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    down = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16)
+    rows, other = torch.randn(2, count, 64, dtype=torch.bfloat16).unbind()
+    whole = linears.PackedMLP(gate, up, down)
+    monkeypatch.setattr(linears, "_MOST_GATED_BYTES", 32 * 256 * 2)
+    parts = linears.PackedMLP(gate, up, down)
+    with torch.inference_mode():
+        output = parts.plus(rows, other)
+        expected = down(nn.functional.silu(gate(rows)) * up(rows)) + other
+        torch.testing.assert_close(output, expected, atol=0.03, rtol=0.03)
+        if cpu.has_linear():
+            assert torch.equal(output, whole.plus(rows, other))
