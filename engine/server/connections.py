@@ -30,7 +30,7 @@ MOST_HEAD_BYTES = 256 * 1024
 MOST_AHEAD = 64  # requests that a client sends before the first of them is answered
 # Of a body that was refused: a client that is still sending when its connection is closed does not get the answer.
 MOST_UNREAD_BYTES = 64 * 2**20
-MOST_UNREAD_SECONDS = 300.0  # for which a client may read nothing of an answer that waits for it
+MOST_STALLED_SECONDS = 300.0  # for which a client may read nothing of an answer that waits for it
 _SLICE = 4096  # bytes that are parsed at a time
 _LOOK_SECONDS = 0.1  # between looks at the state of a half-closed connection
 # From one interim answer to the next: a second, for which the request of a client that is gone goes on.
@@ -56,7 +56,7 @@ class LimitedProtocol(HttpToolsProtocol):
     - has sent `MOST_AHEAD` requests ahead, or `MOST_UNREAD_BYTES` of a body after the answer,
     - has not sent a whole request `receive_timeout` seconds after it connected or began to send one, not counting the
       time while the connection answers an earlier request,
-    - or has read nothing for `MOST_UNREAD_SECONDS`, while more of its answer waits than the kernel takes.
+    - or has read nothing for `MOST_STALLED_SECONDS`, while more of its answer waits than the kernel takes.
 
     A client that closes its sending side gets its answer, unless it is gone altogether.
     """
@@ -67,7 +67,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _progressed = False
     _deadline: asyncio.TimerHandle | None = None
     _looking: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,7 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_none()
-        for timer in (self._looking, self._unread):
+        for timer in (self._looking, self._stall):
             if timer is not None:
                 timer.cancel()
         # uvicorn tells the newest request only, which may wait for an older one's answer.
@@ -122,8 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
 
     def on_message_begin(self) -> None:
         self._expect_request()
@@ -207,13 +207,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expect_reader(self) -> None:
         waiting = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(MOST_UNREAD_SECONDS, self._on_unread, waiting)
+        self._stall = self.loop.call_later(MOST_STALLED_SECONDS, self._on_stall, waiting)
 
-    def _on_unread(self, before: int) -> None:
+    def _on_stall(self, before: int) -> None:
         if self.transport.get_write_buffer_size() < before:
             self._expect_reader()
         elif not self.transport.is_closing():
-            logger.info("a client does not read its answer", extra={"fields": {"seconds": MOST_UNREAD_SECONDS}})
+            logger.info("a client does not read its answer", extra={"fields": {"seconds": MOST_STALLED_SECONDS}})
             self.transport.abort()
 
     def _on_deadline(self) -> None:

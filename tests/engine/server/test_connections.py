@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vattn.engine.server.connections import MOST_UNREAD_SECONDS, LimitedProtocol
+from vattn.engine.server.connections import MOST_STALLED_SECONDS, LimitedProtocol
 
 
 class Timers:
@@ -83,11 +83,11 @@ def test_a_client_that_reads_nothing_loses_its_connection() -> None:
     connection.pause_writing()
     for passed in (1, 2, 3):
         transport.waiting -= 1
-        timers.until((passed + 0.5) * MOST_UNREAD_SECONDS)
+        timers.until((passed + 0.5) * MOST_STALLED_SECONDS)
     connection.resume_writing()
-    timers.until(10 * MOST_UNREAD_SECONDS)
+    timers.until(10 * MOST_STALLED_SECONDS)
     assert not transport.aborted
-    timers.now = 10 * MOST_UNREAD_SECONDS
+    timers.now = 10 * MOST_STALLED_SECONDS
     connection.pause_writing()
-    timers.until(20 * MOST_UNREAD_SECONDS)
-    assert transport.aborted == [11 * MOST_UNREAD_SECONDS]
+    timers.until(20 * MOST_STALLED_SECONDS)
+    assert transport.aborted == [11 * MOST_STALLED_SECONDS]
