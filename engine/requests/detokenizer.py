@@ -14,6 +14,7 @@ Decode = Callable[[list[int]], str]
 
 _WINDOW = 8  # tokens that are decoded together, and the maximum that waits for the end of a character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MOST_BYTES = 3  # that are shown as one replacement character, or are one
 _MOST_UNFINISHED = 3  # bytes of a character, each of which some tokenizers show as one
 
 
@@ -118,7 +119,10 @@ class Detokenizer:
         """
         unfinished = _INCOMPLETE * min(_MOST_UNFINISHED, len(text) - len(text.rstrip(_INCOMPLETE)))
         new = text[self._length : len(text) - len(unfinished)]
-        if not new:  # tokens without a text follow: the character is not completed any more
+        if not new:
+            if len(self._window) - self._piece <= _MOST_UNFINISHED * _MOST_BYTES:
+                return ""  # each may be one byte of these characters
+            # Tokens without a text follow: the character is not completed any more.
             new, unfinished = self._pending, ""
         self._pending = unfinished
         # The window may be cut inside a character: what comes of that was handed out before.

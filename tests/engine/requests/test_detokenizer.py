@@ -224,6 +224,8 @@ def _read(chunks: list[bytes]) -> str:
         *([*[b"\x80"] * stray, *(bytes([byte]) for byte in "中é😀!".encode())] for stray in range(12)),
         [*[b"\xff"] * 7, b"\xc3", b"\xa9", *[b"\xff"] * 30, b"!"],
         [*[b"\xe4\xb8"] * 20, b"\xad", b"!"],
+        [bytes([byte]) for byte in b"\xf0\x9f" + "\ufffd😀".encode()],
+        [bytes([byte]) for byte in "\ufffd\ufffd😀!".encode()],
     ],
 )
 def test_characters_among_bytes_that_are_none(chunks: list[bytes]) -> None:
