@@ -6,9 +6,12 @@
 # pip, scikit-build-core, nanobind, CMake, ninja), without a network; then it runs bench.gpu, whose options it takes. A
 # group of parts takes under ten minutes on one GPU. Without a GPU it runs over the stub driver.
 #
-# The first half hour on a machine, in calls of ten minutes, the most telling parts first:
+# Half an hour on a machine, in calls of ten minutes, the most telling parts first:
 #
 #     timeout -k 15 575 bench/gpu.sh --first 1 --out DIR      then --first 2, 3, 4
+#
+# Without --first all parts run in that order: for a machine that is lent for less. What a killed call has not reached is
+# named in the next one: bench/gpu.sh --out DIR PART ...
 #
 # Each leaves one tar and one table in DIR, and what it had measured until then if it is killed. VATTN_COMMIT is for the
 # records of a checkout without .git. VATTN_GPU_KERNELS=NAME,... compares other kernels (docs/cuda.md).
@@ -35,6 +38,8 @@ if ! "$venv/bin/python" -c 'import vattn._native' 2>/dev/null; then
     > "$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/parent.pth"
   "$venv/bin/python" -c 'import pip' || { echo "$python has no pip: install it, or name another PYTHON" >&2; exit 1; }
 fi
+# The kernels for CPUs take most of the build, and no part uses them on a GPU.
+[ ! -e /dev/nvidiactl ] || export VATTN_KERNELS=portable
 # Again where it is installed already: the sources may have changed, and the build directory makes it quick.
 PATH="$(cd "$(dirname "$(command -v "$python")")" && pwd):$PATH" \
   "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .

@@ -602,7 +602,7 @@ class EngineCore:
                 self._fail(requests, error)
 
     def _publish(self, entry: Entry, forward: Forward) -> None:
-        """Publish a chunk of a prompt to the prefix cache, if the model's outputs for it are finite."""
+        """Publish a chunk of a prompt to the prefix cache, if its keys and values are finite."""
         if forward.finite.get(entry.request):
             self.scheduler.publish(entry.request, since=entry.start)
 

@@ -247,13 +247,19 @@ def budget_bytes(
 
 
 def resolve(
-    config: KVConfig, *, pool_page_size: int | None = None, pool_budget: int | None = None
+    config: KVConfig,
+    *,
+    pool_page_size: int | None = None,
+    pool_budget: int | None = None,
+    most_waste: int | None = None,
 ) -> tuple[Layout, int]:
     """Resolves the options that are "auto".
 
     Args:
         pool_page_size: page size of a given pool, which the cache has to use.
         pool_budget: bytes of a given pool, to which an automatic budget resolves.
+        most_waste: bytes that requests may leave unused in an automatic layout when all slots run, where that is less
+            than a share of the budget.
 
     Returns:
         The layout, and the budget of the config in pages, of which a given pool may have fewer.
@@ -295,7 +301,7 @@ def resolve(
         coarsest = max(c.page_tokens for c in fine)
         candidates = [c for c in fine if c.page_tokens == coarsest]
         open_size = False
-    chosen = choose(candidates, budget, device.mapping_limit(), open_size=open_size)
+    chosen = choose(candidates, budget, device.mapping_limit(), open_size=open_size, most_waste=most_waste)
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
@@ -309,7 +315,14 @@ def resolve(
     return chosen, pages
 
 
-def choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None, *, open_size: bool) -> Layout:
+def choose(
+    candidates: Iterable[Layout],
+    budget: int,
+    mapping_limit: int | None,
+    *,
+    open_size: bool,
+    most_waste: int | None = None,
+) -> Layout:
     """The best layout: the first one that is cheap to map and wastes little, or else the one that wastes least.
 
     Args:
@@ -317,14 +330,18 @@ def choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None,
         budget: bytes.
         mapping_limit: mappings that the process may have; None without such a limit.
         open_size: whether the page size is to be chosen, and not only the layout.
+        most_waste: as for `resolve`.
     """
 
     def mappings(candidate: Layout) -> int:
         return candidate.mappings(candidate.budget_pages(budget))
 
-    def waste(candidate: Layout) -> float:
-        held = candidate.budget_pages(budget) * candidate.page_size
-        return candidate.usual_waste * candidate.slots / max(1, held)
+    def waste(candidate: Layout) -> int:
+        return candidate.usual_waste * candidate.slots
+
+    def may_waste(candidate: Layout) -> float:
+        share = _MOST_WASTE * candidate.budget_pages(budget) * candidate.page_size
+        return share if most_waste is None else min(share, most_waste)
 
     tried = []
     for candidate in candidates:
@@ -333,7 +350,7 @@ def choose(candidates: Iterable[Layout], budget: int, mapping_limit: int | None,
             candidate.page_tokens >= _MIN_PAGE_TOKENS
             and candidate.bytes_per_token <= _MOST_TOKEN_PAGES * candidate.page_size
         )
-        if fits and cheap and waste(candidate) <= _MOST_WASTE:
+        if fits and cheap and waste(candidate) <= may_waste(candidate):
             return candidate
         tried.append((not fits, 0 if fits else mappings(candidate), waste(candidate), candidate))
     return min(tried, key=lambda each: each[:3])[3]

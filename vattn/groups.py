@@ -12,7 +12,7 @@ from vattn.errors import ConfigError
 from vattn.integers import as_int, shown
 
 # More than any model or machine has, and few enough that a typing error does not compute or reserve for long.
-MOST_LAYERS = MOST_SLOTS = 2**16
+MOST_LAYERS, MOST_SLOTS = 2**10, 2**16
 MOST_HEADS = 2**20  # also elements of a head
 MOST_TOKENS = 2**32
 

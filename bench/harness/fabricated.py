@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vattn import packed
-from vattn.attention import PackedBatch
 from vattn.engine.core import EngineCore
 
 
@@ -27,14 +27,14 @@ def without_model(core: EngineCore) -> Iterator[None]:
         for layer in shape.layers
     ]
 
-    def forward(batch: PackedBatch, tokens: Tensor, logit_rows: Tensor) -> Tensor:
+    def compute(step: Any, tokens: Tensor, logit_rows: Tensor) -> Tensor:
         for layer, (keys, values) in enumerate(rows):
-            core.kv.write(layer, batch, keys[: len(tokens)], values[: len(tokens)])
-        runner._hidden = torch.zeros(1, len(tokens), 1)  # finite: what was stored may be published
+            core.kv.write(layer, step.batch, keys[: len(tokens)], values[: len(tokens)])
+        step.finite = torch.ones(len(tokens), dtype=torch.bool)  # what was stored may be published
         return torch.zeros(len(logit_rows), core.loaded.vocab_size)
 
-    runner._forward = forward  # type: ignore[method-assign, assignment]
+    runner._compute = compute  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        del runner._forward
+        del runner._compute

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -129,15 +130,26 @@ def hardware() -> dict[str, str | int]:
             "gpu_memory_bytes": properties.total_memory,
             "cuda": str(torch.version.cuda),
             "nvidia_driver": _nvidia_driver(),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+            **{package: _version(package) for package in ("cuda-bindings", "flash-attn", "flashinfer-python")},
         }
     return found
 
 
 def _nvidia_driver() -> str:
-    try:
+    with suppress(OSError):
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except OSError:
-        return "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.CalledProcessError, IndexError):
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _commit() -> dict[str, str | bool | None]:

@@ -55,8 +55,18 @@ class DecoderLayer:
     mlp: PackedMLP
     num_heads: tuple[int, int, int]
 
-    def __call__(self, step: packed.PackedStep, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Hidden states `[1, T, hidden_size]` after the layer, of those before."""
+    def __call__(
+        self,
+        step: packed.PackedStep,
+        hidden: Tensor,
+        embeddings: tuple[Tensor, Tensor],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states `[1, T, hidden_size]` after the layer, of those before.
+
+        Args:
+            wanted: of these rows only, `[S]` int64; the keys and values of all are stored.
+        """
         rows = hidden[0]
         queries, keys, values = self.num_heads
         heads = self.qkv(self.attention_norm(rows)).view(len(rows), queries + keys + values, -1)
@@ -72,7 +82,10 @@ class DecoderLayer:
         attended = step.attend(
             self.layer, heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :], self.params
         )
-        rows = self.output.plus(attended.reshape(len(rows), -1), rows)
+        attended = attended.reshape(len(rows), -1)
+        if wanted is not None:
+            attended, rows = attended[wanted], rows[wanted]
+        rows = self.output.plus(attended, rows)
         return self.mlp.plus(self.mlp_norm(rows), rows)[None]
 
 

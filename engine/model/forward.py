@@ -38,7 +38,7 @@ class Forward:
         logits: of these, `[len(rows), vocab_size]`.
         prompt_rows: prompt positions whose log probabilities are asked for, in order; and
         prompt_logits: of these, `[len(prompt_rows), vocab_size]`.
-        finite: for each request that publishes and had a chunk in the step: whether all its tokens came out finite.
+        finite: for each request that publishes and had a chunk in the step: whether its keys and values are finite.
     """
 
     rows: list[Row]

@@ -73,7 +73,7 @@ class PackedMLP:
 
     def _gated(self, rows: Tensor) -> Tensor:
         both = self._both(rows.reshape(-1, rows.shape[-1]))
-        return cpu.gate(both).view(*rows.shape[:-1], -1)
+        return cpu.gate(both).view(*rows.shape[:-1], both.shape[-1] // 2)
 
 
 class PackedTogether:

@@ -6,7 +6,8 @@ Five changes, each to the `forward` of single modules, which keep their names an
     q, k, v         one product for the three projections of an attention module
     gated MLP       one product for both branches, and one pass for activation and gate
     decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it
-    decoder         in packed steps, its layers and the norm after them, without what is for other callers
+    decoder         in packed steps, its layers and the norm after them, without what is for other callers; the last
+                    layer stores the keys and values of all rows, and goes on with those whose logits are asked for
 
 docs/measurements.md says what each of them is worth.
 
@@ -17,6 +18,7 @@ differ by rounding, since sums of several tensors are rounded once.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -27,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from vattn import cpu
 from vattn.attention import AttentionParams
-from vattn.packed import NAME, current_step, run_packed
+from vattn.packed import NAME, current_step, run_packed, wanted_rows
 
 from .decoder_layer import DecoderLayer, Norm, Recorder
 from .linears import Packed, PackedMLP, PackedTogether
@@ -210,9 +212,17 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
             return plain(input_ids, *args, position_ids=position_ids, use_cache=use_cache, **keywords)
         hidden = decoder.embed_tokens(input_ids)
         embeddings = decoder.rotary_emb(hidden, position_ids)
-        for layer in decoder.layers:
+        wanted = wanted_rows()
+        if wanted is not None and len(wanted) >= hidden.shape[1]:
+            wanted = None
+        *others, last = decoder.layers
+        for layer in others:
             hidden = layer(hidden, position_embeddings=embeddings)
-        return BaseModelOutputWithPast(last_hidden_state=norm(hidden[0])[None])
+        output = norm(last(hidden, position_embeddings=embeddings, wanted=wanted)[0])
+        if wanted is not None:
+            # The model's head picks the wanted rows from all. Whatever reads the others is to see that it is wrong.
+            output = hidden.new_full(hidden.shape[1:], math.nan).index_copy_(0, wanted, output)
+        return BaseModelOutputWithPast(last_hidden_state=output[None])
 
     return forward
 
@@ -271,12 +281,16 @@ def _in_steps(layer: DecoderLayer, plain: Callable[..., Tensor]) -> Callable[...
     """`layer` in packed steps, `plain` outside of them."""
 
     def forward(
-        hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor] | None = None, **keywords: Any
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        wanted: Tensor | None = None,
+        **keywords: Any,
     ) -> Tensor:
         step = current_step()
         if step is None or position_embeddings is None:
             return plain(hidden_states, *args, position_embeddings=position_embeddings, **keywords)
-        return layer(step, hidden_states, position_embeddings)
+        return layer(step, hidden_states, position_embeddings, wanted)
 
     return forward
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, PackedBatch, Span
@@ -23,16 +21,25 @@ from .forward import Forward, PromptRow, Row
 from .graphs import DecodeGraphs
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """What transformers' attention function calls: store the new keys and values, then attend."""
+    """What transformers' attention function calls: store the new keys and values, then attend.
+
+    Attributes:
+        watched: a layer; None for none.
+        finite: whether a token's keys and values in that layer are finite, `[T]` bool; None until it has run.
+    """
 
     kv: KVBackend
     attention: Attention
     batch: PackedBatch
     latents: Mapping[int, LatentAttention]
+    watched: int | None = None
+    finite: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        if layer == self.watched:
+            self.finite = _are_finite(key) & _are_finite(value)
         self.kv.write(layer, self.batch, key, value)
         latent = self.latents.get(layer)
         if latent is not None:
@@ -69,25 +76,11 @@ class ModelRunner:
         self.graphs = None
         if graphs_up_to is not None and DecodeGraphs.possible(model.device, attention):
             self.graphs = DecodeGraphs(self._forward, kv, model.device, graphs_up_to)
-        self._watching = False
-        self._hidden: Tensor | None = None
-        # Some model heads call the decoder inside the base model instead of the base model.
-        bodies = {model.base_model, cast(Any, model).get_decoder()} - {model}
-        note = weakref.WeakMethod(self._note_hidden)  # the model must not keep an engine alive that was dropped
-
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if (noted := note()) is not None:
-                noted(output)
-
-        self._hooks: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        for body in bodies:
-            self._hooks.append(body.register_forward_hook(hook))
+        self._last_layer: int = model.config.get_text_config(decoder=True).num_hidden_layers - 1
 
     def close(self) -> None:
-        """Drop the graphs, and leave the model as it was."""
+        """Drop the graphs."""
         self.graphs = None
-        _remove(self._hooks)
 
     def rehearse(self, num_tokens: int) -> None:
         """Compute a step of so many tokens without the cache; a cheap function stands in for attention."""
@@ -132,41 +125,37 @@ class ModelRunner:
             if logits is not None:
                 return Forward(rows, logits, prompt_rows, logits[len(rows) :])
         device = self.model.device
-        self._watching, self._hidden = bool(chunks), None
-        try:
-            logits = self._forward(
-                batch,
-                torch.tensor(tokens, device=device),
-                torch.tensor(places + prompt_places, dtype=torch.int64, device=device),
-            )
-            finite = self._finite(chunks) if chunks else {}
-        finally:
-            self._watching, self._hidden = False, None
+        step = _Step(self.kv, self.attention, batch, self.latents, self._last_layer if chunks else None)
+        logits = self._compute(
+            step,
+            torch.tensor(tokens, device=device),
+            torch.tensor(places + prompt_places, dtype=torch.int64, device=device),
+        )
+        finite = _by_chunk(step.finite, chunks)
         return Forward(rows, logits[: len(rows)], prompt_rows, logits[len(rows) :], finite)
 
-    def _finite(self, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
-        """Whether the last hidden states of these rows are finite.
-
-        A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
-        infinite, the output of its own row is not finite. The last row of a chunk is not enough, since windows may hide
-        the wrong tokens from it.
-        """
-        if self._hidden is None:
-            return dict.fromkeys(chunks, False)
-        with torch.inference_mode():
-            rows = self._hidden[0].sum(dim=-1, dtype=torch.float32).isfinite().cpu()
-        return {request: bool(rows[place].all()) for request, place in chunks.items()}
-
-    def _note_hidden(self, output: Any) -> None:
-        if self._watching:
-            self._hidden = output[0]
-
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
-        step = _Step(self.kv, self.attention, batch, self.latents)
+        return self._compute(_Step(self.kv, self.attention, batch, self.latents), tokens, rows)
+
+    def _compute(self, step: _Step, tokens: Tensor, rows: Tensor) -> Tensor:
         with handing_on(self.latents.values()):
-            return run_packed(self.model, step, tokens, batch.positions, rows)
+            return run_packed(self.model, step, tokens, step.batch.positions, rows)
 
 
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+def _by_chunk(finite: Tensor | None, chunks: Mapping[Request, slice]) -> dict[Request, bool]:
+    """Whether the keys and values of all tokens of each chunk are finite, by those of the last layer.
+
+    A token attends to itself in every layer, whatever the window: if its keys or values are NaN, or its values
+    infinite, so is what it brings to the next layer, and its keys and values there are NaN. The last token of a chunk
+    is not enough, since windows may hide the wrong ones from it.
+    """
+    if not chunks:
+        return {}
+    assert finite is not None
+    of_tokens = finite.cpu()
+    return {request: bool(of_tokens[place].all()) for request, place in chunks.items()}
+
+
+def _are_finite(rows: Tensor) -> Tensor:
+    """Which rows of `[T, heads, size]` are finite, `[T]`."""
+    return rows.sum(dim=(1, 2), dtype=torch.float32).isfinite()

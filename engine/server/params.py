@@ -40,8 +40,6 @@ def check_supported(body: Sampling) -> None:
     given = {name: value for name, value in (body.model_extra or {}).items() if name in REFUSED}
     if isinstance(body, CompletionRequest):
         given["suffix"] = body.suffix
-        if body.best_of not in (None, body.n or 1):
-            raise bad("best_of is supported only where it equals n; set n, and choose among the choices", "best_of")
     if isinstance(body, ChatRequest):
         if body.tool_choice not in (None, "none", "auto"):
             raise bad(f"tool_choice is not supported: {REFUSED['tools']}", "tool_choice")
@@ -51,6 +49,9 @@ def check_supported(body: Sampling) -> None:
             raise bad("add_special_tokens is not supported in a chat: the template writes them", "add_special_tokens")
         if (body.model_extra or {}).get("echo"):
             raise bad("echo is not supported in a chat; use /v1/completions", "echo")
+    best_of = body.best_of if isinstance(body, CompletionRequest) else (body.model_extra or {}).get("best_of")
+    if best_of not in (None, body.n or 1):
+        raise bad("best_of is supported only where it equals n; set n, and choose among the choices", "best_of")
     for name, value in given.items():
         if value not in (None, False, "", []):
             raise bad(f"{name} is not supported: {REFUSED[name]}", name)

@@ -328,7 +328,7 @@ class VmmContract:
         with vmm.reservation(2 * pages) as base, vmm.memory(pages, vmm.exportable) as handle:
             there = base + pages * vmm.page
             with vmm.exported(handle) as descriptor, vmm.imported(descriptor) as other:
-                assert other != handle
+                assert other != handle or not vmm.checks_everything  # CUDA promises neither
                 with vmm.mapping(base, handle, pages), vmm.mapping(there, other, pages):
                     vmm.poke(base + last, 7)
                     assert vmm.peek(there + last) == 7

@@ -47,6 +47,7 @@ class PackedStep(Protocol):
 @dataclass
 class _Running:
     step: PackedStep
+    rows: Tensor | None
     masks: set[int | None] = field(default_factory=set)  # the windows of the masks that the model asked for
 
 
@@ -65,10 +66,22 @@ def current_step() -> PackedStep | None:
     return None if running is None else running.step
 
 
+def wanted_rows() -> Tensor | None:
+    """The rows of the packed step whose logits are asked for, `[S]` int64, for code that computes a layer in place of
+    the model: after the attention of the last layer, no other row is read. None outside of a step.
+    """
+    running = _running.get()
+    return None if running is None else running.rows
+
+
 @contextmanager
-def running(step: PackedStep) -> Iterator[None]:
-    """Makes `step` the packed step of this context, through which models with attention `"vattn"` attend."""
-    token = _running.set(_Running(step))
+def running(step: PackedStep, rows: Tensor | None = None) -> Iterator[None]:
+    """Makes `step` the packed step of this context, through which models with attention `"vattn"` attend.
+
+    Args:
+        rows: those whose logits are asked for, `[S]` int64; None for all.
+    """
+    token = _running.set(_Running(step, rows))
     try:
         yield
     finally:

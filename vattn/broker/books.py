@@ -27,6 +27,8 @@ class Account:
     Attributes:
         name: unique among the accounts.
         at_least, at_most: what it is guaranteed; the most that it may have.
+        least_asked, most_asked: the same as they were asked for, which a smaller budget than an earlier broker's does
+            not allow; None for no limit but the budget.
         page: all leases are multiples of it.
         lease: the most memory that it may have now.
         number: of the last message to it.
@@ -50,6 +52,8 @@ class Account:
     name: str
     at_least: int
     at_most: int
+    least_asked: int
+    most_asked: int | None
     page: int
     chunk: int
     lease: int = 0
@@ -143,31 +147,30 @@ class Books:
             ConfigError: its limits are not possible. Nothing changed.
         """
         if before is not None:
-            at_least, at_most = before.at_least, before.at_most
+            at_least, at_most = before.least_asked, before.most_asked
         if page <= 0 or page & (page - 1) or page > self.budget:
             raise ConfigError(f"pages of {page} bytes are not possible in a budget of {format_bytes(self.budget)}")
-        at_least = -(-at_least // page) * page
-        most = self.budget if at_most is None else at_most
-        most = min(most, self.budget) // page * page
+        least, most = self._rounded(at_least, at_most, page)
+        if before is not None:
+            least = self._affordable(least, most, page, before)
         if lease % page:
             raise ConfigError("a lease is a number of pages")
-        self._check_limits(at_least, most, page, before)
+        self._check_limits(least, most, page, before, at_most)
         others = [account for account in self.accounts if account is not before]
         names = {account.name for account in others}
         unique = next(
             each for each in itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2))) if each not in names
         )
         chunk = min(max(self.budget // 64, 16 * page), _MOST_CHUNK, max(page, most // 4)) // page * page
-        account = Account(unique, at_least, most, page, chunk, lease=lease)
+        account = Account(unique, least, most, at_least, at_most, page, chunk, lease=lease)
         self.accounts[:] = [*others, account]
         return account
 
-    def restore(self, name: str, at_least: int, at_most: int, page: int, lease: int) -> Account:
-        """Opens the account of a borrower of an earlier broker, which has yet to join this one."""
-        most = min(at_most, self.budget)
-        # A smaller budget than before guarantees less.
-        least = min(at_least, most, self.budget - sum(account.at_least for account in self.accounts)) // page * page
-        account = Account(name, least, most, page, page, lease=lease, lost=True)
+    def restore(self, name: str, at_least: int, at_most: int | None, page: int, lease: int) -> Account:
+        """Opens the account of a borrower of an earlier broker, which has yet to join this one; limits as asked for."""
+        least, most = self._rounded(at_least, at_most, page)
+        least = self._affordable(least, most, page, None)
+        account = Account(name, least, most, at_least, at_most, page, page, lease=lease, lost=True)
         self.accounts.append(account)
         return account
 
@@ -236,10 +239,15 @@ class Books:
             ConfigError: that is not possible.
         """
         page = account.page
-        least = account.at_least if at_least is None else -(-at_least // page) * page
-        most = account.at_most if at_most is None else min(at_most, self.budget) // page * page
-        self._check_limits(least, most, page, account)
+        rounded = self._rounded(at_least or 0, at_most, page)
+        least = account.at_least if at_least is None else rounded[0]
+        most = account.at_most if at_most is None else rounded[1]
+        self._check_limits(least, most, page, account, at_most)
         account.at_least, account.at_most = least, most
+        if at_least is not None:
+            account.least_asked = at_least
+        if at_most is not None:
+            account.most_asked = at_most
         account.again = True
 
     def reclaim(self, account: Account, stage: str, now: float) -> None:
@@ -418,12 +426,26 @@ class Books:
     def _ask(self, account: Account, level: int, stage: str, now: float) -> None:
         account.give, account.stage, account.asked = level, stage, now
 
-    def _check_limits(self, least: int, most: int, page: int, but: Account | None) -> None:
+    def _rounded(self, at_least: int, at_most: int | None, page: int) -> tuple[int, int]:
+        """Limits in whole pages, the upper one within the budget."""
+        most = self.budget if at_most is None else min(at_most, self.budget)
+        return -(-at_least // page) * page, most // page * page
+
+    def _affordable(self, least: int, most: int, page: int, but: Account | None) -> int:
+        """What of a guarantee is left in a budget that is smaller than the one that it was given in."""
+        return min(least, most, max(0, self.budget - self._guaranteed(but))) // page * page
+
+    def _guaranteed(self, but: Account | None) -> int:
+        """Bytes that all others are guaranteed."""
+        return sum(account.at_least for account in self.accounts if account is not but)
+
+    def _check_limits(self, least: int, most: int, page: int, but: Account | None, at_most: int | None) -> None:
         if most < page:
-            raise ConfigError(f"at most {format_bytes(most)} is below one page of {format_bytes(page)}")
+            asked = self.budget if at_most is None else at_most
+            raise ConfigError(f"at most {format_bytes(asked)} is below one page of {format_bytes(page)}")
         if least > most:
             raise ConfigError(f"at least {format_bytes(least)} is more than at most {format_bytes(most)}")
-        guaranteed = sum(account.at_least for account in self.accounts if account is not but)
+        guaranteed = self._guaranteed(but)
         if guaranteed + least > self.budget:
             raise ConfigError(
                 f"at least {format_bytes(least)} cannot be guaranteed: of the pool's {format_bytes(self.budget)}, "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
-import selectors
+import select
 import socket
 import threading
 import time
@@ -176,10 +177,15 @@ class Borrower:
             raise
 
     def start(self, lent: Lent) -> None:
-        """Starts the thread, for a pool that is not kept alive by it."""
+        """Starts the thread, for a pool that is not kept alive by it.
+
+        Raises:
+            RuntimeError: the process may have no other thread.
+        """
         self._lent = weakref.ref(lent, lambda _: self.wake())
-        self._thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="vattn borrower", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def share(self, sharer: Sharer, directory: Directory) -> None:
         """Has the broker tell other processes of the pool's published blocks, and the pool of theirs."""
@@ -325,15 +331,15 @@ class Borrower:
         waiting = 0.0
         while not self._closing and self._lent is not None and self._lent() is not None:
             connection = self._socket
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._wake, selectors.EVENT_READ)
-                if connection is not None:
-                    selector.register(connection, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select(waiting)]
+            poll = select.poll()  # which takes no descriptor: the process may be out of them
+            poll.register(self._wake, select.POLLIN)
+            if connection is not None:
+                poll.register(connection, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(math.ceil(1000 * waiting))}
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            if connection is not None and connection in ready:
+            if connection is not None and connection.fileno() in ready:
                 self.receive()
             if not self._closing:
                 waiting = self.turn()
@@ -436,7 +442,11 @@ class Borrower:
     def _introduce(self, directory: Directory) -> None:
         """Gives the broker the directory, and, of those who have ended since an earlier broker, what they have left."""
         sharer = self._sharer() if self._sharer is not None else None
-        known = None if sharer is None else sharer.known()
+        try:
+            known = None if sharer is None else sharer.known()
+        except (OSError, VattnError) as error:  # there is no descriptor for them
+            self._part(str(error))
+            return
         if known is None:
             return
         assert self._socket is not None

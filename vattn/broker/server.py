@@ -30,8 +30,8 @@ from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.units import format_bytes
 
-_MOST_CONNECTIONS = 128
 _MOST_BORROWERS = 128  # whose answer to `top` fits into a message
+_MOST_CONNECTIONS = _MOST_BORROWERS + 32  # with those of `vattn pool`
 _MOST_KEPT = 64  # processes that have ended of which more is kept than what others have mapped
 _MOST_DESCRIPTORS = 2  # that no message has claimed
 _MOST_UNSENT = 2**20  # bytes for a peer that does not read
@@ -40,7 +40,7 @@ _AUDIT = 1.0  # seconds between looks at the borrowers' files
 _NOTING = 0.25  # seconds in which leases are noted, unless the disk is slow
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")  # as borrowers name theirs
-_NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker
+_NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker; limits as asked for
 _log = logging.getLogger("vattn.broker")
 
 
@@ -245,8 +245,12 @@ class Broker:
         for descriptor in expected:
             if not Path("/proc/self/fd", str(descriptor)).is_symlink():
                 wrong.append(f"descriptor {descriptor} is not open")
-        memories = _memories() - self._before
-        if strays := memories - expected:
+        try:
+            strays = _memories() - self._before - expected
+        except OSError as error:  # no descriptor is left to look with
+            wrong.append(f"the broker's own descriptors cannot be counted: {error}")
+            strays = set()
+        if strays:
             wrong.append(f"{len(strays)} descriptors of memory that no borrower has")
         if self._notes.trouble:
             wrong.append(f"leases cannot be noted for the next broker: {self._notes.trouble}")
@@ -460,7 +464,10 @@ class Broker:
         if borrower.peer is not None:
             self._forget(borrower.peer)
         if borrower.directory is not None and borrower.memory is not None:
-            process = os.dup(borrower.process) if lives else -1
+            # `_bury` closes what the borrower has then, and no descriptor of another kind has to be found.
+            process, borrower.process = (borrower.process, -1) if lives else (-1, borrower.process)
+            if lives:
+                self._selector.unregister(process)
             self._keep(Kept(borrower.memory, borrower.directory, process))
             borrower.memory = borrower.directory = None
         self.books.remove(borrower.account)
@@ -469,8 +476,9 @@ class Broker:
     def _bury(self, borrower: _Borrower) -> None:
         self._borrowers.remove(borrower)
         self._untold.pop(borrower.account, None)
-        self._selector.unregister(borrower.process)
-        os.close(borrower.process)
+        if borrower.process >= 0:
+            self._selector.unregister(borrower.process)
+            os.close(borrower.process)
         if borrower.memory is not None:
             os.close(borrower.memory)
         if borrower.directory is not None:
@@ -574,7 +582,15 @@ class Broker:
         """Sends a message with descriptors that can only be read; False if that has to wait."""
         if peer.unsent:
             return False
-        message, opened = encode(kind), [read_only(file) for file in files]
+        message, opened = encode(kind), list[int]()
+        try:
+            for file in files:
+                opened.append(read_only(file))
+        except OSError as error:
+            _log.warning("processes cannot be told of each other's prefixes for now: %s", error)
+            for descriptor in opened:
+                os.close(descriptor)
+            return False
         try:
             if socket.send_fds(peer.socket, [message], opened) < len(message):
                 self._drop(peer, "it does not read")
@@ -616,7 +632,7 @@ class Broker:
                 "identity": borrower.identity,
                 "pid": borrower.pid,
                 "started": borrower.started,
-                **{name: getattr(borrower.account, name) for name in _NOTED},
+                **dict(zip(_NOTED, _terms(borrower.account), strict=True)),
             }
             for borrower in self._borrowers
         ]
@@ -661,6 +677,10 @@ class Broker:
                 del self._untold[borrower.account]
                 if borrower.peer is not None:
                     self._send(borrower.peer, "lease", **self.books.message(borrower.account))
+
+
+def _terms(account: Account) -> tuple[Any, ...]:
+    return account.name, account.least_asked, account.most_asked, account.page, account.lease
 
 
 def _memories() -> set[int]:

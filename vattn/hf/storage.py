@@ -36,6 +36,10 @@ _SUMMED = (
     *("reserved_bytes", "live_bytes", "steps", "step_seconds", "waits", "wait_seconds"),
 )
 
+# Bytes that all rows may always leave unused; more only where the first update stores as much. A share of the budget,
+# as for an engine that fills it, would be a gigabyte for a few short prompts: an automatic one is half of the machine.
+_MOST_WASTE = 64 * 2**20
+
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
@@ -70,6 +74,11 @@ class Shape:
         # Under autocast K may have a wider type than V; the wider one represents both exactly.
         dtype = torch.promote_types(key.dtype, value.dtype)
         return cls(key.shape[1], key.shape[3], value.shape[3], dtype, key.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in one layer."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
 
     def holds(self, other: Shape) -> bool:
         """Whether a layer of this shape can store tokens of the other without loss."""
@@ -277,7 +286,7 @@ class Storage:
         if self.views[index] is None:
             if held is None or not held.holds(shape):
                 try:
-                    self._place(index, shape)
+                    self._place(index, shape, batch * key.shape[2])
                 except BaseException:  # in the first forward pass: only the layers before this one have tokens
                     self._lose()
                     self.settle()
@@ -588,15 +597,30 @@ class Storage:
 
     # Memory
 
-    def _place(self, index: int, shape: Shape) -> None:
-        """Creates a cache for a layer and for those with its window that had no update yet and are probably alike."""
+    def _place(self, index: int, shape: Shape, tokens: int) -> None:
+        """Creates a cache for a layer and for those with its window that had no update yet and are probably alike.
+
+        Args:
+            tokens: of all rows, that the first update stores.
+        """
         assert self._rows is not None
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
+        most_waste = max(_MOST_WASTE, tokens * len(self._windows) * shape.token_bytes)
         if self._pool is None:
-            self._find_pool(shape)
+            self._find_pool(shape, most_waste)
+        assert self._pool is not None
         groups, scales = self._groups(shape, alike, window)
-        cache = self._make(_kv_config(groups, shape.device, self._rows.slots, self._settings), self._rows)
+        config = _kv_config(groups, shape.device, self._rows.slots, self._settings)
+        if config.layout == "auto" and config.block_tokens is None:
+            layout, _ = resolve(
+                config,
+                pool_page_size=self._pool.page_size,
+                pool_budget=self._pool.budget,
+                most_waste=most_waste,
+            )
+            config = replace(config, layout=layout.name)
+        cache = self._make(config, self._rows)
         places = self._places | {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
         leases = self._leases | {cache: _Lease(cache)}
         self._rows.add(cache)
@@ -613,8 +637,8 @@ class Storage:
             raise
         return cache
 
-    def _find_pool(self, shape: Shape) -> None:
-        """Chooses the pool, assuming that all layers have this shape.
+    def _find_pool(self, shape: Shape, most_waste: int) -> None:
+        """Chooses the pool, assuming that all layers have this shape. `most_waste` is that of `resolve`.
 
         A given budget limits all layers together, and so does an automatic one if layers differ in their windows. This
         requires a pool of its own, since a shared pool does not limit the sum of several caches.
@@ -626,7 +650,7 @@ class Storage:
         budget = budget_bytes(asked, shape.device, settings.pop("memory_utilization", "auto"))
         settings["memory_budget"] = budget
         config = _kv_config(groups, shape.device, self._rows.slots, settings)
-        page_size = resolve(config)[0].page_size
+        page_size = resolve(config, most_waste=most_waste)[0].page_size
         owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
         if owns:
             pool = PagePool(

@@ -197,6 +197,7 @@ class VirtualCache(DynamicCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`: row numbers, or a mask. Errors are those of `reorder_cache`."""
+        self._storage.check_open()
         if isinstance(indices, Tensor) and indices.dtype == torch.bool:
             if indices.shape != (self._storage.count,) and any(self._storage.lengths):
                 raise ConfigError(f"a mask {list(indices.shape)} of {self._storage.count} rows; give a flag per row")

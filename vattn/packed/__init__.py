@@ -1,6 +1,6 @@
 """Packed steps for engines: running an unmodified transformers model on them, and the shape of its keys and values."""
 
-from vattn.attention.interface import NAME, PackedStep, current_step, register
+from vattn.attention.interface import NAME, PackedStep, current_step, register, wanted_rows
 from vattn.packed.latents import LatentAttention, find_latents, handing_on, store_latents
 from vattn.packed.shape import KVShape, LayerShape, kv_shape
 from vattn.packed.step import check_supported, max_context, run_packed
@@ -20,4 +20,5 @@ __all__ = [
     "register",
     "run_packed",
     "store_latents",
+    "wanted_rows",
 ]

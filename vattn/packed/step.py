@@ -55,7 +55,7 @@ def run_packed(
             f"{type(model).__name__} attends by {attention!r}, not through the step; call "
             f"model.set_attn_implementation({NAME!r}) first"
         )
-    with running(step), torch.inference_mode():
+    with running(step, rows), torch.inference_mode():
         output = model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
     return logits

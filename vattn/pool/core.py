@@ -14,6 +14,8 @@ from vattn.pool.fences import any_capturing, sync_refusal
 from vattn.pool.journal import Change, Plan
 from vattn.pool.worker import Worker
 
+MOST_PAGES = 2**31  # the native module's page indices have 32 bits, and half of them are for foreign pages
+
 
 class Tenant(ABC):
     """What holds pages of a pool, as seen by it. By default it has none to give."""

@@ -8,6 +8,7 @@ others. The limit is raised by the borrower's thread at any time, and lowered by
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 import weakref
@@ -18,9 +19,10 @@ from typing import Protocol
 
 from vattn import _native, drivers
 from vattn.broker.borrower import Borrower, Loan, Usage
+from vattn.drivers.failure import failure
 from vattn.drivers.host import HostDevice
-from vattn.errors import VattnError
-from vattn.pool.core import Core
+from vattn.errors import ConfigError, VattnError
+from vattn.pool.core import MOST_PAGES, Core
 from vattn.pool.journal import Change
 from vattn.pool.shares import Shares
 from vattn.pool.worker import Worker
@@ -51,6 +53,8 @@ def lend(
     """
     memory: Callable[[], int] | None = None
     forget: Callable[[], object] = _nothing
+    borrower: Borrower | None = None
+    worker: Worker | None = None
     if isinstance(source, HostDevice):
         file = _native.open_host_file(source.check_page_size(page_size))
         memory = partial(_native.host_file_descriptor, page_size, file)
@@ -70,10 +74,19 @@ def lend(
             memory=memory,
         )
         pages = borrower.budget // page_size
+        if pages >= MOST_PAGES:
+            raise ConfigError(
+                f"the pool {name!r} has {pages} pages of {format_bytes(page_size)}, and fewer than {MOST_PAGES} are "
+                "possible: give larger pages"
+            )
         worker = Worker(driver, page_size, pages, zero_on_free=zero_on_free)
         return LentCore(worker, borrower, forget, fingerprint=fingerprint)
     except BaseException:
+        if worker is not None:
+            worker.stop()
         forget()
+        if borrower is not None:
+            borrower.close()
         raise
 
 
@@ -116,12 +129,15 @@ class LentCore(Core):
         self._sharing: weakref.ref[Sharing] | None = None
         self._met: deque[tuple[int, int]] = deque()
         self._tended = 0.0
-        self._forget = weakref.finalize(self, forget)
-        self._forget.atexit = False
         self._usage = Usage()  # as it was last known
         self._chunk: int = max(1, borrower.chunk // self.page_size)
         self.native.limit = borrower.level // self.page_size
-        borrower.start(self)
+        try:
+            borrower.start(self)
+        except RuntimeError as error:
+            raise failure("pthread_create", _native.HOST_ERRNO + errno.EAGAIN, "EAGAIN") from error
+        self._forget = weakref.finalize(self, forget)
+        self._forget.atexit = False
         self._look_ahead()
 
     @property

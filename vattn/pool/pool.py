@@ -14,12 +14,10 @@ from vattn.errors import ConfigError
 from vattn.groups import check_choice, check_int
 from vattn.integers import shown
 from vattn.pool import leftovers
-from vattn.pool.core import Core
+from vattn.pool.core import MOST_PAGES, Core
 from vattn.pool.lent import LentCore, lend
 from vattn.pool.worker import Worker
 from vattn.units import format_bytes, parse_bytes
-
-_MOST_PAGES = 2**31  # the native module's page indices have 32 bits, and half of them are for foreign pages
 
 
 class PagePool:
@@ -66,10 +64,10 @@ class PagePool:
         size = parse_bytes(budget, "budget")
         if size < page_size:
             raise ConfigError(f"budget={budget!r} is below one page of {format_bytes(page_size)}")
-        if size // page_size >= _MOST_PAGES:
+        if size // page_size >= MOST_PAGES:
             raise ConfigError(
                 f"budget={budget!r} is {size // page_size} pages of {format_bytes(page_size)}; a pool has fewer than "
-                f"{_MOST_PAGES}: give less, or larger pages"
+                f"{MOST_PAGES}: give less, or larger pages"
             )
         self.device = source.torch_device
         self.guard = guard

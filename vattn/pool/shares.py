@@ -156,15 +156,28 @@ class Shares:
             if found.identity in known or not alike:
                 found.close()
                 return
-            with contextlib.suppress(RuntimeError):
+            try:
                 self.peers.append(Peer(found, _native.open_foreign_file(mine.page_size, memory)))
+            except RuntimeError:  # there is no descriptor for it
+                found.close()
         finally:
             os.close(memory)
 
     def files(self) -> list[tuple[int, int]]:
         """Descriptors of the memory and the directory of each other process, to be closed by the caller."""
         size = self.directory.shape.page_size
-        return [(_native.host_file_descriptor(size, peer.file), os.dup(peer.directory.fileno())) for peer in self.peers]
+        found = list[tuple[int, int]]()
+        opened = list[int]()
+        try:
+            for peer in self.peers:
+                opened.append(_native.host_file_descriptor(size, peer.file))
+                opened.append(os.dup(peer.directory.fileno()))
+                found.append((opened[-2], opened[-1]))
+        except BaseException:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+        return found
 
     def places(self, key: bytes) -> list[tuple[Peer, int]]:
         """Where another process is said to have a block with this key, with the number of its entry; only `fetch`

@@ -113,7 +113,8 @@ class Reclaimer(Decisions, Tenant):
             raise OutOfPages(
                 f"{need} pages of {format_bytes(page_size)} are needed and {max(0, need - missing)} are left of a "
                 f"budget of {budget}: {missing} ({format_bytes(missing * page_size)}) are missing; "
-                f"{f'{why}; ' if why else ''}free or preempt a request, or raise memory_budget",
+                f"{f'{why}; ' if why else ''}free or preempt a request, or raise memory_budget, or "
+                "the budget of a given pool",
                 missing_pages=missing,
                 missing_bytes=missing * page_size,
                 may_pass=self._core.may_get_more or self._ledger.pinned > 0,

@@ -88,6 +88,7 @@ class PrefixStore:
         self.rejected = 0
         self.evicted = 0
         try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._books = self._open_books()
         except (OSError, ValueError) as error:  # the latter for a name with a null character
             raise ConfigError(f"the store {self.path} cannot be used: {error}; name another folder") from error
@@ -236,7 +237,8 @@ class PrefixStore:
                 fcntl.flock(self._books, fcntl.LOCK_UN)
 
     def _open_books(self) -> int:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Without its parents: where these have gone, a disk is not mounted any more.
+        self.path.mkdir(mode=0o700, exist_ok=True)
         _check_private(self.path)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(self.path / _LOCK, flags, 0o600)
@@ -374,8 +376,8 @@ def _is_abandoned(path: Path) -> bool:
     """Whether an unfinished file has no writer; its descriptor, and so its lock, went with the process."""
     try:
         descriptor = os.open(path, _READING)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)  # with no descriptor to look with, it may have one
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

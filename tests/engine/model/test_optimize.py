@@ -59,6 +59,19 @@ def _packed_logits(model: PreTrainedModel) -> torch.Tensor:
     return packed.run_packed(model, _OneRequest(), ids, positions, positions).float()
 
 
+class _Recording(_OneRequest):
+    """Notes what each layer stores."""
+
+    def __init__(self) -> None:
+        self.stored: list[torch.Tensor] = []
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        self.stored.append(torch.cat((key, value), dim=1))
+        return super().attend(layer, query, key, value, params)
+
+
 def _fused_layers(model: PreTrainedModel) -> list[int]:
     layers = model.get_submodule("model").get_submodule("layers")
     return [number for number, layer in enumerate(layers.children()) if "forward" in vars(layer)]
@@ -102,6 +115,27 @@ def test_the_same_in_packed_steps(family: str) -> None:
     assert torch.equal(_packed_logits(model), plain), "not as before"
     if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.parametrize("wanted", [[22], [20, 3, 21], [], [*range(23)]])
+@pytest.mark.parametrize("family", sorted(_USUAL))
+def test_the_last_layer_goes_on_with_the_wanted_rows(family: str, wanted: list[int]) -> None:
+    """It stores the keys and values of all, and no other row's hidden states are taken for an output."""
+    model = _packed(family)
+    optimize(model)
+    ids = torch.randint(2, 60, (23,), generator=torch.Generator().manual_seed(4))
+    positions = torch.arange(23)
+    all_rows, some_rows = _Recording(), _Recording()
+    expected = packed.run_packed(model, all_rows, ids, positions, positions)[wanted]
+    seen: list[torch.Tensor] = []
+    model.get_decoder().register_forward_hook(lambda module, args, output: seen.append(output[0][0]))
+    logits = packed.run_packed(model, some_rows, ids, positions, torch.tensor(wanted, dtype=torch.int64))
+    assert all(map(torch.equal, some_rows.stored, all_rows.stored))
+    assert len(some_rows.stored) == model.config.num_hidden_layers
+    assert seen[0].isnan().all(dim=1).tolist() == [row not in wanted for row in range(23)]
+    torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)
+    if cpu.has_linear():
+        assert torch.equal(logits, expected)
 
 
 class _HalfResidual(nn.Module):

@@ -324,6 +324,7 @@ def test_what_is_refused(
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]}, "messages"),

@@ -208,6 +208,28 @@ def test_a_smaller_budget_guarantees_less_and_refuses_nobody_who_was_there() -> 
     assert [account.at_most for account in books.accounts] == [32 * PAGE] * 2
 
 
+@pytest.mark.parametrize("small", [PAGE // 2, 8 * PAGE])
+def test_the_limits_outlast_a_broker_with_a_smaller_budget(small: int) -> None:
+    """Limits are noted as they were asked for: a budget that was given by mistake lowers them for its broker alone."""
+    noted = {"name": "a", "at_least": 24 * PAGE, "at_most": None, "page": PAGE, "lease": 0}
+    account = Books(small).restore(**noted)
+    assert account.at_least == account.at_most == small // PAGE * PAGE
+    assert (account.least_asked, account.most_asked) == (24 * PAGE, None)
+    books = Books(64 * PAGE)
+    account = books.restore(**noted | {"at_least": account.least_asked, "at_most": account.most_asked})
+    again = books.join("a", page=PAGE, before=account)
+    assert (again.at_least, again.at_most) == (24 * PAGE, 64 * PAGE)
+    books.limit(again, 8 * PAGE, None)
+    assert (again.least_asked, again.most_asked) == (8 * PAGE, None)
+
+
+def test_a_refused_limit_is_named_as_it_was_given() -> None:
+    books, (a,) = joined(a={})
+    with pytest.raises(ConfigError, match=r"at most 1.0 KiB is below one page of 4.0 KiB"):
+        books.limit(a, None, 1024)
+    assert (a.at_most, a.most_asked) == (64 * PAGE, None)
+
+
 def test_who_does_not_answer_is_left_alone_and_the_asker_is_told() -> None:
     books, (a, b) = joined(a={}, b={})
     lend(books, a, 64, parked=64)

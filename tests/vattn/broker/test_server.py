@@ -354,6 +354,8 @@ def test_without_a_free_descriptor_others_are_served(broker: Broker) -> None:
         for _ in range(3):
             broker.turn(0)
         assert broker._selector.select(0) == [], "it looks at nothing again and again"
+        assert any("own descriptors cannot be counted" in problem for problem in broker.check())
+        assert not broker._send_files(next(iter(broker._peers)), "peer", file, file)
         (lease,) = a.say(wish(4))
         assert lease["lease"] == 4 * PAGE or broker._notes.trouble
     finally:
@@ -399,6 +401,21 @@ def test_a_pool_has_no_more_borrowers_than_top_can_show(broker: Broker, monkeypa
     assert again.say(join(name="0", identity="0"), own)[0]["kind"] == "joined"
     again.close()
     os.close(own)
+
+
+def test_with_all_borrowers_there_is_a_connection_for_control(broker: Broker) -> None:
+    peers = [joined(broker, name="a", identity=f"{number}") for number in range(server._MOST_BORROWERS)]
+    control = Peer(broker)
+    (answer,) = control.say(encode("top"))
+    assert len(answer["result"]["borrowers"]) == server._MOST_BORROWERS
+    one_more, own = Peer(broker), memory()
+    (answer,) = one_more.say(join(identity="one more"), own)
+    assert answer["why"] == f"the pool has {server._MOST_BORROWERS} borrowers, which is the most"
+    one_more.close()
+    control.close()
+    for peer, file in [*peers, (one_more, own)]:
+        peer.close()
+        os.close(file)
 
 
 @pytest.mark.parametrize(

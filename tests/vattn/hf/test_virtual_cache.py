@@ -25,6 +25,7 @@ from tests.support.effort import covering
 from tests.support.paths import ROOT
 from tests.support.tiny_models import make_model, make_prompts
 from vattn import cpu
+from vattn.hf import storage
 from vattn.hf.batch_rows import BatchRows
 from vattn.pool.fences import sync_refusal
 
@@ -44,6 +45,32 @@ def want(model: transformers.PreTrainedModel) -> Tensor:
 
 
 # Memory
+
+
+@pytest.mark.parametrize(("tokens", "layout"), [(1, "fused"), (2048, "layer")])
+def test_rows_leave_unused_at_most_a_little_or_what_the_first_update_stores(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, layout: str
+) -> None:
+    """And not a share of the budget, which is half of the machine."""
+    monkeypatch.setattr(storage, "_MOST_WASTE", 2**17)
+    config = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+    with vattn.VirtualCache(config, max_context_len=4096, page_size=2**18) as cache:
+        rows = torch.zeros(2, 4, tokens, 64)
+        for layer in range(4):
+            cache.update(rows, rows, layer)
+        assert {made.layout.name for made in cache._storage.open_caches()} == {layout}
+
+
+def test_a_few_short_rows_take_little_more_than_their_tokens() -> None:
+    """Of the shape of Llama-3.2-1B: a gigabyte for 25 MiB in the layout that is the fastest to read."""
+    config = LlamaConfig(num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
+    with vattn.VirtualCache(config, max_context_len=2**17) as cache:
+        rows = torch.zeros(8, 8, 100, 64, dtype=torch.bfloat16)
+        for layer in range(16):
+            cache.update(rows, rows, layer)
+        stats = cache.stats()
+        assert stats.live_bytes == 16 * 2 * rows.nbytes
+        assert stats.owned_bytes - stats.live_bytes <= 2 * storage._MOST_WASTE
 
 
 def test_losing_the_last_reference_gives_the_memory_back(model: transformers.PreTrainedModel) -> None:
@@ -101,6 +128,7 @@ def test_leaving_the_with_statement_closes(model: transformers.PreTrainedModel) 
         cache.trim,
         lambda: cache.crop(-1),
         lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: cache.batch_select_indices(torch.tensor([True])),
         lambda: cache.layers[0].keys,
         lambda: copy.deepcopy(cache),
         lambda: cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0),

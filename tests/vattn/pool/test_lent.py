@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -596,6 +597,58 @@ def test_what_cannot_be_had_is_refused_and_leaves_nothing(
     with pytest.raises(vattn.ConfigError, match=why):
         vattn.PagePool.connect(brokers.NAME, device=DEVICE, page_size=PAGE, **arguments)
     assert broker.ask("top")["borrowers"] == []
+
+
+@host_only
+def test_a_pool_without_a_thread_leaves_nothing(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, _open("memfd:vattn")
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "vattn borrower":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):  # the guarantee of the first is free again
+        with pytest.raises(vattn.ProcessLimit, match="RLIMIT_NPROC"):
+            connect("a", at_least=PAGES * PAGE)
+    monkeypatch.undo()
+    assert _open("memfd:vattn") == before
+    wait_until(lambda: broker.ask("top")["borrowers"] == [])
+
+
+def test_a_budget_of_more_pages_than_have_a_number_is_refused() -> None:
+    with brokers.running(2**31 * PAGE, "cpu" if DEVICE == "cpu" else "cuda:0") as broker:
+        with pytest.raises(vattn.ConfigError, match="give larger pages"):
+            connect("a")
+        wait_until(lambda: broker.ask("top")["borrowers"] == [])
+
+
+def test_a_borrower_lives_through_a_time_without_descriptors(broker: brokers.Process) -> None:
+    pool = connect("a")
+    kv = cache(pool)
+    borrower = cast(LentCore, pool._core).borrower
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+
+    def fill() -> None:  # also what the thread has closed for a moment
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        for _ in range(2):
+            due = borrower._due
+            wait_until(lambda due=due: fill() or borrower._due > due or not borrower.reachable, every=1e-5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+    assert borrower.reachable
+    kv.step({kv.alloc_reqid(): pages(PAGES // 2)})
+    kv.close()
+    pool.close()
 
 
 def test_a_pool_without_a_broker_says_how_to_start_one(broker: brokers.Process) -> None:

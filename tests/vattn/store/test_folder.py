@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -299,6 +300,33 @@ def test_a_folder_that_was_deleted_is_made_again(store: PrefixStore) -> None:
     assert store.put(block(2), PARTS)
     assert store.path.stat().st_mode & 0o777 == 0o700
     assert store.bytes == on_disk(store.path)
+
+
+def test_where_its_parent_is_gone_too_a_folder_is_not_made_again(tmp_path: Path) -> None:
+    """A disk that is not mounted any more: the blocks would go to the one below."""
+    disk = tmp_path / "disk"
+    store = PrefixStore(disk / "store", 2**20)
+    store.put(block(1), PARTS)
+    shutil.rmtree(disk)
+    with pytest.raises(FileNotFoundError):
+        store.put(block(2), PARTS)
+    assert not disk.exists()
+    disk.mkdir()
+    assert store.put(block(2), PARTS)
+
+
+def test_without_a_descriptor_to_look_with_no_file_is_taken_for_abandoned(
+    store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = store.path / "unfinished"
+    unfinished.touch()
+    assert folder._is_abandoned(unfinished)
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert not folder._is_abandoned(unfinished)
 
 
 def test_an_interrupt_after_a_block_is_whole_leaves_its_bytes_counted(
