@@ -114,7 +114,7 @@ def _engines(workload: str, quick: bool) -> Iterator[tuple[str, tuple[str, str, 
     """Keys, and the arguments of `Peer` except the model."""
     ours = {
         "max_num_seqs": _REQUESTS,
-        "max_num_batched_tokens": 1024,  # of 256, 512, 1024, 2048
+        "max_num_batched_tokens": 2048,  # of 256, 512, 1024, 2048
         "max_model_len": _MAX_MODEL_LEN,
         "memory_budget": "1GiB",
     }

@@ -79,13 +79,16 @@ class DecoderLayer:
         else:
             query_norm, key_norm = self.head_norms
             cpu.rotate(heads, queries, keys, cos, sin, (query_norm.weight, key_norm.weight), query_norm.epsilon)
-        attended = step.attend(
-            self.layer, heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :], self.params
-        )
-        attended = attended.reshape(len(rows), -1)
-        if wanted is not None:
-            attended, rows = attended[wanted], rows[wanted]
-        rows = self.output.plus(attended, rows)
+        parts = heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :]
+        if wanted is None:
+            attended = step.attend(self.layer, *parts, self.params)
+        else:
+            rows = rows[wanted]
+            if isinstance(step, packed.RowsStep):
+                attended = step.attend_rows(self.layer, *parts, self.params, wanted)
+            else:
+                attended = step.attend(self.layer, *parts, self.params)[wanted]
+        rows = self.output.plus(attended.flatten(1), rows)
         return self.mlp.plus(self.mlp_norm(rows), rows)[None]
 
 

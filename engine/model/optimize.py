@@ -7,7 +7,7 @@ Five changes, each to the `forward` of single modules, which keep their names an
     gated MLP       one product for both branches, and one pass for activation and gate
     decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it
     decoder         in packed steps, its layers and the norm after them, without what is for other callers; the last
-                    layer stores the keys and values of all rows, and goes on with those whose logits are asked for
+                    layer stores the keys and values of all rows, and attends for those whose logits are asked for
 
 docs/measurements.md says what each of them is worth.
 

@@ -20,6 +20,10 @@ from .decoder_layer import Recorder
 from .forward import Forward, PromptRow, Row
 from .graphs import DecodeGraphs
 
+# Of a span: as many as that are cheaper to attend for one by one than with all others. More are log probabilities of a
+# prompt, which would read its keys for each of its tokens.
+_MOST_ROWS = 8
+
 
 @dataclass
 class _Step:
@@ -38,13 +42,29 @@ class _Step:
     finite: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        self._store(layer, key, value)
+        return self._attend(layer, query, self.batch, params)
+
+    def attend_rows(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rows: Tensor
+    ) -> Tensor:
+        self._store(layer, key, value)
+        if len(rows) > _MOST_ROWS * len(self.batch.spans):
+            return self._attend(layer, query, self.batch, params)[rows]
+        if not len(rows):
+            return value.new_empty(0, query.shape[1], value.shape[2])
+        return self._attend(layer, query[rows], self.batch.singles(rows), params)
+
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         if layer == self.watched:
             self.finite = _are_finite(key) & _are_finite(value)
         self.kv.write(layer, self.batch, key, value)
+
+    def _attend(self, layer: int, query: Tensor, batch: PackedBatch, params: AttentionParams) -> Tensor:
         latent = self.latents.get(layer)
         if latent is not None:
-            return latent.attend(self.attention, query, self.kv, self.batch, params)
-        return self.attention(query, self.kv, layer, self.batch, params)
+            return latent.attend(self.attention, query, self.kv, batch, params)
+        return self.attention(query, self.kv, layer, batch, params)
 
 
 class ModelRunner:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from tests.support.backends import chosen
 from tests.support.interruption import entries, interrupted
 from tests.support.tenants import tenant
 from tests.support.tiny_models import VOCAB, expected, make_model, make_prompts, make_tokenizer
+from vattn import cpu
 from vattn.engine import (
     LLM,
     BeamSearchParams,
@@ -29,6 +31,7 @@ from vattn.engine import (
     SamplingParams,
     StepRecord,
 )
+from vattn.engine.model import runner
 from vattn.errors import ConfigError, OutOfPages, VattnError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -550,6 +553,35 @@ def test_bfloat16_runs_to_the_end(kv: str) -> None:
     with LLM(model, **chosen(kv, max_num_batched_tokens=64, block_size=64)) as llm:
         outputs = llm.generate(make_prompts([20, 3]), GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_the_last_layer_attends_for_the_rows_that_are_read(
+    kv: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks without a row, a prompt whose every row is one, and drafts: as with all rows, up to rounding."""
+    model = copy.deepcopy(make_model(family)).to(torch.bfloat16)
+    attend_rows, counts = runner._Step.attend_rows, set[tuple[int, int]]()
+
+    def compared(step: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, params: Any, rows: Tensor) -> Tensor:
+        counts.add((len(rows), len(query)))
+        output = attend_rows(step, layer, query, key, value, params, rows)
+        expected = step._attend(layer, query, step.batch, params)[rows]
+        assert output.shape == expected.shape
+        torch.testing.assert_close(output, expected, atol=0.02, rtol=0.02)
+        return output
+
+    monkeypatch.setattr(runner._Step, "attend_rows", compared)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options = chosen(kv, max_num_seqs=4, max_num_batched_tokens=32, block_size=64, speculative_config=drafts)
+    with LLM(model, **options) as llm:
+        repeating, other = [5, 6, 7] * 16, *make_prompts([40])
+        scored = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1)
+        outputs = llm.generate([repeating, other, other[:20]], [GREEDY, GREEDY, scored], use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8, 8]
+    if cpu.unusable() is None:
+        assert any(not wanted for wanted, _ in counts), "no chunk without a row"
+        assert any(wanted > 8 for wanted, _ in counts), "no prompt whose rows are read"
 
 
 def test_a_directory_with_missing_files(tmp_path: Path) -> None:

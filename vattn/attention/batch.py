@@ -155,6 +155,11 @@ class PackedBatch:
         """`[num_tokens]` int64: the position of each row in its request."""
         return _to_device([p for s in self.spans for p in range(s.start, s.end)], torch.int64, self.device)
 
+    def singles(self, rows: Tensor) -> PackedBatch:
+        """A batch of these rows, `[S]` int64, each of them a span of its own: the last token of what it attends to."""
+        places = zip(self.slots[rows].tolist(), self.positions[rows].tolist(), strict=True)
+        return PackedBatch(tuple(Span(slot, position, position + 1) for slot, position in places), self.device)
+
     @cached_property
     def single_places(self) -> tuple[Tensor, Tensor]:
         """Slots and positions of the single tokens at the front: an index into `[slots, tokens, ...]`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ class PackedStep(Protocol):
         Returns:
             `[T, num_query_heads, v_head_dim]`.
         """
+        ...
+
+
+@runtime_checkable
+class RowsStep(PackedStep, Protocol):
+    """A step that can leave out rows whose attention nobody reads."""
+
+    def attend_rows(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, rows: Tensor
+    ) -> Tensor:
+        """As `attend`, whose arguments these are; returns rows `[S]` int64 of its result only."""
         ...
 
 
