@@ -69,7 +69,7 @@ class _Borrower:
     """What is known of a borrower beside its account.
 
     Attributes:
-        process: a pidfd, which is signalled when the process has ended and its memory is gone.
+        process: a pidfd, which is signalled when the process has ended and its memory is gone; -1 once it is another's.
         memory: a descriptor of its memory; None on CUDA, and where its memory is not in one file.
         peer: its connection; None if that was lost.
         started: when the process did.
@@ -464,9 +464,9 @@ class Broker:
         if borrower.peer is not None:
             self._forget(borrower.peer)
         if borrower.directory is not None and borrower.memory is not None:
-            # `_bury` closes what the borrower has then, and no descriptor of another kind has to be found.
-            process, borrower.process = (borrower.process, -1) if lives else (-1, borrower.process)
-            if lives:
+            process = -1
+            if lives:  # its descriptor goes along: there may be none for a copy
+                process, borrower.process = borrower.process, -1
                 self._selector.unregister(process)
             self._keep(Kept(borrower.memory, borrower.directory, process))
             borrower.memory = borrower.directory = None
@@ -586,18 +586,13 @@ class Broker:
         try:
             for file in files:
                 opened.append(read_only(file))
-        except OSError as error:
-            _log.warning("processes cannot be told of each other's prefixes for now: %s", error)
-            for descriptor in opened:
-                os.close(descriptor)
-            return False
-        try:
             if socket.send_fds(peer.socket, [message], opened) < len(message):
                 self._drop(peer, "it does not read")
         except BlockingIOError:
             return False
-        except OSError:  # it has gone, but may have said something before
-            pass
+        except OSError:
+            # Either this process has no descriptor left, or the other has gone, but may have said something before.
+            return len(opened) == len(files)
         finally:
             for descriptor in opened:
                 os.close(descriptor)

@@ -20,6 +20,7 @@ from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength,
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.decoding import Coded
+from vattn.layout import LayoutName
 from vattn.pool.pool import PagePool
 from vattn.pool.shared import is_shared, shared_pool
 from vattn.quantised import Scales, quantise, quantised_groups
@@ -607,19 +608,15 @@ class Storage:
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
         most_waste = max(_MOST_WASTE, tokens * len(self._windows) * shape.token_bytes)
-        if self._pool is None:
-            self._find_pool(shape, most_waste)
+        layout = self._find_pool(shape, most_waste) if self._pool is None else None
         assert self._pool is not None
         groups, scales = self._groups(shape, alike, window)
         config = _kv_config(groups, shape.device, self._rows.slots, self._settings)
         if config.layout == "auto" and config.block_tokens is None:
-            layout, _ = resolve(
-                config,
-                pool_page_size=self._pool.page_size,
-                pool_budget=self._pool.budget,
-                most_waste=most_waste,
-            )
-            config = replace(config, layout=layout.name)
+            if layout is None:
+                sizes = {"pool_page_size": self._pool.page_size, "pool_budget": self._pool.budget}
+                layout = resolve(config, **sizes, most_waste=most_waste)[0].name
+            config = replace(config, layout=layout)
         cache = self._make(config, self._rows)
         places = self._places | {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
         leases = self._leases | {cache: _Lease(cache)}
@@ -637,8 +634,9 @@ class Storage:
             raise
         return cache
 
-    def _find_pool(self, shape: Shape, most_waste: int) -> None:
-        """Chooses the pool, assuming that all layers have this shape. `most_waste` is that of `resolve`.
+    def _find_pool(self, shape: Shape, most_waste: int) -> LayoutName:
+        """Chooses the pool, assuming that all layers have this shape, and returns their layout. `most_waste` is that of
+        `resolve`.
 
         A given budget limits all layers together, and so does an automatic one if layers differ in their windows. This
         requires a pool of its own, since a shared pool does not limit the sum of several caches.
@@ -650,15 +648,20 @@ class Storage:
         budget = budget_bytes(asked, shape.device, settings.pop("memory_utilization", "auto"))
         settings["memory_budget"] = budget
         config = _kv_config(groups, shape.device, self._rows.slots, settings)
-        page_size = resolve(config, most_waste=most_waste)[0].page_size
+        layout, _ = resolve(config, most_waste=most_waste)
         owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
         if owns:
             pool = PagePool(
-                budget, device=shape.device, page_size=page_size, guard=config.guard, zero_on_free=config.zero_on_free
+                budget,
+                device=shape.device,
+                page_size=layout.page_size,
+                guard=config.guard,
+                zero_on_free=config.zero_on_free,
             )
         else:
-            pool = shared_pool(budget, shape.device, page_size, config.guard)
+            pool = shared_pool(budget, shape.device, layout.page_size, config.guard)
         self._pool, self._owns_pool, self._settings = pool, owns, settings
+        return layout.name
 
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None
