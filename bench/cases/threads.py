@@ -80,11 +80,12 @@ def run(quick: bool) -> Report:
     for model in models:
         auto = find(model, "auto")
         given = [find(model, count) for count, policy in kinds if count != "auto" and not policy]
-        best = max(float(row["idle tokens/s"]) for row in given)
+        best, best_after = (max(float(row[f"{when} tokens/s"]) for row in given) for when in ("idle", "after"))
         goals += [
             Goal(f"{model}: auto over the best number, idle", float(auto["idle tokens/s"]) / best, ">=", _IDLE_RATIO),
             Goal(f"{model}: auto beside {_BUSY} over idle", float(auto["beside tokens/s"]) / best, ">=", _BUSY_RATIO),
-            Goal(f"{model}: auto after over idle", float(auto["after tokens/s"]) / best, ">=", 0.9),
+            # Not over the idle rate: a machine's own speed changes by a quarter within these minutes.
+            Goal(f"{model}: auto over the best number, after", float(auto["after tokens/s"]) / best_after, ">=", 0.9),
         ]
     return Report(
         parameters={
