@@ -35,7 +35,7 @@ model = SimpleNamespace(served_model_name="m")
 Gauges(SimpleNamespace(instance_id=sys.argv[1], parallel_config=parallel, model_config=model))
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
-while "vattn:kv_mapped_bytes" not in (text := generate_latest(registry).decode()):
+while "vattn:kv_mapped_bytes{" not in (text := generate_latest(registry).decode()):
     time.sleep(0.05)
 print(text)
 """
