@@ -20,8 +20,8 @@ from .decoder_layer import Recorder
 from .forward import Forward, PromptRow, Row
 from .graphs import DecodeGraphs
 
-# Of a span: as many as that are cheaper to attend for one by one than with all others. More are log probabilities of a
-# prompt, which would read its keys for each of its tokens.
+# Of a span, attended for one by one: what is sampled, and drafts. More are log probabilities of a prompt, whose keys
+# would be read for each of its tokens.
 _MOST_ROWS = 8
 
 

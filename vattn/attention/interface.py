@@ -79,7 +79,7 @@ def current_step() -> PackedStep | None:
 
 def wanted_rows() -> Tensor | None:
     """The rows of the packed step whose logits are asked for, `[S]` int64, for code that computes a layer in place of
-    the model: after the attention of the last layer, no other row is read. None outside of a step.
+    the model: after the attention of the last layer, no other row is read. None for all, and outside of a step.
     """
     running = _running.get()
     return None if running is None else running.rows

@@ -40,7 +40,8 @@ _AUDIT = 1.0  # seconds between looks at the borrowers' files
 _NOTING = 0.25  # seconds in which leases are noted, unless the disk is slow
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")  # as borrowers name theirs
-_NOTED = ("name", "at_least", "at_most", "page", "lease")  # of an account, for the next broker; limits as asked for
+# What is noted of an account for the next broker, and the attribute: limits as they were asked for.
+_NOTED = {"name": "name", "at_least": "least_asked", "at_most": "most_asked", "page": "page", "lease": "lease"}
 _log = logging.getLogger("vattn.broker")
 
 
@@ -627,7 +628,7 @@ class Broker:
                 "identity": borrower.identity,
                 "pid": borrower.pid,
                 "started": borrower.started,
-                **dict(zip(_NOTED, _terms(borrower.account), strict=True)),
+                **{name: getattr(borrower.account, attribute) for name, attribute in _NOTED.items()},
             }
             for borrower in self._borrowers
         ]
@@ -672,10 +673,6 @@ class Broker:
                 del self._untold[borrower.account]
                 if borrower.peer is not None:
                     self._send(borrower.peer, "lease", **self.books.message(borrower.account))
-
-
-def _terms(account: Account) -> tuple[Any, ...]:
-    return account.name, account.least_asked, account.most_asked, account.page, account.lease
 
 
 def _memories() -> set[int]:

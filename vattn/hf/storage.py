@@ -39,7 +39,7 @@ _SUMMED = (
 
 # Bytes that all rows may always leave unused; more only where the first update stores as much. A share of the budget,
 # as for an engine that fills it, would be a gigabyte for a few short prompts: an automatic one is half of the machine.
-_MOST_WASTE = 64 * 2**20
+_ALLOWED_WASTE = 64 * 2**20
 
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
@@ -607,7 +607,7 @@ class Storage:
         assert self._rows is not None
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
-        most_waste = max(_MOST_WASTE, tokens * len(self._windows) * shape.token_bytes)
+        most_waste = max(_ALLOWED_WASTE, tokens * len(self._windows) * shape.token_bytes)
         layout = self._find_pool(shape, most_waste) if self._pool is None else None
         assert self._pool is not None
         groups, scales = self._groups(shape, alike, window)

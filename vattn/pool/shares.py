@@ -166,18 +166,16 @@ class Shares:
     def files(self) -> list[tuple[int, int]]:
         """Descriptors of the memory and the directory of each other process, to be closed by the caller."""
         size = self.directory.shape.page_size
-        found = list[tuple[int, int]]()
         opened = list[int]()
         try:
             for peer in self.peers:
                 opened.append(_native.host_file_descriptor(size, peer.file))
                 opened.append(os.dup(peer.directory.fileno()))
-                found.append((opened[-2], opened[-1]))
         except BaseException:
             for descriptor in opened:
                 os.close(descriptor)
             raise
-        return found
+        return list(zip(opened[::2], opened[1::2], strict=True))
 
     def places(self, key: bytes) -> list[tuple[Peer, int]]:
         """Where another process is said to have a block with this key, with the number of its entry; only `fetch`

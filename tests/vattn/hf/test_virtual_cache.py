@@ -52,7 +52,7 @@ def test_rows_leave_unused_at_most_a_little_or_what_the_first_update_stores(
     monkeypatch: pytest.MonkeyPatch, tokens: int, layout: str
 ) -> None:
     """And not a share of the budget, which is half of the machine."""
-    monkeypatch.setattr(storage, "_MOST_WASTE", 2**17)
+    monkeypatch.setattr(storage, "_ALLOWED_WASTE", 2**17)
     config = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
     with vattn.VirtualCache(config, max_context_len=4096, page_size=2**18) as cache:
         rows = torch.zeros(2, 4, tokens, 64)
@@ -70,7 +70,7 @@ def test_a_few_short_rows_take_little_more_than_their_tokens() -> None:
             cache.update(rows, rows, layer)
         stats = cache.stats()
         assert stats.live_bytes == 16 * 2 * rows.nbytes
-        assert stats.owned_bytes - stats.live_bytes <= 2 * storage._MOST_WASTE
+        assert stats.owned_bytes - stats.live_bytes <= 2 * storage._ALLOWED_WASTE
 
 
 def test_losing_the_last_reference_gives_the_memory_back(model: transformers.PreTrainedModel) -> None:
