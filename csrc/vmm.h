@@ -102,8 +102,8 @@ struct Vmm {
   // Pre: something is mapped at address. Post: *handle is what is mapped there, with one reference more.
   Result (*retain_handle)(Handle* handle, void* address);
   // Pre: the handle has a reference left, and was created with prop->requested_handle_types including `type`, which is
-  // kPosixFileDescriptor; or it was imported. flags is 0. Post: *shareable is an int: a file descriptor that stands for
-  // the memory in any process that gets it, keeps it alive, and is the caller's to close.
+  // kPosixFileDescriptor (CUDA's driver 580 refuses an imported one); flags is 0. Post: *shareable is an int: a file
+  // descriptor that stands for the memory in any process that gets it, keeps it alive, and is the caller's to close.
   Result (*export_handle)(void* shareable, Handle handle, unsigned type, Flags flags);
   // Pre: `shareable` is, cast to a pointer, a file descriptor that export_handle made, here or in another process; type
   // is kPosixFileDescriptor. Post: *handle stands for the same memory, referenced once. The descriptor stays the

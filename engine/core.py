@@ -511,7 +511,7 @@ class EngineCore:
                     self.kv.prepare(plan.reserve)
                     # Otherwise layers with a window would count what is reserved as computed, and give it back.
                     self.kv.prepare(dict.fromkeys(plan.reserve, 0))
-                self.kv.prepare(plan.lengths, plan.next_lengths)
+                self.kv.prepare(plan.lengths, plan.next_lengths, look_ahead=not self.runner.launches)
                 for entry in plan.entries:
                     if entry.request.saved is not None:
                         assert self._swap is not None
@@ -543,6 +543,8 @@ class EngineCore:
             decodes = plan.num_tokens == len(plan.entries)
             with self.threads.computing("decode" if decodes else "prefill", plan.num_tokens):
                 forward = self.runner.run(plan.entries)
+                if self.runner.launches:
+                    self.kv.look_ahead()
                 _keep_back(forward)
                 forward = self._fork(forward, forked)
                 forward, beams = take_beams(forward, self._groups)

@@ -686,7 +686,7 @@ Result cuMemImportFromShareableHandle(Handle* handle, void* shareable, unsigned 
   const Result result = host_vmm().import_handle(handle, shareable, type);
   if (result != kSuccess) return result;
   s.handles.emplace(*handle, std::pair{static_cast<std::size_t>(file.st_size), std::size_t{1}});
-  s.handle_types[*handle] = type;
+  s.handle_types[*handle] = 0;  // it cannot be exported
   return kSuccess;
 }
 

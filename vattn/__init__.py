@@ -35,7 +35,7 @@ from vattn.errors import (
 
 if TYPE_CHECKING:
     from vattn import attention
-    from vattn.api import alloc_reqid, free_reqid, init, step
+    from vattn.api import alloc_reqid, free_reqid, init, look_ahead, step
     from vattn.block_windows import BlockWindows
     from vattn.cache import KVCache
     from vattn.config import KVConfig
@@ -84,12 +84,13 @@ __all__ = [
     "attention",
     "free_reqid",
     "init",
+    "look_ahead",
     "step",
 ]
 
 # Names that are imported on first use, by the module that has them.
 _HOMES = {
-    "vattn.api": ("alloc_reqid", "free_reqid", "init", "step"),
+    "vattn.api": ("alloc_reqid", "free_reqid", "init", "look_ahead", "step"),
     "vattn.block_windows": ("BlockWindows",),
     "vattn.cache": ("KVCache",),
     "vattn.config": ("KVConfig",),

@@ -98,9 +98,20 @@ def alloc_reqid(num_tokens: int | None = None) -> int:
     return _cache().alloc_reqid(num_tokens)
 
 
-def step(lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: Stream | None = None) -> None:
+def step(
+    lengths: Lengths,
+    next_lengths: Mapping[int, int] | None = None,
+    *,
+    stream: Stream | None = None,
+    look_ahead: bool = True,
+) -> None:
     """`KVCache.step` of the most recently created cache."""
-    _cache().step(lengths, next_lengths, stream=stream)
+    _cache().step(lengths, next_lengths, stream=stream, look_ahead=look_ahead)
+
+
+def look_ahead(*, stream: Stream | None = None) -> None:
+    """`KVCache.look_ahead` of the most recently created cache."""
+    _cache().look_ahead(stream=stream)
 
 
 def free_reqid(reqid: int, stream: Stream | None = None, *, token_ids: Sequence[int] | None = None) -> None:

@@ -30,7 +30,7 @@ from vattn.pool.journal import Change, Plan
 from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
 from vattn.prefix import Admission, as_ids, root_key
-from vattn.slots.backer import Backer
+from vattn.slots.backer import Backer, Due
 from vattn.slots.exchange import Exchange
 from vattn.slots.kept import Kept
 from vattn.slots.parts import Parts
@@ -96,6 +96,7 @@ class KVCache(PoolMember):
             self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # created on first use
             self._steps = 0
             self._step_ns = 0
+            self._due: Due | None = None  # what the last step left to `look_ahead`
             self._freed: set[int] = set()  # slots to be freed by the next call
         if _log.isEnabledFor(logging.INFO):
             _log.info("cache on %s: %s", self._pool.device, self.capacity())
@@ -314,7 +315,12 @@ class KVCache(PoolMember):
 
     @atomic
     def step(
-        self, lengths: Lengths, next_lengths: Mapping[int, int] | None = None, *, stream: drivers.Stream | None = None
+        self,
+        lengths: Lengths,
+        next_lengths: Mapping[int, int] | None = None,
+        *,
+        stream: drivers.Stream | None = None,
+        look_ahead: bool = True,
     ) -> None:
         """Backs tokens `[0, n)` of every slot in `lengths`. To be called before the kernels of an iteration are
         launched, and after those of the previous iteration have been launched.
@@ -338,6 +344,9 @@ class KVCache(PoolMember):
             stream: on CUDA, the stream on which the kernels are launched; by default torch's current one. The surplus
                 of a running request is taken only after the kernels launched there so far have finished. It also runs
                 the copies of copy-on-write.
+            look_ahead: queue what the next calls will need before this one returns; if not, `look_ahead()` does. Where
+                kernels run asynchronously, it is better called once they are launched: deciding takes up to some tenths
+                of a millisecond, and the driver's calls hold up launches.
 
         Raises:
             OutOfPages: the budget cannot back the lengths; the error has the number of missing pages. Nothing changed:
@@ -351,6 +360,8 @@ class KVCache(PoolMember):
         began = time.perf_counter_ns()
         if type(lengths) is not dict and not isinstance(lengths, Mapping):
             lengths = self._by_slot(lengths)
+        if self._slots.pending:
+            self._backer.note_growths()
         limit = self._slots.limit
         try:
             crossing = [slot for slot, length in lengths.items() if not 1 < length <= limit[slot]]
@@ -370,10 +381,35 @@ class KVCache(PoolMember):
                     f"slot {slot}: a length of {lengths[slot]} tokens is over max_context_len={most}; stop the "
                     "request, or make the cache with a longer context"
                 )
-        if self._backer.step(lengths, crossing, announced, stream):
-            self._prefixes.look_ahead()
+        self._due = self._backer.step(lengths, crossing, announced, stream)
+        if look_ahead and self._due is not None:
+            self._look_ahead()
         self._steps += 1
         self._step_ns += time.perf_counter_ns() - began
+
+    @atomic
+    def look_ahead(self, *, stream: drivers.Stream | None = None) -> None:
+        """Queues for the worker what the last `step(..., look_ahead=False)` left out. No effect after other steps, and
+        none while the stream is capturing a CUDA graph.
+
+        Args:
+            stream: as for `step`.
+
+        Raises:
+            ConfigError: `stream` is no stream.
+        """
+        began = time.perf_counter_ns()
+        if self._slots.pending:
+            self._backer.note_growths()
+        if self._due is not None and not self._fences.capturing(self._fences.handle(stream)):
+            self._look_ahead()
+        self._step_ns += time.perf_counter_ns() - began
+
+    def _look_ahead(self) -> None:
+        due, self._due = self._due, None
+        assert due is not None
+        self._backer.look_ahead(due)
+        self._prefixes.look_ahead()
 
     def free_reqid(
         self, reqid: int, stream: drivers.Stream | None = None, *, token_ids: Sequence[int] | None = None

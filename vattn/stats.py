@@ -43,7 +43,7 @@ class CacheStats:
         kernel_mappings: entries in the kernel's table of mappings, of all caches in the process (host driver).
         calls: driver calls by CUDA's names, of the whole pool.
         steps: calls of `step`.
-        step_seconds: time spent in `step`.
+        step_seconds: time spent in `step` and `look_ahead`.
         waits: number of times that a step waited for the driver.
         wait_seconds: time spent waiting.
         failures: transactions of the pool that were rolled back because a driver call failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from bench.gpu.device import STUB
 from bench.harness.driver_calls import MemoryCalls
 from vattn import drivers
 from vattn.drivers.cuda import CudaDevice
@@ -24,7 +25,7 @@ class Calls(MemoryCalls):
         device = drivers.find("cuda")
         assert isinstance(device, CudaDevice)
         self.granularity = device.granularity
-        super().__init__(device.table(), device._prop)
+        super().__init__(device.table(), device._prop, unmap_ranges=not STUB)
         self._context = int(device._context)
         self.enter()
 

@@ -52,7 +52,12 @@ class StaticKV:
         self._next += 1
         return self._next - 1
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
+        pass
+
+    def look_ahead(self) -> None:
         pass
 
     def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:

@@ -38,9 +38,9 @@ def watching(kv: Any) -> Iterator[Waited]:
         found.map_calls += backend.stats().map_calls - before
         return admission
 
-    def watched_prepare(*args: Any) -> None:
+    def watched_prepare(*args: Any, **options: Any) -> None:
         before = backend.stats()
-        prepare(*args)
+        prepare(*args, **options)
         after = backend.stats()
         if after.waits > before.waits:
             found.map_calls += after.map_calls - before.map_calls

@@ -77,8 +77,12 @@ class DecodeLoop:
         self.length += 1
         for request in self._requests:  # logits are those of a request's newest token
             request.prompt_token_ids += [1] * (self.length - request.num_tokens)
-        self._kv.prepare(dict.fromkeys(self._slots, self.length))
-        return self._runner.run([Entry(request, self.length - 1, self.length) for request in self._requests]).logits
+        self._kv.prepare(dict.fromkeys(self._slots, self.length), look_ahead=not self._runner.launches)
+        entries = [Entry(request, self.length - 1, self.length) for request in self._requests]
+        logits = self._runner.run(entries).logits
+        if self._runner.launches:
+            self._kv.look_ahead()
+        return logits
 
     def attention_steps(self, count: int) -> Callable[[], None]:
         """The attention of the next `count` steps: in every layer, store the new rows, read, attend.

@@ -31,9 +31,11 @@ class MemoryCalls:
     Args:
         table: addresses of the calls, by CUDA's names.
         prop: the CUmemAllocationProp of the pages.
+        unmap_ranges: whether one unmap may take several neighbouring mappings.
     """
 
-    def __init__(self, table: Mapping[str, int], prop: bytes) -> None:
+    def __init__(self, table: Mapping[str, int], prop: bytes, *, unmap_ranges: bool = True) -> None:
+        self.unmap_ranges = unmap_ranges
         self._prop = prop
         self._access = prop[8:16] + _READ_WRITE.to_bytes(4, "little")  # the location, and what may be done there
         self._functions = {
@@ -97,8 +99,11 @@ def time_range(calls: MemoryCalls, page: int, count: int, seconds: dict[tuple[st
                 timed("cuMemSetAccess", 1, calls.set_access, address, page)
         else:
             timed("cuMemSetAccess", count, calls.set_access, base, size)
-        for address in addresses:
-            timed("cuMemUnmap", 1, calls.unmap, address, page)
+        if access_per_page or not calls.unmap_ranges:
+            for address in addresses:
+                timed("cuMemUnmap", 1, calls.unmap, address, page)
+        else:
+            timed("cuMemUnmap", count, calls.unmap, base, size)
     for handle in handles:
         timed("cuMemRelease", 1, calls.release, handle)
     timed("cuMemAddressFree", count, calls.free, base, size)

@@ -224,18 +224,25 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
         """Make tokens `[0, n)` of each slot writable; stored tokens stay.
 
         Args:
             lengths: slot to n; other slots are unchanged. A lower n frees nothing by itself, but the backend may reuse
                 memory above it for other slots. Rejected drafts are dropped by such a call before their request grows.
             next_lengths: lengths of the step after this one, where they are more than one token higher.
+            look_ahead: decide at once what the steps after this one need; if not, `look_ahead()` will.
 
         Raises:
             OutOfPages: not enough memory; nothing changed.
             InvalidSlot: a slot that is not allocated; nothing changed.
         """
+        ...
+
+    def look_ahead(self) -> None:
+        """What `prepare` was told to leave out, if the backend does anything ahead: for when the step is launched."""
         ...
 
     def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
@@ -356,6 +363,9 @@ class PlainStore:
 
     def borrow(self, units: int, following: int = 0) -> int:
         return 0
+
+    def look_ahead(self) -> None:
+        pass
 
     def trim(self) -> int:
         raise ConfigError(

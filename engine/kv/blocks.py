@@ -164,7 +164,9 @@ class BlockKV(PlainStore, ABC):
         self._evict(self._index.unused)
         return len(self._free) - before
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
         """As the protocol says. `next_lengths` is ignored: taking a block only pops a list."""
         lengths = self._slots.checked_lengths(lengths)
         for number, length in lengths.items():

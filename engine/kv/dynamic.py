@@ -87,7 +87,9 @@ class DynamicKV(NoPrefixCache, PlainStore):
         """Nothing: the memory of a request goes with it."""
         return 0
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
         """As the protocol says; `write` takes the memory."""
         lengths = self._slots.checked_lengths(lengths)
         more = sum(self.needed(length, slot) for slot, length in lengths.items())

@@ -89,7 +89,9 @@ class StaticKV(ContiguousKV, NoPrefixCache):
             self.copy(slot, child, length)
         return child
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
         """As the protocol says. Memory cannot run short: every slot has its own."""
         lengths = self._lengths.checked_lengths(lengths)
         self._lengths.update(lengths)

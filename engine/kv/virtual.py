@@ -110,8 +110,13 @@ class VirtualKV(ContiguousKV):
     def trim(self) -> int:
         return self.cache.trim()
 
-    def prepare(self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None) -> None:
-        self.cache.step(lengths, next_lengths)
+    def prepare(
+        self, lengths: Mapping[int, int], next_lengths: Mapping[int, int] | None = None, *, look_ahead: bool = True
+    ) -> None:
+        self.cache.step(lengths, next_lengths, look_ahead=look_ahead)
+
+    def look_ahead(self) -> None:
+        self.cache.look_ahead()
 
     def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         self.cache.free_reqid(slot, token_ids=token_ids)

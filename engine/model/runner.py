@@ -75,6 +75,9 @@ class ModelRunner:
         latents: the layers whose latents the backend stores; see `vattn.packed.latents`.
         graphs_up_to: run decode steps of at most so many requests as CUDA graphs, if there is CUDA and the kernel can
             be captured; None for no graphs.
+
+    Attributes:
+        launches: whether `run` returns before the device has computed, but for prompts.
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class ModelRunner:
         self.kv = kv
         self.attention = attention
         self.latents = latents or {}
-        if model.device.type == "cuda":
+        self.launches = model.device.type == "cuda"
+        if self.launches:
             # torch tries cuDNN first on Hopper, which plans anew, for 23 to 37 ms, for every shape: for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.graphs = None

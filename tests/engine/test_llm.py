@@ -366,10 +366,10 @@ def test_a_failing_prepare_fails_its_batch_only(kv: str, monkeypatch: pytest.Mon
     with make_llm(kv, max_num_seqs=2) as llm:
         prepare, calls = llm.core.kv.prepare, iter(range(1000))
 
-        def failing(*args: Any) -> None:
+        def failing(*args: Any, **options: Any) -> None:
             if next(calls) == 3:
                 raise VattnError("the driver is unwell")
-            prepare(*args)
+            prepare(*args, **options)
 
         monkeypatch.setattr(llm.core.kv, "prepare", failing)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -385,10 +385,10 @@ def test_a_backend_that_refuses_more_than_it_said(kv: str, most: int, monkeypatc
     with make_llm(kv, max_num_seqs=4, max_num_batched_tokens=16) as llm:
         prepare = llm.core.kv.prepare
 
-        def refusing(lengths: dict[int, int], next_lengths: dict[int, int]) -> None:
+        def refusing(lengths: dict[int, int], *rest: Any, **options: Any) -> None:
             if len(lengths) > most:
                 raise OutOfPages("the table of mappings is full", missing_pages=1, missing_bytes=4096)
-            prepare(lengths, next_lengths)
+            prepare(lengths, *rest, **options)
 
         monkeypatch.setattr(llm.core.kv, "prepare", refusing)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

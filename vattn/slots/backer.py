@@ -15,6 +15,9 @@ from vattn.pool.leftovers import unstock
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.reclaimer import Reclaimer
 
+# Of a step: the slots that crossed their limit, and the announced lengths by slot.
+Due = tuple[Sequence[int], Mapping[int, int]]
+
 # How many of the idle slots with the largest extent are considered for preparation.
 _CANDIDATES = 4
 
@@ -46,7 +49,7 @@ class Backer(Decisions):
 
     def step(
         self, lengths: Mapping[int, int], crossing: Sequence[int], announced: Mapping[int, int], stream: Stream | None
-    ) -> bool:
+    ) -> Due | None:
         """Sets the lengths of slots and backs all tokens that they need, or changes nothing.
 
         Args:
@@ -56,7 +59,7 @@ class Backer(Decisions):
             stream: the stream of the kernels that are launched next.
 
         Returns:
-            Whether memory may change in the background now.
+            What `look_ahead` is due for; None if memory must not change in the background now, or need not.
 
         Raises:
             InvalidLength: a length goes back to a window that was given back.
@@ -85,14 +88,11 @@ class Backer(Decisions):
             slots.advance(lengths)
         for slot in receding:
             slots.set_limit(slot)
-        if act and not capturing:
-            if self._bands.windowed:
-                self._release_windows(crossing, handle)
-            self._look_ahead(crossing, lengths, announced)
-            self.maintain()
-            if crossing:
-                self._core.stock()
-        return act and not capturing
+        if not act or capturing:
+            return None
+        if self._bands.windowed:
+            self._release_windows(crossing, handle)
+        return crossing, announced
 
     def _back(
         self,
@@ -212,12 +212,24 @@ class Backer(Decisions):
         for slot in slots:
             self._slots.set_limit(slot)
 
-    def _look_ahead(self, crossing: Sequence[int], lengths: Mapping[int, int], announced: Mapping[int, int]) -> None:
-        """Queues the pages that coming steps will need, for slots that crossed their limit and announced lengths."""
+    def look_ahead(self, due: Due) -> None:
+        """Queues what the next steps will need, for those slots of a step that have not been freed since."""
+        length = self._slots.length
+        crossing, announced = due
+        self._grow_ahead(
+            [slot for slot in crossing if length.get(slot)],
+            {slot: tokens for slot, tokens in announced.items() if slot in length},
+        )
+        self.maintain()
+        if crossing:
+            self._core.stock()
+
+    def _grow_ahead(self, crossing: Sequence[int], announced: Mapping[int, int]) -> None:
+        """Queues the pages that the next steps will need, for slots that crossed their limit and announced lengths."""
         if not self._config.overlap:
             return
         slots, most = self._slots, self._config.max_context_len
-        expected = {slot: lengths[slot] + slots.ahead(slot) for slot in crossing} | dict(announced)
+        expected = {slot: slots.length[slot] + slots.ahead(slot) for slot in crossing} | dict(announced)
         needs = {
             slot: tokens
             for slot, length in expected.items()
@@ -336,6 +348,14 @@ class Backer(Decisions):
         """Waits for background growth of idle slots that the next request may rely on for `tokens` tokens."""
         slots = [slot for slot in self._slots.pending if slot in self._slots.idle]
         self._await_growth(dict.fromkeys(slots, tokens))
+
+    def note_growths(self) -> None:
+        """Notes which background growth has finished: running requests need not stop at it then."""
+        slots = self._slots
+        for slot in list(slots.pending):
+            self.note_growth(slot)
+            if slot in slots.length and slot not in slots.pending:
+                slots.set_limit(slot)
 
     def note_growth(self, slot: int) -> None:
         """Notes that the slot's whole extent is ready, unless background growth is still under way."""

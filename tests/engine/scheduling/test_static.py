@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -201,10 +202,10 @@ def test_preemption_where_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -
     with LLM(make_model("llama"), kv="paged", scheduling="static", max_num_seqs=3) as llm:
         prepare = llm.core.kv.prepare
 
-        def refuse(lengths: dict[int, int], next_lengths: dict[int, int] | None = None) -> None:
+        def refuse(lengths: dict[int, int], *rest: Any, **options: Any) -> None:
             if len(lengths) > 2:
                 raise OutOfPages("not three", missing_pages=1, missing_bytes=1)
-            prepare(lengths, next_lengths)
+            prepare(lengths, *rest, **options)
 
         monkeypatch.setattr(llm.core.kv, "prepare", refuse)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)

@@ -156,3 +156,21 @@ del cache
 def test_the_end_of_the_process_gives_everything_back(stub: Stub, script: str, left: str) -> None:
     done = scripts.over_stub(script, to_the_end=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, left + "\n", "")
+
+
+def test_look_ahead_in_mid_capture_waits_for_the_next_call(stub: Stub) -> None:
+    stream = stub.stream()
+    with one_layer.make(overlap=True) as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 10}, {reqid: 3 * TOKENS}, stream=stream, look_ahead=False)
+        cache.check()
+        before = stub.usage().mappings
+        stub.capture(stream, True)
+        cache.look_ahead(stream=stream)
+        assert stub.capture(stream, False) == 0
+        cache.check()
+        assert stub.usage().mappings == before
+        cache.look_ahead(stream=stream)
+        cache.check()
+        assert stub.usage().mappings == before + 4
+        assert stub.violations() == []

@@ -112,6 +112,7 @@ def test_every_call_in_a_child_says_that_it_is_one() -> None:
         "KVCache.evict_prefixes": cache.evict_prefixes,
         "KVCache.stop_sharing": cache.stop_sharing,
         "KVCache.step": lambda: cache.step({slot: 11}),
+        "KVCache.look_ahead": cache.look_ahead,
         "KVCache.free_reqid": lambda: cache.free_reqid(slot),
         "KVCache.layer": lambda: cache.layer(0)[0][slot, :10].sum(),
         "KVCache.lend": lambda: cache.lend(0, None)[0][slot, :10].sum(),

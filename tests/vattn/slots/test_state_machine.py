@@ -50,8 +50,13 @@ class CacheMachine(Machine):
         del self.tokens[reqid]
 
     @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), fail_at=st.one_of(st.none(), st.integers(1, 60)), announce=st.booleans())
-    def step(self, data: st.DataObject, fail_at: int | None, announce: bool) -> None:
+    @rule(
+        data=st.data(),
+        fail_at=st.one_of(st.none(), st.integers(1, 60)),
+        announce=st.booleans(),
+        look_ahead=st.booleans(),
+    )
+    def step(self, data: st.DataObject, fail_at: int | None, announce: bool, look_ahead: bool) -> None:
         """Any lengths, up and down; the n-th driver call from here on may fail, in this step or in the background."""
         lengths = data.draw(st.dictionaries(st.sampled_from(sorted(self.tokens)), st.integers(0, CONTEXT), min_size=1))
         following = {r: min(CONTEXT, n + 7) for r, n in lengths.items()} if announce else None
@@ -60,7 +65,7 @@ class CacheMachine(Machine):
         self.launch_prepared()
         before = self.books()
         try:
-            self.cache.step(lengths, following, stream=self.stream)
+            self.cache.step(lengths, following, stream=self.stream, look_ahead=look_ahead)
         except vattn.InvalidLength:
             assert any(n < self.started[r] for r, n in lengths.items()), "cannot take back what was computed last"
             assert any(self.windows)
@@ -81,6 +86,10 @@ class CacheMachine(Machine):
                 tokens.append(self.next_value)
                 self.next_value += 1
         self.prepare(lengths)
+
+    @rule()
+    def look_ahead(self) -> None:
+        self.cache.look_ahead(stream=self.stream)
 
     @rule()
     def trim(self) -> None:
