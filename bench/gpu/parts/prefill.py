@@ -25,7 +25,7 @@ _SAMPLING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 def run(quick: bool) -> Report:
     model = llama(layers=2 if quick else 32)
-    lengths, chunk, rounds = ([64], 32, 1) if quick else ([1024, 8192, 32_768, 65_536], 8192, 3)
+    lengths, chunk, rounds = ([64], 32, 1) if quick else ([1024, 8192, 32_768, 65_536], 8192, 2)
     used, missing = kernels()
     figures = Figures()
     rates: dict[tuple[str, int], float] = {}
