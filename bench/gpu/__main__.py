@@ -9,8 +9,8 @@ measured in running-PART.rows. They stay there, whatever ends the run, until the
 The groups are the first half hour on a machine, the most telling parts first: `--first 1`, then `--first 2`, ... each
 in a call of ten minutes: `timeout -k 15 575 bench/gpu.sh --first 1 --out DIR`.
 
-A checkout without .git records the commit that the environment variable VATTN_COMMIT names, as
-`git describe --always --dirty --abbrev=40 --exclude='*'` prints it; else "unknown".
+The environment variable VATTN_COMMIT names the commit for the records, as `git describe --always --dirty --abbrev=40
+--exclude='*'` prints it: for copies of a checkout without .git, which are "unknown" else, or with an older one.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _rows(file: Path) -> list[Row]:
 
 def _write(file: Path, report: Report, name: str, quick: bool, more: Mapping[str, Any], foreign: float = 0.0) -> None:
     record = report.record(name, quick=quick, foreign_cores=foreign) | dict(more)
-    if record["commit"] is None:
+    if record["commit"] is None or "VATTN_COMMIT" in os.environ:  # a copy's .git may be older than its files
         record |= _carried_commit()
     part = file.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")

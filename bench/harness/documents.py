@@ -25,6 +25,7 @@ from bench.harness.report import format_cell
 _CLAIMS = re.compile(r"(<!-- (?:all )?claims ([\w ]+) -->\n).*?(<!-- /claims -->)", re.DOTALL)
 _PLOT = re.compile(r"(<!-- plot (\w+) -->\n).*?(<!-- /plot -->)", re.DOTALL)
 _GPU = re.compile(r"(<!-- gpu( tables|) -->\n).*?(<!-- /gpu\2 -->)", re.DOTALL)
+_LONGEST_TABLE = 60  # rows
 _RELATIONS = {"<=": "at most", ">=": "at least", "==": "exactly"}
 
 
@@ -115,6 +116,8 @@ def _gpu_section(gpu: Records, parts: Mapping[str, str]) -> str:
             if "failed" in record:
                 rows.append([parts[name], "failed", "", record["failed"], ""])
                 continue
+            if not record["goals"]:
+                continue
             met = sum(goal["met"] for goal in record["goals"])
             rows.append([parts[name], *_goal(record["goals"][0])[:3], f"{met} of {len(record['goals'])}"])
         lines += [f"{_gpu_source(records)}:", ""]
@@ -128,12 +131,15 @@ def _gpu_tables(gpu: Records, parts: Mapping[str, str]) -> str:
     for records in gpu.values():
         lines += [f"### {_gpu_source(records)}", ""]
         for name, record in records.items():
-            if "failed" in record:
-                lines += [f"**{parts[name]}**: failed, {record['failed']}.", ""]
-                continue
+            failed = f" Failed: {record['failed']}; what there was until then:" if "failed" in record else ""
             missing = "".join(f" Missing: {what}." for what in record["parameters"].get("missing", []))
-            lines += [f"**{parts[name]}.**{missing}", "", _table(record), ""]
-            lines += [*_markdown(["what", "goal", "measured", ""], [_goal(goal) for goal in record["goals"]]), ""]
+            lines += [f"**{parts[name]}.**{failed}{missing}", ""]
+            if len(record["figures"]) > _LONGEST_TABLE:
+                lines += [f"{source(record)}: {len(record['figures'])} rows in its record, {name}.json.", ""]
+            elif record["figures"]:
+                lines += [_table(record), ""]
+            if record["goals"]:
+                lines += [*_markdown(["what", "goal", "measured", ""], [_goal(goal) for goal in record["goals"]]), ""]
     return "\n".join(lines)
 
 

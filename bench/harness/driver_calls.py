@@ -13,12 +13,12 @@ Result = TypeVar("Result")
 
 # Microseconds for a page of 2 MiB, as the paper measured them.
 PAPER = {
-    "cuMemAddressReserve": 2,
     "cuMemCreate": 29,
     "cuMemMap": 2,
     "cuMemSetAccess": 38,
     "cuMemUnmap": 34,
     "cuMemRelease": 23,
+    "cuMemAddressReserve": 2,
     "cuMemAddressFree": 1,
 }
 

@@ -202,9 +202,9 @@ def test_goals_and_rows_of_attention() -> None:
 def test_goals_of_the_engine() -> None:
     virtual, static, torchs = (sides.Side(*side) for side in (("virtual", FA2), ("static", FA2), ("virtual", TORCH)))
     rates: engine_part.Rates = {
-        (32, 1024, 2048, False): {virtual: 1.0, static: 1.0, torchs: 9.0},
+        (32, 1024, 2048, False): {virtual: 1.0, static: 4.0, torchs: 9.0},  # Python's time
         (32, 1024, 2048, True): {virtual: 1.0, static: 2.0, torchs: 9.0},
     }
     assert [(goal.what, goal.value) for goal in engine_part._goals(rates)] == [
-        ("tokens/s, virtual over static (least, at 32 x 1024 of 2048, flash_attn_2, graphs)", 0.5)
+        ("tokens/s, virtual over static (least, at 32 x 1024 of 2048, flash_attn_2)", 0.5)
     ]

@@ -119,10 +119,11 @@ def documents(project: Path) -> tuple[Path, Path]:
 
 
 def test_the_section_on_gpus_comes_and_goes_with_the_records(project: Path, documents: tuple[Path, Path]) -> None:
-    """The most valuable part first, whatever its name; of one that failed, the reason."""
+    """The most valuable part first, whatever its name; of one that failed, the reason and what there was until then."""
     folder = project / "bench" / "results" / "nvidia-x" / "gpu"
     (folder / "calls.json").write_text(json.dumps(_gpu_record("calls")))
-    (folder / "attention.json").write_text(json.dumps({"name": "attention", "failed": "stopped after 120 s"}))
+    ended = {"failed": "stopped after 120 s", "figures": [{"us": 77.5}], "goals": [], "parameters": {}}
+    (folder / "attention.json").write_text(json.dumps(_gpu_record("attention", **ended)))
     assert publish(project, check=True) == 1
     assert publish(project, check=False) == 0
     readme, tables = (path.read_text() for path in documents)
@@ -131,6 +132,8 @@ def test_the_section_on_gpus_comes_and_goes_with_the_records(project: Path, docu
     assert rows[0].endswith("| cuMemCreate, us | at most 29 | 31.4 | 1 of 2 |")
     assert rows[1].endswith("| failed |  | stopped after 120 s |  |")
     assert "| 2.000 | 31.4 |" in tables
+    assert "Failed: stopped after 120 s" in tables
+    assert "| 77.5 |" in tables
     assert "Missing: paged, for want of a kernel." in tables
     assert "| cuMemMap, us | at most 2 | 1.5 | met |" in tables
     assert publish(project, check=True) == 0
