@@ -4,7 +4,8 @@
 #
 # It needs nvcc 13, g++ and about fifteen minutes of one core; called again, it goes on where it stopped. Without arguments
 # it downloads flash-attn's sources (8 MB) and torch's wheel for headers and symbols (530 MB); where there is no network,
-# give both. Whatever torch it is built against is the one that it runs with.
+# give both. Whatever torch it is built against is the one that it runs with. The first download takes a Python with torch
+# (any), packaging, setuptools and wheel: flash-attn's setup.py imports them to say its own version.
 #
 #     bench/gpu/build_fa2.sh [flash_attn-2.8.3.post2.tar.gz [FOLDER OF torch]]     PYTHON=, NVCC=, JOBS=1
 set -euo pipefail
@@ -20,6 +21,10 @@ torch=${2:-$out/torch}
 mkdir -p "$out"
 
 if [ ! -f "$sdist" ]; then
+  "$python" -c 'import packaging, setuptools, torch, wheel' || {
+    echo "to fetch flash-attn, $python needs torch, packaging, setuptools and wheel; or name another PYTHON" >&2
+    exit 1
+  }
   FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "$python" -m pip download --quiet --no-deps --no-binary :all: \
     --no-build-isolation --dest "$out" "flash-attn==$version"
 fi
