@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,11 +19,15 @@ from bench.harness.report import Goal, Report
 _ROOT = Path(__file__).parents[2]
 
 
-def run(files: Sequence[str]) -> Report:
-    """Runs the files one after another, each in a process: an access that poisons a context fails no other file."""
+def run(files: Sequence[str], *, at_once: int = 1) -> Report:
+    """Runs the files one after another, each in a process: an access that poisons a context fails no other file.
+
+    Args:
+        at_once: so many tests of a file at a time, each in a process, if pytest-xdist is installed.
+    """
     figures = Figures()
     for file in files:
-        counts = _run(file)
+        counts = _run(file, at_once)
         figures.append({"file": file, **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}})
     return Report(
         parameters={},
@@ -35,7 +40,7 @@ def run(files: Sequence[str]) -> Report:
     )
 
 
-def _run(file: str) -> Counter[str]:
+def _run(file: str, at_once: int) -> Counter[str]:
     results = Path(os.environ[OUT]) / f"{Path(file).stem}.xml"
     results.unlink(missing_ok=True)
     command = [
@@ -49,6 +54,9 @@ def _run(file: str) -> Counter[str]:
         "faulthandler_timeout=45",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:benchmark",  # it warns of processes side by side, and warnings are errors
+        *(["-n", str(at_once)] if at_once > 1 and find_spec("xdist") else []),
         f"--junitxml={results}",
     ]
     # The tests decide for themselves what they run on; the stub is not it.

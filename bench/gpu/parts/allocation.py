@@ -15,7 +15,7 @@ from vattn import KVCache, KVConfig
 
 ABOUT = "allocation bandwidth by layout, with and without the worker"
 RANK = 7
-SECONDS = 50
+SECONDS = 40
 
 _SLOTS = 8
 

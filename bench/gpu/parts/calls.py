@@ -16,7 +16,7 @@ from bench.harness.report import Goal, Report
 
 ABOUT = "latency of the driver's memory calls, per page and per range, by page size"
 RANK = 3
-SECONDS = 30
+SECONDS = 20
 
 _RANGE_BYTES = 2 * 2**30
 

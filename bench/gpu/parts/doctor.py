@@ -8,7 +8,7 @@ from vattn.doctor import doctor
 
 ABOUT = "what vattn doctor says of this machine"
 RANK = 1
-SECONDS = 30
+SECONDS = 20
 
 
 def run(quick: bool) -> Report:

@@ -7,8 +7,8 @@ from bench.harness.report import Report
 
 ABOUT = "tests/gpu: graphs, kernels on every side"
 RANK = 6
-SECONDS = 110
+SECONDS = 150
 
 
 def run(quick: bool) -> Report:
-    return device_tests.run(("tests/gpu/test_graphs_device.py", "tests/gpu/test_kernels_device.py"))
+    return device_tests.run(("tests/gpu/test_graphs_device.py", "tests/gpu/test_kernels_device.py"), at_once=6)
