@@ -169,6 +169,7 @@ class World:
         self.kv = self.llm.core.kv
         self._prepare = self.kv.prepare
         self.kv.prepare = self._prepare_or_refuse
+        self.llm.core.runner.launches = self.rng.random() < 0.5  # as on a GPU: what comes is decided after the model
         self._handles = [
             self.model.get_input_embeddings().register_forward_hook(self._forward),
             self.model.get_output_embeddings().register_forward_hook(self._score),
@@ -265,13 +266,13 @@ class World:
         self._excuse("FloatingPointError")
         return output * math.nan
 
-    def _prepare_or_refuse(self, lengths: Any, *next_lengths: Any) -> None:
+    def _prepare_or_refuse(self, lengths: Any, *next_lengths: Any, **options: Any) -> None:
         if self._refusals and next_lengths:
             self._refusals -= 1
             self.counts["faults: refused"] += 1
             self._excuse("OutOfPages")
             raise vattn.OutOfPages("no memory", missing_pages=1, missing_bytes=4096)
-        self._prepare(lengths, *next_lengths)
+        self._prepare(lengths, *next_lengths, **options)
 
     def _excuse(self, error: str) -> None:
         for ticket in self.live.values():

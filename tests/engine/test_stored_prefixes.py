@@ -426,11 +426,11 @@ def test_a_restoration_that_fails_is_a_miss(path: Path, monkeypatch: pytest.Monk
     with make_llm(make_model("llama"), path) as llm:
         real, refused = getattr(llm.core.kv, call), []
 
-        def refuse(*arguments: Any) -> Any:
+        def refuse(*arguments: Any, **options: Any) -> Any:
             if not refused:
                 refused.append(arguments)
                 raise OutOfPages("no page is free", missing_pages=1, missing_bytes=4096)
-            return real(*arguments)
+            return real(*arguments, **options)
 
         monkeypatch.setattr(llm.core.kv, call, refuse)
         (output,) = run(llm, PROMPT)
