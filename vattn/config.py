@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ _MIN_PAGE_TOKENS = 16
 _MOST_TOKEN_PAGES = 8
 
 # An automatic layout is the fastest to read with which requests leave at most this share of the budget unused when all
-# slots run.
-_MOST_WASTE = 1 / 4
+# slots run. On CUDA it can be less, since there are steps between the layouts: pages are large, of one size, and dear.
+_MOST_WASTE = {"cpu": 1 / 4, "cuda": 1 / 16}
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
 
@@ -63,7 +63,11 @@ class KVConfig:
         layout: "layer" (a K and a V tensor per layer), "sliced" (a K and a V tensor for all layers) or "fused" (one
             tensor), in descending order of tokens per page. "auto" takes the first with which the last blocks of
             requests leave at most a quarter of the budget unused when every slot has a request; if there is none, the
-            layout and the pages that leave least unused.
+            layout and the pages that leave least unused. On CUDA that is a sixteenth, and what `layers_per_tensor` says
+            is chosen, too.
+        layers_per_tensor: in the layouts "sliced" and "fused", most layers side by side in a tensor; there are as many
+            tensors as it takes. Of several groups of layers each takes the greatest number up to this that divides
+            its layers. By default all, or what "auto" chooses.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
             on the CPU, where attention reads it fastest, and NHD on CUDA, whose kernels expect it.
         block_tokens: most tokens that a page may cover. With a fixed page size it determines the layout, with a fixed
@@ -96,6 +100,7 @@ class KVConfig:
     memory_utilization: float | Literal["auto"] = "auto"
     page_size: int | Literal["auto"] = "auto"
     layout: LayoutName | Literal["auto"] = "auto"
+    layers_per_tensor: int | None = None
     kv_order: KVOrder | Literal["auto"] = "auto"
     block_tokens: int | None = None
     guard_rows: int = 0
@@ -121,6 +126,13 @@ class KVConfig:
         for name in ("guard_rows", "eager_pages"):
             self._check_int(name, at_least=0, at_most=MOST_TOKENS)
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        if self.layers_per_tensor is not None:
+            self._check_int("layers_per_tensor", at_least=1, at_most=MOST_LAYERS)
+            if self.layout == "layer":
+                raise ConfigError(
+                    f"layers_per_tensor={self.layers_per_tensor} is for the layouts 'sliced' and 'fused'; in 'layer' a "
+                    "tensor has one layer"
+                )
         check_choice("kv_order", self.kv_order, ("auto", "NHD", "HND"))
         check_choice("guard", self.guard, ("zero", "strict"))
         for name in ("overlap", "deferred_reclamation", "zero_on_free"):
@@ -217,8 +229,8 @@ def default_kv_order(device: str | torch.device) -> KVOrder:
     return _AUTO_KV_ORDER[drivers.parse(device).type]
 
 
-def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
-    """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
+def build_layout(config: KVConfig, name: LayoutName, page_size: int, layers_per_tensor: int | None = None) -> Layout:
+    """The geometry of `config` in layout `name` with pages of `page_size` bytes, and so many layers in a tensor."""
     return build(
         name,
         default_kv_order(config.device) if config.kv_order == "auto" else config.kv_order,
@@ -226,8 +238,32 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
         slots=config.max_batch_size,
         tokens=config.max_context_len + config.guard_rows,
         page_size=page_size,
+        layers_per_tensor=layers_per_tensor,
         window_guard=_WINDOW_GUARD[drivers.parse(config.device).type],
     )
+
+
+def candidates(config: KVConfig, page_sizes: Sequence[int]) -> Iterator[Layout]:
+    """The layouts that a config leaves open, from the fastest to read to the finest, each with these pages in turn."""
+    given = config.layers_per_tensor
+    arrangements: list[tuple[LayoutName, int | None]]
+    if config.layout != "auto":
+        arrangements = [(config.layout, given)]
+    elif given is not None:
+        arrangements = [("sliced", given), ("fused", given)]
+    else:
+        sizes = [len(group.indices) for group in config.tensor_groups]
+        steps = range(2, max(sizes)) if drivers.parse(config.device).type == "cuda" else ()
+        between: list[tuple[LayoutName, int | None]] = [
+            ("sliced", step) for step in steps if any(size % step == 0 for size in sizes)
+        ]
+        arrangements = [("layer", None), *between, ("sliced", None), ("fused", None)]
+    return (build_layout(config, name, size, layers) for name, layers in arrangements for size in page_sizes)
+
+
+def most_waste_share(device: str | torch.device) -> float:
+    """The share of its budget that an automatic layout may leave unused on `device` when all slots run."""
+    return _MOST_WASTE[drivers.parse(device).type]
 
 
 def budget_bytes(
@@ -273,8 +309,6 @@ def resolve(
         budget = pool_budget
     else:
         budget = budget_bytes(config.memory_budget, config.device, config.memory_utilization)
-    names = LAYOUTS if config.layout == "auto" else (config.layout,)
-
     if pool_page_size is not None:
         if config.page_size not in ("auto", pool_page_size):
             raise ConfigError(
@@ -288,20 +322,21 @@ def resolve(
 
     open_size = len(sizes) > 1
     # Lazily, as building a layout is the slowest part and one of the first usually fits.
-    candidates: Iterable[Layout] = (build_layout(config, name, size) for name in names for size in sizes)
+    layouts: Iterable[Layout] = candidates(config, sizes)
     if config.block_tokens is not None:
-        candidates = list(candidates)
-        fine = [c for c in candidates if c.page_tokens <= config.block_tokens]
+        layouts = list(layouts)
+        fine = [c for c in layouts if c.page_tokens <= config.block_tokens]
         if not fine:
-            best = min(candidates, key=lambda c: c.page_tokens)
+            best = min(layouts, key=lambda c: c.page_tokens)
             raise ConfigError(
                 f"block_tokens={config.block_tokens} is not possible: the finest here is {best.page_tokens} tokens "
                 f"(layout={best.name!r}, page_size={best.page_size})"
             )
         coarsest = max(c.page_tokens for c in fine)
-        candidates = [c for c in fine if c.page_tokens == coarsest]
+        layouts = [c for c in fine if c.page_tokens == coarsest]
         open_size = False
-    chosen = choose(candidates, budget, device.mapping_limit(), open_size=open_size, most_waste=most_waste)
+    share = most_waste_share(config.device)
+    chosen = choose(layouts, budget, device.mapping_limit(), open_size=open_size, share=share, most_waste=most_waste)
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
@@ -309,7 +344,7 @@ def resolve(
         finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if fixed else ""
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
-            f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
+            f"{chosen.label!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
             f"({format_bytes(need)}) for a slot's first token; give or free more memory{finer}"
         )
     return chosen, pages
@@ -321,6 +356,7 @@ def choose(
     mapping_limit: int | None,
     *,
     open_size: bool,
+    share: float,
     most_waste: int | None = None,
 ) -> Layout:
     """The best layout: the first one that is cheap to map and wastes little, or else the one that wastes least.
@@ -330,6 +366,7 @@ def choose(
         budget: bytes.
         mapping_limit: mappings that the process may have; None without such a limit.
         open_size: whether the page size is to be chosen, and not only the layout.
+        share: of the budget, that requests may leave unused when all slots run.
         most_waste: as for `resolve`.
     """
 
@@ -340,8 +377,8 @@ def choose(
         return candidate.usual_waste * candidate.slots
 
     def may_waste(candidate: Layout) -> float:
-        share = _MOST_WASTE * candidate.budget_pages(budget) * candidate.page_size
-        return share if most_waste is None else min(share, most_waste)
+        most = share * candidate.budget_pages(budget) * candidate.page_size
+        return most if most_waste is None else min(most, most_waste)
 
     tried = []
     for candidate in candidates:

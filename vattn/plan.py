@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vattn import drivers
-from vattn.config import KVConfig, build_layout, choose
+from vattn.config import KVConfig, build_layout, candidates, choose, most_waste_share
 from vattn.errors import ConfigError
 from vattn.groups import MOST_TOKENS, TensorGroup, check_int
 from vattn.layout import LAYOUTS, Band, Layout, TensorKind
@@ -38,7 +38,7 @@ class Option:
 
     Attributes:
         kind: "paged" or "virtual".
-        layout: the layout of a virtual cache.
+        layout: the layout of a virtual cache, with the layers in a tensor where these are not all.
         page_size: bytes of a page of a virtual cache, of a block of a paged one.
         block_tokens: tokens per page or block; 0 where a token is larger than a page.
         longest_requests: requests of `max_context_len` tokens that fit at a time.
@@ -149,6 +149,7 @@ def plan(
     best, baseline = planner.virtual(automatic), planner.paged(_BASELINE)
     options = [planner.paged(size) for size in block_sizes]
     options += [planner.virtual(build_layout(config, name, size)) for name in LAYOUTS for size in page_sizes]
+    options += [planner.virtual(layout) for layout in planner.steps()]
     for needed in (baseline, best):
         if needed not in options:
             options.append(needed)
@@ -180,10 +181,19 @@ class _Planner:
         self._mapping_limit = host.mapping_limit() if self._on_host else None
         self._live = self._mean(lambda length: _live(config.tensor_groups, length))
 
+    def steps(self) -> list[Layout]:
+        """What an automatic layout chooses from besides the three, with pages that the device has."""
+        return [layout for layout in candidates(self._config, self._pages) if layout.layers_per_tensor is not None]
+
     def automatic(self) -> Layout:
         """What a cache with `layout="auto"` and `page_size="auto"` would have."""
-        layouts = (build_layout(self._config, name, size) for name in LAYOUTS for size in self._pages)
-        return choose(layouts, self._memory, self._mapping_limit, open_size=len(self._pages) > 1)
+        return choose(
+            candidates(self._config, self._pages),
+            self._memory,
+            self._mapping_limit,
+            open_size=len(self._pages) > 1,
+            share=most_waste_share(self._config.device),
+        )
 
     def paged(self, block_size: int) -> Option:
         config = self._config
@@ -211,7 +221,7 @@ class _Planner:
         )
         return Option(
             kind="virtual",
-            layout=layout.name,
+            layout=layout.label,
             page_size=layout.page_size,
             block_tokens=layout.page_tokens,
             # The guard rows of a window are backed, and no query needs them.

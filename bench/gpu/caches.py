@@ -20,7 +20,14 @@ BLOCK_SIZE = 256  # the smallest that FlashAttention 2 takes
 
 
 def virtual(
-    slots: int, tokens: int, *, layers: int = 1, layout: str = "auto", kv_order: str = "NHD", overlap: bool = True
+    slots: int,
+    tokens: int,
+    *,
+    layers: int = 1,
+    layout: str = "auto",
+    layers_per_tensor: int | None = None,
+    kv_order: str = "NHD",
+    overlap: bool = True,
 ) -> VirtualKV:
     """A cache with address space for `tokens` tokens in each slot, and a budget that backs all of them."""
     row = 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
@@ -34,6 +41,7 @@ def virtual(
         device="cuda",
         memory_budget=slots * (tokens * row + 2 * layers * KV_HEADS * PAGE),
         layout=layout,
+        layers_per_tensor=layers_per_tensor,
         kv_order=kv_order,
         overlap=overlap,
         eager_pages=0,

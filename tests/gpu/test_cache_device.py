@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
     "device": "cuda",
     "page_size": 2**21,
     "memory_budget": 16 * 2**21,
+    "layout": "layer",
     "eager_pages": 0,
     "watermark": 0,
 }

@@ -17,6 +17,7 @@ BASE: dict[str, Any] = {
     "max_context_len": 8 * TOKENS,
     "device": "cuda",
     "memory_budget": 16 * PAGE,  # one slot at full length
+    "layout": "layer",
     "eager_pages": 0,
     "watermark": 0,
 }

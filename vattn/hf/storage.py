@@ -20,7 +20,7 @@ from vattn.errors import CacheClosed, ConfigError, ForkedProcess, InvalidLength,
 from vattn.groups import TensorGroup
 from vattn.hf.batch_rows import BatchRows
 from vattn.hf.decoding import Coded
-from vattn.layout import LayoutName
+from vattn.layout import Layout
 from vattn.pool.pool import PagePool
 from vattn.pool.shared import is_shared, shared_pool
 from vattn.quantised import Scales, quantise, quantised_groups
@@ -37,9 +37,11 @@ _SUMMED = (
     *("reserved_bytes", "live_bytes", "steps", "step_seconds", "waits", "wait_seconds"),
 )
 
-# Bytes that all rows may always leave unused; more only where the first update stores as much. A share of the budget,
-# as for an engine that fills it, would be a gigabyte for a few short prompts: an automatic one is half of the machine.
+# Bytes that all rows may always leave unused; more only where the first update stores as much, or on CUDA, whose memory
+# is dear, so many times as much. A share of the budget, as for an engine that fills it, would be a gigabyte for a few
+# short prompts: an automatic one is half of the machine.
 _ALLOWED_WASTE = 64 * 2**20
+_STORED_PER_WASTE_ON_CUDA = 8
 
 _storages: weakref.WeakSet[Storage] = weakref.WeakSet()
 
@@ -607,7 +609,9 @@ class Storage:
         assert self._rows is not None
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
-        most_waste = max(_ALLOWED_WASTE, tokens * len(self._windows) * shape.token_bytes)
+        stored = tokens * len(self._windows) * shape.token_bytes
+        share = _STORED_PER_WASTE_ON_CUDA if shape.device.type == "cuda" else 1
+        most_waste = max(_ALLOWED_WASTE, stored // share)
         layout = self._find_pool(shape, most_waste) if self._pool is None else None
         assert self._pool is not None
         groups, scales = self._groups(shape, alike, window)
@@ -615,8 +619,8 @@ class Storage:
         if config.layout == "auto" and config.block_tokens is None:
             if layout is None:
                 sizes = {"pool_page_size": self._pool.page_size, "pool_budget": self._pool.budget}
-                layout = resolve(config, **sizes, most_waste=most_waste)[0].name
-            config = replace(config, layout=layout)
+                layout, _ = resolve(config, **sizes, most_waste=most_waste)
+            config = replace(config, layout=layout.name, layers_per_tensor=layout.layers_per_tensor)
         cache = self._make(config, self._rows)
         places = self._places | {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
         leases = self._leases | {cache: _Lease(cache)}
@@ -634,7 +638,7 @@ class Storage:
             raise
         return cache
 
-    def _find_pool(self, shape: Shape, most_waste: int) -> LayoutName:
+    def _find_pool(self, shape: Shape, most_waste: int) -> Layout:
         """Chooses the pool, assuming that all layers have this shape, and returns their layout. `most_waste` is that of
         `resolve`.
 
@@ -661,7 +665,7 @@ class Storage:
         else:
             pool = shared_pool(budget, shape.device, layout.page_size, config.guard)
         self._pool, self._owns_pool, self._settings = pool, owns, settings
-        return layout.name
+        return layout
 
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None

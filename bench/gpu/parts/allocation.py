@@ -10,7 +10,7 @@ from bench.gpu import PAGE
 from bench.gpu.device import DTYPE, HEAD_DIM, KV_HEADS
 from bench.gpu.figures import Figures
 from bench.harness import allocation
-from bench.harness.report import Goal, Report
+from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
 
 ABOUT = "allocation bandwidth by layout and page size, with and without the worker"
@@ -45,7 +45,7 @@ def run(quick: bool) -> Report:
                 watermark=0,
             )
             who = "the worker" if overlap else "the caller"
-            case = {"layout": layout, "page MiB": page / 2**20, "by": who}
+            case: Row = {"layout": layout, "page MiB": page / 2**20, "by": who}
             with KVCache(config) as cache:
                 for what in ("new pages", "used pages"):
                     figures.append({**case, "memory": what, **allocation.in_the_step(cache, length)})

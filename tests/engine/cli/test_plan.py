@@ -23,7 +23,7 @@ def test_a_table_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> Non
     assert "32 layers of 4 KV heads of 128; bfloat16: 64.0 KiB per token on each of 2 GPUs" in out
     lines = out.splitlines()
     rows = [line for line in lines if line.startswith(("  paged", "  virtual", "> virtual"))]
-    assert len(rows) == 4 + 3 * 6
+    assert len(rows) == 4 + 3 * 6 + 4  # 2, 4, 8 and 16 layers a tensor
     (chosen,) = [row for row in rows if row.startswith("> ")]
     assert chosen.split()[1:5] == ["virtual,", "layer", "2.0", "MiB"]
     assert "64.0 KiB*" in out

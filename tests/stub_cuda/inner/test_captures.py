@@ -138,7 +138,7 @@ import vattn
 stub_cuda.stand_in()
 cache = vattn.KVCache(vattn.KVConfig(
     num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=1, max_context_len=8192, device="cuda",
-    memory_budget="16MiB", eager_pages=0, overlap=False))
+    memory_budget="16MiB", layout="layer", eager_pages=0, overlap=False))
 stream = control.stream()
 cache.step({cache.alloc_reqid(): 10}, stream=stream)
 control.capture(stream, True)

@@ -16,6 +16,7 @@ from bench.gpu.parts.calls import PAPER
 from stub_cuda import Stub
 from tests.support import scripts
 from vattn import _native, drivers
+from vattn.config import resolve
 from vattn.doctor import doctor
 from vattn.drivers import cuda
 
@@ -28,6 +29,7 @@ BASE: dict[str, Any] = {
     "max_context_len": 20_000,
     "device": "cuda",
     "memory_budget": "48MiB",
+    "layout": "layer",
 }
 
 
@@ -160,7 +162,7 @@ stub_cuda.stand_in()
 control, prompt = stub_cuda.Stub(), list(range(5000))  # a block of 4096 tokens, and a part of one
 cache = vattn.KVCache(vattn.KVConfig(
     num_layers=1, num_kv_heads=1, head_dim=128, dtype="float32", max_batch_size=3, max_context_len=8192, device="cuda",
-    memory_budget="32MiB", eager_pages=0))
+    memory_budget="32MiB", layout="layer", eager_pages=0))
 first, _ = cache.admit(prompt)
 cache.step({first: 5000})
 k, v = cache.layer(0)
@@ -195,6 +197,30 @@ def test_pages_are_shared_by_writable_mappings_if_the_driver_has_no_others(stub:
         "a stray write to one does not fault",
         "(0, 0, 0, 0) []",
     ]
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("slots", "budget", "label", "page_tokens"),
+    [
+        (8, "16GiB", "layer", 1024),
+        (64, "60GiB", "sliced, 2 layers a tensor", 512),
+        (64, "16GiB", "sliced, 4 layers a tensor", 256),
+        (256, "60GiB", "sliced, 8 layers a tensor", 128),
+        (1024, "32GiB", "sliced", 32),
+        (1024, "2GiB", "fused", 16),
+    ],
+)
+def test_auto_leaves_a_sixteenth_of_the_budget_in_last_blocks(
+    slots: int, budget: str, label: str, page_tokens: int
+) -> None:
+    """Llama-3-8B; a request leaves half a page unused per tensor on average."""
+    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    config = vattn.KVConfig(**shape, max_batch_size=slots, max_context_len=16_384, memory_budget=budget)
+    made, _ = resolve(config)
+    assert (made.label, made.page_tokens) == (label, page_tokens)
 
 
 # Threads

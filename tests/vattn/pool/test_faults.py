@@ -33,6 +33,7 @@ class Setup:
             "max_context_len": 640,
             "device": DEVICE,
             "memory_budget": 64 * PAGE,
+            "layout": "layer",
             "eager_pages": 0,
             "watermark": 0,
         }
@@ -406,7 +407,9 @@ def test_any_address_space_of_several_may_be_refused() -> None:
     groups = [vattn.TensorGroup(layers=[i], num_kv_heads=1, head_dim=16, sliding_window=40 * i or None) for i in (0, 1)]
     table = FaultyTable()
     pool = vattn.PagePool(64 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
-    config = vattn.KVConfig(groups=groups, dtype="float32", max_batch_size=3, max_context_len=640, device=DEVICE)
+    config = vattn.KVConfig(
+        groups=groups, dtype="float32", max_batch_size=3, max_context_len=640, device=DEVICE, layout="layer"
+    )
     for nth in range(1, 5):
         table.fail(nth, name="cuMemAddressReserve")
         with pytest.raises(vattn.DriverError, match="cuMemAddressReserve failed"):
@@ -488,6 +491,7 @@ def test_address_space_that_cannot_be_reserved_is_an_error_and_leaves_nothing(
         max_batch_size=3,
         max_context_len=640,
         device=DEVICE,
+        layout="layer",
     )
     with pytest.raises(vattn.DriverError, match="cuMemAddressReserve") as caught:
         vattn.KVCache(config, pool=pool)
