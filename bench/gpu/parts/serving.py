@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
 
@@ -89,6 +90,11 @@ def _row(
 ) -> Row:
     tokens = sum(timing.output_tokens for timing in played.timings)
     firsts = [timing.ttft for timing in played.timings]
+    decodes = [step for step in steps if not step.prefill_tokens] or steps
+
+    def milliseconds(of: Callable[[StepRecord], float]) -> float:
+        return 1e3 * median(map(of, decodes))
+
     return {
         "cache": name,
         "kernel": attention.name,
@@ -96,6 +102,11 @@ def _row(
         "output tokens/s": tokens / played.seconds,
         "TTFT s": median(firsts),
         "TTFT s, 90th percentile": quantiles(firsts, n=10)[8],
+        "steps": len(steps),
+        "of decodes only": len(decodes),
+        "their schedule ms": milliseconds(lambda step: step.schedule_seconds),
+        "prepare ms": milliseconds(lambda step: step.prepare_seconds),
+        "forward ms": milliseconds(lambda step: step.forward_seconds),
         "most running": max(step.num_running for step in steps),
         "preempted": sum(step.num_preempted for step in steps),
         "used GiB": max(step.kv.used_bytes for step in steps) / 2**30,
