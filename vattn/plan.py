@@ -15,7 +15,7 @@ from vattn import drivers
 from vattn.config import KVConfig, build_layout, candidates, choose, most_waste_share
 from vattn.errors import ConfigError
 from vattn.groups import MOST_TOKENS, TensorGroup, check_int
-from vattn.layout import LAYOUTS, Band, Layout, TensorKind
+from vattn.layout import LAYOUTS, Band, Layout, LayoutName, TensorKind
 from vattn.units import format_bytes
 
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
@@ -38,7 +38,8 @@ class Option:
 
     Attributes:
         kind: "paged" or "virtual".
-        layout: the layout of a virtual cache, with the layers in a tensor where these are not all.
+        layout: the layout of a virtual cache.
+        layers_per_tensor: as `KVConfig.layers_per_tensor`.
         page_size: bytes of a page of a virtual cache, of a block of a paged one.
         block_tokens: tokens per page or block; 0 where a token is larger than a page.
         longest_requests: requests of `max_context_len` tokens that fit at a time.
@@ -54,7 +55,8 @@ class Option:
     """
 
     kind: Literal["paged", "virtual"]
-    layout: str | None
+    layout: LayoutName | None
+    layers_per_tensor: int | None
     page_size: int
     block_tokens: int
     longest_requests: int
@@ -71,7 +73,8 @@ class Option:
     def __str__(self) -> str:
         if self.kind == "paged":
             return f"paged, blocks of {self.block_tokens} token{'s' * (self.block_tokens > 1)}"
-        return f"virtual, layout {self.layout!r}, pages of {format_bytes(self.page_size)}"
+        layers = "" if self.layers_per_tensor is None else f", {self.layers_per_tensor} layers a tensor"
+        return f"virtual, layout {self.layout!r}{layers}, pages of {format_bytes(self.page_size)}"
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ class _Planner:
         return Option(
             kind="paged",
             layout=None,
+            layers_per_tensor=None,
             page_size=sum(band.kinds[0].page_size for band in bands),
             block_tokens=block_size,
             worst_waste=sum((block_size - 1) * band.token_bytes * (1 + (band.window is not None)) for band in bands),
@@ -221,7 +225,8 @@ class _Planner:
         )
         return Option(
             kind="virtual",
-            layout=layout.label,
+            layout=layout.name,
+            layers_per_tensor=layout.layers_per_tensor,
             page_size=layout.page_size,
             block_tokens=layout.page_tokens,
             # The guard rows of a window are backed, and no query needs them.

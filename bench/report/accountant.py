@@ -30,7 +30,7 @@ def load(tokens: int) -> list[int]:
 
 @functools.cache
 def options(model: str, gpus: int, tokens: int) -> tuple[Option, ...]:
-    """What a single request of about `tokens` tokens takes on one of `gpus` GPUs, by option."""
+    """What a single request of about `tokens` tokens takes on one of `gpus` GPUs, by option that every model has."""
     shape = find_shape(model, tensor_parallel=gpus)
     lengths = load(tokens)
     found = plan(
@@ -41,7 +41,11 @@ def options(model: str, gpus: int, tokens: int) -> tuple[Option, ...]:
         lengths=lengths,
         block_sizes=BLOCK_SIZES,
     )
-    return tuple(option for option in found.options if option.kind == "paged" or option.page_size in PAGE_SIZES)
+    return tuple(
+        option
+        for option in found.options
+        if option.kind == "paged" or (option.page_size in PAGE_SIZES and option.layers_per_tensor is None)
+    )
 
 
 def grid() -> dict[str, Any]:
