@@ -64,7 +64,7 @@ from bench.gpu import device
 assert device.over_stub()
 from bench.gpu.__main__ import find_parts
 for name, part in find_parts().items():
-    if name not in ("memory_tests", "kernel_tests", "sanitizer"):  # which start tests that need a GPU
+    if name not in ("memory_tests", "kernel_tests", "model_tests", "sanitizer"):  # which start tests that need a GPU
         report = part.load().run(True)
         rows = [list(row) for row in report.figures]
         assert report.figures and all(row == rows[0] for row in rows), name
@@ -92,7 +92,7 @@ def test_every_part_runs_over_the_stub() -> None:
     environment = device.stub_environment()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {*done.stdout.split()} | {"memory_tests", "kernel_tests", "sanitizer"} == gpu.find_parts().keys()
+    assert {*done.stdout.split()} | {"memory_tests", "kernel_tests", "model_tests", "sanitizer"} == gpu.find_parts().keys()
 
 
 STALLS = """

@@ -15,7 +15,7 @@ from bench.harness.report import Goal, Report
 from vattn import KVCache, KVConfig
 
 ABOUT = "admission of requests whose prefix is cached, by length and layout"
-RANK = 11
+RANK = 12
 SECONDS = 30
 
 _SLOTS = 8

@@ -14,7 +14,7 @@ from bench.harness.report import Goal, Report, Row
 from vattn import KVCache, KVConfig
 
 ABOUT = "allocation bandwidth by layout and page size, with and without the worker"
-RANK = 7
+RANK = 8
 SECONDS = 40
 
 _SLOTS = 8

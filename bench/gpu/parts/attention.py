@@ -41,7 +41,7 @@ from vattn.attention import AttentionParams, PackedBatch, Span
 
 ABOUT = "decode and prefill attention: virtual, pre-allocated and paged"
 RANK = 5
-SECONDS = 150
+SECONDS = 120
 
 _TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 _COLD_BYTES = 0 if STUB else 2**28  # well beyond a second-level cache of 50 MB

@@ -25,7 +25,7 @@ from vattn.errors import NoFreeSlot, OutOfPages
 from vattn.packed import KVShape
 
 ABOUT = "requests that fit a memory budget, by backend and layout"
-RANK = 16
+RANK = 17
 SECONDS = 40
 
 # The backend, and the options of `KVConfig`, by what the table calls them.

@@ -21,7 +21,7 @@ from bench.harness.report import Goal, Report
 from vattn import VirtualCache
 
 ABOUT = "VirtualCache beside DynamicCache and StaticCache under generate()"
-RANK = 17
+RANK = 18
 SECONDS = 120
 
 

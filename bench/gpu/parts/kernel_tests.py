@@ -7,7 +7,7 @@ from bench.harness.report import Report
 
 ABOUT = "tests/gpu: graphs, kernels on every side"
 RANK = 6
-SECONDS = 150
+SECONDS = 140
 
 
 def run(quick: bool) -> Report:

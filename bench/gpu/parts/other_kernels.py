@@ -21,7 +21,7 @@ from bench.harness.report import Report, Row
 from vattn.attention import Case, adapters
 
 ABOUT = "attention by kernels that may be there (flash-attn 3, FlashInfer), and over blocks of 16 tokens"
-RANK = 18
+RANK = 19
 SECONDS = 30
 
 _KERNELS = (*(["torch_sdpa"] if STUB else []), "flash_attn_2", "torch_flash", "flash_attn_3", "flashinfer")

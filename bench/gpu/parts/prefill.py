@@ -17,7 +17,7 @@ from bench.harness.report import Goal, Report
 from vattn.engine import SamplingParams
 
 ABOUT = "prefill tokens/s of a model through the engine: virtual, pre-allocated and paged"
-RANK = 15
+RANK = 16
 SECONDS = 90
 
 _SAMPLING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

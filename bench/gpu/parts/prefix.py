@@ -17,7 +17,7 @@ from vattn.engine import SamplingParams
 from vattn.engine.scheduling.record import StepRecord
 
 ABOUT = "requests with a prompt in common: time to first token, memory"
-RANK = 10
+RANK = 11
 SECONDS = 70
 
 

@@ -19,7 +19,7 @@ from bench.gpu.lifetime import end_with
 from bench.harness.report import Goal, Report
 
 ABOUT = "compute-sanitizer over the cache's device tests"
-RANK = 19
+RANK = 20
 SECONDS = 100
 
 _ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from vattn.attention import AttentionParams, PackedBatch, Span
 from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "slots more than 100 GB apart"
-RANK = 13
+RANK = 14
 SECONDS = 30
 
 _LENGTH = 500
