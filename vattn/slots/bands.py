@@ -251,11 +251,8 @@ class Bands:
     def find(self, keys: Iterable[Key]) -> list[Key]:
         """The longest prefix of keys for which all blocks that queries after it see are cached."""
         whole = [band.shared.index for band in self._bands if band.band.window is None]
-        found = []
-        for key in keys:
-            if not all(index.get(key) for index in whole):
-                break
-            found.append(key)
+        cached = whole[0].get if len(whole) == 1 else lambda key: all(index.get(key) for index in whole)
+        found = list(itertools.takewhile(cached, keys))
         windowed = [(band, band.cached_rows(found)) for band in self._bands if band.band.window is not None]
         count = len(found)
         while count and any(rows[count] < count - band.first_block(count) for band, rows in windowed):

@@ -448,11 +448,11 @@ class SharedBlocks:
             self._recount(block)
 
     def _acquire(self, blocks: Iterable[PageBlock]) -> None:
-        for block in (found := list(blocks)):
-            self.index.acquire((block,))
-            self._uses += 1
-            self._several += block.users == 2 and not block.foreign
+        found = list(blocks)
+        self.index.acquire(found)
+        self._uses += len(found)
         for block in found:
+            self._several += block.users == 2 and not block.foreign
             self._recount(block)
 
     def _release(self, blocks: Sequence[PageBlock]) -> None:
