@@ -225,8 +225,6 @@ class World:
                 "eager_pages": rng.choice([0, 0, 1]),
                 "watermark": rng.choice([0.0, 0.2]),
             }
-            if options["kv_options"]["layout"] != "layer":
-                options["kv_options"]["layers_per_tensor"] = rng.choice([None, 1, 2])
             memory += 6 * page
         elif kv == "windows":
             options |= {"kv_options": {"windows": True}, "block_size": 32}

@@ -164,8 +164,6 @@ def _draw_cache(rng: random.Random, page_size: int, zeroes: bool, guard: str) ->
         "guard": rng.choice(("zero", guard)),
         "zero_on_free": zeroes and rng.random() < 0.8,
     }
-    if options["layout"] != "layer":
-        options["layers_per_tensor"] = rng.choice((None, None, 1, 2, 3))
     if page_size > 4096:
         block = _block_tokens(options, 1 << 16)
         options["max_context_len"] = block * rng.randint(3, 5) + rng.randrange(block)

@@ -19,7 +19,6 @@ _PLAIN: dict[str, Any] = {
     "watermark": 0.0,
     "guard_rows": 0,
     "guard": "zero",
-    "layers_per_tensor": None,
     "layout": "layer",
     "kv_order": "NHD",
     "dtype": "float32",
