@@ -14,7 +14,8 @@
 # named in the next one: bench/gpu.sh --out DIR PART ...
 #
 # Each leaves one tar and one table in DIR, and what it had measured until then if it is killed. VATTN_COMMIT is for the
-# records of a checkout without .git, or with an older one. VATTN_GPU_KERNELS=NAME,... compares other kernels (docs/cuda.md).
+# records of a checkout without .git, or with an older one. VATTN_GPU_KERNELS=NAME,... compares other kernels
+# (docs/cuda.md).
 #
 #     bench/gpu.sh [--quick] [--out DIR] [--first N | PART ...]          PYTHON=... for another Python
 set -euo pipefail

@@ -25,6 +25,7 @@ class Calls(MemoryCalls):
         device = drivers.find("cuda")
         assert isinstance(device, CudaDevice)
         self.granularity = device.granularity
+        # Ranges as CUDA's driver 580 takes them, and the stub does not; the library itself never asks for it.
         super().__init__(device.table(), device._prop, unmap_ranges=not STUB)
         self._context = int(device._context)
         self.enter()

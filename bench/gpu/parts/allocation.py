@@ -66,20 +66,11 @@ def run(quick: bool) -> Report:
         parameters={"layers": layers, "budget": budget, **calls},
         figures=figures,
         goals=[
-            Goal(
-                "new pages of 2 MiB, GB/s, slowest layout, by the caller",
-                slowest("the caller", "new pages"),
-                ">=",
-                35,
-            ),
-            Goal(
-                "new pages of 2 MiB, GB/s, slowest layout, by the worker",
-                slowest("the worker", "new pages"),
-                ">=",
-                35,
-            ),
-            Goal(
-                "new pages of 2 MiB, GB/s, slowest layout, ahead", slowest("the worker", "new pages, ahead"), ">=", 35
-            ),
+            Goal(f"new pages of 2 MiB, GB/s, slowest layout, {what}", slowest(by, memory), ">=", 35)
+            for what, by, memory in (
+                ("by the caller", "the caller", "new pages"),
+                ("by the worker", "the worker", "new pages"),
+                ("ahead", "the worker", "new pages, ahead"),
+            )
         ],
     )
