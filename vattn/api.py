@@ -56,7 +56,6 @@ def init(
     memory_utilization: float | Literal["auto"] = "auto",
     page_size: int | Literal["auto"] = "auto",
     layout: LayoutName | Literal["auto"] = "auto",
-    layers_per_tensor: int | None = None,
     kv_order: KVOrder | Literal["auto"] = "auto",
     block_tokens: int | None = None,
     guard_rows: int = 0,

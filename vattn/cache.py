@@ -538,7 +538,7 @@ class KVCache(PoolMember):
             requests=min(layout.slots, budget // layout.pages(1 + guard)),
             tokens=layout.slots * longest if requests >= layout.slots else requests * longest + alone(rest),
             longest_context=alone(budget),
-            layout=layout.label,
+            layout=layout.name,
             page_size=layout.page_size,
             page_tokens=layout.page_tokens,
             usual_waste=layout.usual_waste,
@@ -742,7 +742,7 @@ class KVCache(PoolMember):
         state = "closed" if self._closed else f"{len(self._slots.length)} of {self.layout.slots} slots active"
         budget = format_bytes(self._ledger.budget * self.layout.page_size)
         return (
-            f"KVCache({state}; {self.layout.label}/{self.layout.kv_order}, {self.layout.page_tokens} tokens per page "
+            f"KVCache({state}; {self.layout.name}/{self.layout.kv_order}, {self.layout.page_tokens} tokens per page "
             f"of {format_bytes(self.layout.page_size)}, budget {budget}, "
             f"{format_bytes(self.layout.reserved_bytes)} reserved)"
         )

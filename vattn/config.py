@@ -19,8 +19,14 @@ from vattn.units import format_bytes, parse_bytes
 _MIN_PAGE_TOKENS = 16
 _MOST_TOKEN_PAGES = 8
 
-# An automatic layout is the fastest to read with which requests leave at most this share of the budget unused when all
-# slots run. On CUDA it can be less, since there are steps between the layouts: pages are large, of one size, and dear.
+# On CUDA it covers the first of these numbers that leaves little unused. Calls take 40 us for a page of any size: those
+# of 2 MiB took 10 % of a prompt's time (Llama-3-8B, an H100). Attention reads pages of all sizes equally fast.
+_CUDA_PAGE_TOKENS = (128, 64, 32, _MIN_PAGE_TOKENS, 0)
+
+# "layer" has the longest blocks by far. On CUDA "sliced" is read as fast, but for 1 %.
+_AUTO_LAYOUTS: dict[str, Sequence[LayoutName]] = {"cpu": LAYOUTS, "cuda": ("sliced", "fused")}
+
+# An automatic layout is the first with which requests leave at most this share of the budget unused when all slots run.
 _MOST_WASTE = {"cpu": 1 / 4, "cuda": 1 / 16}
 
 _AUTO_KV_ORDER: dict[str, KVOrder] = {"cpu": "HND", "cuda": "NHD"}
@@ -58,16 +64,12 @@ class KVConfig:
             CUDA and 0.5 on the host, whose memory is shared with other programs.
         page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest that
             covers at least 16 tokens, that needs at most 8 pages for a token, and with which the budget takes at most
-            half of the kernel's table of mappings. On CUDA a multiple of the device's granularity (2 MiB), which "auto"
-            takes.
+            half of the kernel's table of mappings. On CUDA a multiple of the device's granularity (2 MiB); "auto" takes
+            the smallest, up to 32 MiB, that covers at least 128 tokens, or fewer where that leaves too much unused.
         layout: "layer" (a K and a V tensor per layer), "sliced" (a K and a V tensor for all layers) or "fused" (one
             tensor), in descending order of tokens per page. "auto" takes the first with which the last blocks of
             requests leave at most a quarter of the budget unused when every slot has a request; if there is none, the
-            layout and the pages that leave least unused. On CUDA that is a sixteenth, and what `layers_per_tensor` says
-            is chosen, too.
-        layers_per_tensor: in the layouts "sliced" and "fused", most layers side by side in a tensor; there are as many
-            tensors as it takes. Of several groups of layers each takes the greatest number up to this that divides
-            its layers. By default all, or what "auto" chooses.
+            layout and the pages that leave least unused. On CUDA that is a sixteenth, and "layer" is not among them.
         kv_order: "NHD" (the heads of a token are adjacent) or "HND" (the tokens of a head are adjacent). "auto" is HND
             on the CPU, where attention reads it fastest, and NHD on CUDA, whose kernels expect it.
         block_tokens: most tokens that a page may cover. With a fixed page size it determines the layout, with a fixed
@@ -100,7 +102,6 @@ class KVConfig:
     memory_utilization: float | Literal["auto"] = "auto"
     page_size: int | Literal["auto"] = "auto"
     layout: LayoutName | Literal["auto"] = "auto"
-    layers_per_tensor: int | None = None
     kv_order: KVOrder | Literal["auto"] = "auto"
     block_tokens: int | None = None
     guard_rows: int = 0
@@ -126,13 +127,6 @@ class KVConfig:
         for name in ("guard_rows", "eager_pages"):
             self._check_int(name, at_least=0, at_most=MOST_TOKENS)
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
-        if self.layers_per_tensor is not None:
-            self._check_int("layers_per_tensor", at_least=1, at_most=MOST_LAYERS)
-            if self.layout == "layer":
-                raise ConfigError(
-                    f"layers_per_tensor={self.layers_per_tensor} is for the layouts 'sliced' and 'fused'; in 'layer' a "
-                    "tensor has one layer"
-                )
         check_choice("kv_order", self.kv_order, ("auto", "NHD", "HND"))
         check_choice("guard", self.guard, ("zero", "strict"))
         for name in ("overlap", "deferred_reclamation", "zero_on_free"):
@@ -229,8 +223,8 @@ def default_kv_order(device: str | torch.device) -> KVOrder:
     return _AUTO_KV_ORDER[drivers.parse(device).type]
 
 
-def build_layout(config: KVConfig, name: LayoutName, page_size: int, layers_per_tensor: int | None = None) -> Layout:
-    """The geometry of `config` in layout `name` with pages of `page_size` bytes, and so many layers in a tensor."""
+def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
+    """The geometry of `config` in layout `name` with pages of `page_size` bytes."""
     return build(
         name,
         default_kv_order(config.device) if config.kv_order == "auto" else config.kv_order,
@@ -238,27 +232,26 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int, layers_per_
         slots=config.max_batch_size,
         tokens=config.max_context_len + config.guard_rows,
         page_size=page_size,
-        layers_per_tensor=layers_per_tensor,
         window_guard=_WINDOW_GUARD[drivers.parse(config.device).type],
     )
 
 
 def candidates(config: KVConfig, page_sizes: Sequence[int]) -> Iterator[Layout]:
-    """The layouts that a config leaves open, from the fastest to read to the finest, each with these pages in turn."""
-    given = config.layers_per_tensor
-    arrangements: list[tuple[LayoutName, int | None]]
-    if config.layout != "auto":
-        arrangements = [(config.layout, given)]
-    elif given is not None:
-        arrangements = [("sliced", given), ("fused", given)]
-    else:
-        sizes = [len(group.indices) for group in config.tensor_groups]
-        steps = range(2, max(sizes)) if drivers.parse(config.device).type == "cuda" else ()
-        between: list[tuple[LayoutName, int | None]] = [
-            ("sliced", step) for step in steps if any(size % step == 0 for size in sizes)
-        ]
-        arrangements = [("layer", None), *between, ("sliced", None), ("fused", None)]
-    return (build_layout(config, name, size, layers) for name, layers in arrangements for size in page_sizes)
+    """The layouts that a config leaves open, the best first, with pages of these sizes in bytes, ascending.
+
+    On the host the order is that of the layouts, from the fastest to read to the finest; on CUDA that of the tokens
+    which a page covers.
+    """
+    kind = drivers.parse(config.device).type
+    names = _AUTO_LAYOUTS[kind] if config.layout == "auto" else (config.layout,)
+    if kind == "cpu":
+        return (build_layout(config, name, size) for name in names for size in page_sizes)
+
+    def covering(tokens: int, name: LayoutName) -> Layout:
+        layouts = [build_layout(config, name, size) for size in page_sizes]
+        return next((layout for layout in layouts if layout.page_tokens >= tokens), layouts[-1])
+
+    return (covering(tokens, name) for tokens in _CUDA_PAGE_TOKENS for name in names)
 
 
 def most_waste_share(device: str | torch.device) -> float:
@@ -344,7 +337,7 @@ def resolve(
         finer = ", or choose smaller pages or a finer layout ('sliced', 'fused')" if fixed else ""
         raise ConfigError(
             f"memory_budget={config.memory_budget!r} ({format_bytes(budget)}) is below one token block: layout "
-            f"{chosen.label!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
+            f"{chosen.name!r} with pages of {format_bytes(chosen.page_size)} needs {chosen.pages(1)} pages "
             f"({format_bytes(need)}) for a slot's first token; give or free more memory{finer}"
         )
     return chosen, pages
@@ -362,7 +355,7 @@ def choose(
     """The best layout: the first one that is cheap to map and wastes little, or else the one that wastes least.
 
     Args:
-        candidates: from the fastest to read to the finest, each with its pages in ascending size.
+        candidates: the best first.
         budget: bytes.
         mapping_limit: mappings that the process may have; None without such a limit.
         open_size: whether the page size is to be chosen, and not only the layout.

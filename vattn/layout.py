@@ -12,8 +12,7 @@ head):
     fused    NHD       1                1              N x (K: H x D, V: H x D)
     fused    HND       1                H              N x (K: D, V: D)
 
-The longer the row, the fewer tokens a page covers: blocks are finer, and strides between tokens wider. Between "layer"
-and the others lies what `layers_per_tensor` asks for: several tensors in the place of each, of N layers each.
+The longer the row, the fewer tokens a page covers: blocks are finer, and strides between tokens wider.
 
 Layers that differ are in tensor groups, each with its own virtual tensors in the same layout (N its layers, H its
 heads). Groups with the same window form a *band*: they back the same range of tokens of a slot.
@@ -138,7 +137,6 @@ class Layout:
     Attributes:
         bands: the kinds of virtual tensors, by the range of tokens that they back.
         views: K and V by layer, in order of the layers; `TensorView.kind` is an index into `kinds`.
-        layers_per_tensor: as `build` was asked.
     """
 
     name: LayoutName
@@ -147,12 +145,6 @@ class Layout:
     slots: int
     bands: tuple[Band, ...]
     views: dict[int, tuple[TensorView, TensorView]]
-    layers_per_tensor: int | None = None
-
-    @property
-    def label(self) -> str:
-        """The layout's name, with the layers in a tensor where these are not all."""
-        return self.name if self.layers_per_tensor is None else f"{self.name}, {self.layers_per_tensor} layers a tensor"
 
     @property
     def kinds(self) -> tuple[TensorKind, ...]:
@@ -238,7 +230,6 @@ def build(
     slots: int,
     tokens: int,
     page_size: int,
-    layers_per_tensor: int | None = None,
     window_guard: int = 0,
 ) -> Layout:
     """The layout `name` for `slots` slots of `tokens` tokens (guard rows included).
@@ -246,11 +237,9 @@ def build(
     Args:
         groups: the layers, each in one group; with their element types.
         page_size: bytes of a page, a multiple of every element's.
-        layers_per_tensor: most layers of a group in a tensor, in the layouts that have several: the greatest number up
-            to this that divides the group's layers; None for all.
         window_guard: rows before a window that a kernel may read without using them.
     """
-    return _build(name, kv_order, tuple(groups), slots, tokens, page_size, layers_per_tensor, window_guard)
+    return _build(name, kv_order, tuple(groups), slots, tokens, page_size, window_guard)
 
 
 @functools.lru_cache(maxsize=64)  # a cache per call of generate() asks for the same again and again
@@ -261,16 +250,13 @@ def _build(
     slots: int,
     tokens: int,
     page_size: int,
-    layers_per_tensor: int | None,
     window_guard: int,
 ) -> Layout:
     views: dict[int, tuple[TensorView, TensorView]] = {}
     kinds: list[TensorKind] = []
     members: dict[int | None, tuple[list[TensorKind], list[TensorGroup]]] = {}
     for group in sorted(groups, key=lambda group: group.sliding_window or 0):
-        layers = len(group.indices)
-        together = 1 if name == "layer" else _greatest_divisor(layers, layers_per_tensor or layers)
-        made, placed = _place(name, kv_order, group, together, len(kinds), tokens, page_size)
+        made, placed = _place(name, kv_order, group, len(kinds), tokens, page_size)
         kinds += made
         views |= placed
         of_window = members.setdefault(group.sliding_window, ([], []))
@@ -288,32 +274,23 @@ def _build(
         )
         for window, (made, of_groups) in members.items()
     )
-    return Layout(name, kv_order, page_size, slots, bands, dict(sorted(views.items())), layers_per_tensor)
-
-
-def _greatest_divisor(number: int, at_most: int) -> int:
-    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+    return Layout(name, kv_order, page_size, slots, bands, dict(sorted(views.items())))
 
 
 def _place(
-    name: LayoutName,
-    kv_order: KVOrder,
-    group: TensorGroup,
-    layers_per_row: int,
-    first_kind: int,
-    tokens: int,
-    page_size: int,
+    name: LayoutName, kv_order: KVOrder, group: TensorGroup, first_kind: int, tokens: int, page_size: int
 ) -> tuple[list[TensorKind], dict[int, tuple[TensorView, TensorView]]]:
     """The kinds of one group, of which the first is number `first_kind`, and the views of its layers."""
     num_layers, head_dims, itemsize = len(group.indices), group.head_dims, group.torch_dtype.itemsize
     by_head = kv_order == "HND"
     runs = group.num_kv_heads if by_head else 1
     heads_per_row = 1 if by_head else group.num_kv_heads
+    layers_per_row = 1 if name == "layer" else num_layers
     sides = tuple(heads_per_row * dim for dim in head_dims)  # a layer's K and V in one row, in elements
 
     rows = (layers_per_row * sum(sides),) if name == "fused" else tuple(layers_per_row * side for side in sides if side)
     merged = len(rows) == 2 and rows[0] == rows[1]
-    tensors_per_side = num_layers // layers_per_row
+    tensors_per_side = 1 if name == "fused" else num_layers // layers_per_row
     kinds = []
     for row in rows[:1] if merged else rows:
         row_bytes = row * itemsize
@@ -325,7 +302,7 @@ def _place(
     def view(layer: int, side: int) -> TensorView:
         # A V of no elements is an empty view of K's tensor.
         kind = 0 if len(kinds) == 1 else side
-        tensor = layer // layers_per_row
+        tensor = 0 if name == "fused" else layer // layers_per_row
         if merged:
             tensor += side * tensors_per_side
         within = layer % layers_per_row

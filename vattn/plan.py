@@ -22,7 +22,7 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 PAGE_SIZES = tuple(2**power for power in range(16, 22))
 
 _BASELINE = 16  # tokens of a block: the default of vLLM, and of the engine's paged backend
-_CUDA_PAGES = (2**21,)  # of NVIDIA's driver; the paper changed it to have smaller ones
+_CUDA_PAGES = tuple(2**power for power in range(21, 26))  # those of `CudaDevice`; the paper changed NVIDIA's driver
 _TABLE_ENTRY = 4  # bytes of a block's number
 _PAGE_ENTRY = 8  # bytes of an entry of the device's page table, which has one per page
 _LEAST_PAGE = 4096  # the host's page table has an entry for each of these, whatever vattn's page size is
@@ -39,7 +39,6 @@ class Option:
     Attributes:
         kind: "paged" or "virtual".
         layout: the layout of a virtual cache.
-        layers_per_tensor: as `KVConfig.layers_per_tensor`.
         page_size: bytes of a page of a virtual cache, of a block of a paged one.
         block_tokens: tokens per page or block; 0 where a token is larger than a page.
         longest_requests: requests of `max_context_len` tokens that fit at a time.
@@ -56,7 +55,6 @@ class Option:
 
     kind: Literal["paged", "virtual"]
     layout: LayoutName | None
-    layers_per_tensor: int | None
     page_size: int
     block_tokens: int
     longest_requests: int
@@ -73,8 +71,7 @@ class Option:
     def __str__(self) -> str:
         if self.kind == "paged":
             return f"paged, blocks of {self.block_tokens} token{'s' * (self.block_tokens > 1)}"
-        layers = "" if self.layers_per_tensor is None else f", {self.layers_per_tensor} layers a tensor"
-        return f"virtual, layout {self.layout!r}{layers}, pages of {format_bytes(self.page_size)}"
+        return f"virtual, layout {self.layout!r}, pages of {format_bytes(self.page_size)}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,6 @@ def plan(
     best, baseline = planner.virtual(automatic), planner.paged(_BASELINE)
     options = [planner.paged(size) for size in block_sizes]
     options += [planner.virtual(build_layout(config, name, size)) for name in LAYOUTS for size in page_sizes]
-    options += [planner.virtual(layout) for layout in planner.steps()]
     for needed in (baseline, best):
         if needed not in options:
             options.append(needed)
@@ -184,10 +180,6 @@ class _Planner:
         self._mapping_limit = host.mapping_limit() if self._on_host else None
         self._live = self._mean(lambda length: _live(config.tensor_groups, length))
 
-    def steps(self) -> list[Layout]:
-        """What an automatic layout chooses from besides the three, with pages that the device has."""
-        return [layout for layout in candidates(self._config, self._pages) if layout.layers_per_tensor is not None]
-
     def automatic(self) -> Layout:
         """What a cache with `layout="auto"` and `page_size="auto"` would have."""
         return choose(
@@ -206,7 +198,6 @@ class _Planner:
         return Option(
             kind="paged",
             layout=None,
-            layers_per_tensor=None,
             page_size=sum(band.kinds[0].page_size for band in bands),
             block_tokens=block_size,
             worst_waste=sum((block_size - 1) * band.token_bytes * (1 + (band.window is not None)) for band in bands),
@@ -226,7 +217,6 @@ class _Planner:
         return Option(
             kind="virtual",
             layout=layout.name,
-            layers_per_tensor=layout.layers_per_tensor,
             page_size=layout.page_size,
             block_tokens=layout.page_tokens,
             # The guard rows of a window are backed, and no query needs them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random as host_random
 from collections.abc import Sequence
+from typing import Literal
 
 from bench.gpu import PAGE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, random
@@ -25,12 +26,13 @@ def virtual(
     *,
     layers: int = 1,
     layout: str = "auto",
-    layers_per_tensor: int | None = None,
+    page_size: int | Literal["auto"] = "auto",
     kv_order: str = "NHD",
     overlap: bool = True,
 ) -> VirtualKV:
     """A cache with address space for `tokens` tokens in each slot, and a budget that backs all of them."""
     row = 2 * layers * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    page = PAGE if isinstance(page_size, str) else page_size
     config = KVConfig.from_options(
         num_layers=layers,
         num_kv_heads=KV_HEADS,
@@ -39,9 +41,9 @@ def virtual(
         max_batch_size=slots,
         max_context_len=tokens,
         device="cuda",
-        memory_budget=slots * (tokens * row + 2 * layers * KV_HEADS * PAGE),
+        memory_budget=slots * (tokens * row + 2 * layers * KV_HEADS * page),
         layout=layout,
-        layers_per_tensor=layers_per_tensor,
+        page_size=page_size,
         kv_order=kv_order,
         overlap=overlap,
         eager_pages=0,

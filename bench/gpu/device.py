@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import stub_cuda
-from bench.gpu import flash_attn_2
+from bench.gpu import flash_attn_2, flash_attn_3
 from bench.harness.timing import Key, interleave
 from vattn.attention import Attention, Case, adapters, get
 
@@ -39,6 +39,7 @@ def usable_kernels(block_size: int | None = None) -> list[Attention]:
     """The kernels that accept Llama-3-8B's shapes here, over contiguous slots or over blocks of `block_size` tokens."""
     case = Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size)
     flash_attn_2.provide()
+    flash_attn_3.provide()
     return [kernel for kernel in adapters() if kernel.refusal(case) is None]
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from bench.gpu import carried
+
 LIBRARY = Path(__file__).parents[2] / "build" / "fa2" / "vattn_fa2.so"
 HEAD_DIMS = (64, 128)
-_PACKAGE = "flash_attn"
 
 
 def provide(library: Path = LIBRARY) -> str | None:
@@ -22,24 +20,12 @@ def provide(library: Path = LIBRARY) -> str | None:
     Returns:
         Why there is no flash-attn afterwards, as a clause; None if there is.
     """
-    if find_spec(_PACKAGE) is not None:
-        return None
-    if not library.exists():
-        return f"there is no {library.name} either (bench/gpu/build_fa2.sh builds it)"
-    try:
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        return f"{library.name} does not load: {error}"
-    module = ModuleType(_PACKAGE, __doc__)
-    module.__spec__ = ModuleSpec(_PACKAGE, None, origin=str(library))
-    vars(module)["flash_attn_with_kvcache"] = flash_attn_with_kvcache
-    sys.modules[_PACKAGE] = module
-    return None
+    return carried.put("flash_attn", library, "bench/gpu/build_fa2.sh builds it", flash_attn_with_kvcache)
 
 
 def lacks(head_dim: int) -> str | None:
     """What the adapter `flash_attn_2` does not know: that the library, if it stands in, has few head sizes."""
-    package = sys.modules.get(_PACKAGE)
+    package = sys.modules.get("flash_attn")
     if getattr(package, "flash_attn_with_kvcache", None) is not flash_attn_with_kvcache or head_dim in HEAD_DIMS:
         return None
     return f"{LIBRARY.name} is built for heads of {' and '.join(map(str, HEAD_DIMS))}, not of {head_dim}"

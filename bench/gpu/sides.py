@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bench.gpu import caches, flash_attn_2
+from bench.gpu import caches, flash_attn_2, flash_attn_3
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, STUB
 from vattn.attention import Attention, Case, adapters
 
@@ -37,25 +37,39 @@ class Side:
         return f"{self.cache} with {self.kernel.name}" + (f": {self.refusal}" if self.refusal else "")
 
 
-def sides() -> list[Side]:
+def sides(first: Sequence[str] = ()) -> list[Side]:
     """The sides of a comparison, by kernel.
+
+    Args:
+        first: kernels that come before the others, if the environment names none and they can read all caches.
 
     Raises:
         ValueError: the environment names a kernel that does not exist.
     """
     known = {kernel.name: kernel for kernel in adapters()}
-    names = os.environ.get(KERNELS, _DEFAULT).split(",")
+    named = os.environ.get(KERNELS)
+    names = (named or _DEFAULT).split(",")
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{KERNELS} names {', '.join(unknown)}; there are {', '.join(known)}")
-    absent = flash_attn_2.provide()
+    absent = {"flash_attn_2": flash_attn_2.provide(), "flash_attn_3": flash_attn_3.provide()}
     found = []
+    for name in () if named else first:
+        if name not in known:
+            continue
+        of_kernel = [Side(cache, known[name], _refusal(known[name], cache)) for cache in CACHES]
+        if not any(side.refusal for side in of_kernel):
+            found += of_kernel
     for name in names:
         for cache in CACHES:
-            block_size = caches.BLOCK_SIZE if cache == "paged" else None
-            refusal = known[name].refusal(Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size))
+            refusal = _refusal(known[name], cache)
             if refusal and (cache, name) in _BONUS:
                 continue
-            if refusal and absent and name == "flash_attn_2":
-                refusal = f"{refusal}; {absent}"
+            if refusal and absent.get(name):
+                refusal = f"{refusal}; {absent[name]}"
             found.append(Side(cache, known[name], refusal))
     return found
+
+
+def _refusal(kernel: Attention, cache: str) -> str | None:
+    block_size = caches.BLOCK_SIZE if cache == "paged" else None
+    return kernel.refusal(Case(torch.device(DEVICE), DTYPE, HEAD_DIM, block_size=block_size))

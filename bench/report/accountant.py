@@ -30,7 +30,7 @@ def load(tokens: int) -> list[int]:
 
 @functools.cache
 def options(model: str, gpus: int, tokens: int) -> tuple[Option, ...]:
-    """What a single request of about `tokens` tokens takes on one of `gpus` GPUs, by option that every model has."""
+    """What a single request of about `tokens` tokens takes on one of `gpus` GPUs, by option."""
     shape = find_shape(model, tensor_parallel=gpus)
     lengths = load(tokens)
     found = plan(
@@ -41,11 +41,7 @@ def options(model: str, gpus: int, tokens: int) -> tuple[Option, ...]:
         lengths=lengths,
         block_sizes=BLOCK_SIZES,
     )
-    return tuple(
-        option
-        for option in found.options
-        if option.kind == "paged" or (option.page_size in PAGE_SIZES and option.layers_per_tensor is None)
-    )
+    return tuple(option for option in found.options if option.kind == "paged" or option.page_size in PAGE_SIZES)
 
 
 def grid() -> dict[str, Any]:

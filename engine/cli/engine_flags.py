@@ -82,15 +82,6 @@ _BACKEND_FLAGS = {
             choices=("auto", *get_args(LayoutName)),
         ),
     ),
-    "kv_layers_per_tensor": _BackendFlag(
-        "virtual",
-        "layers_per_tensor",
-        Option(
-            doc="most layers in a tensor of `virtual`, in the layouts with several; by default all",
-            parse=int,
-            metavar="N",
-        ),
-    ),
 }
 _BOTH = ("virtual", "paged")
 

@@ -189,8 +189,7 @@ def _table(plan: Plan) -> Iterator[str]:
 
     def cells(option: Option) -> list[str]:
         virtual = option.kind == "virtual"
-        together = f" of {option.layers_per_tensor}" if option.layers_per_tensor is not None else ""
-        name = f"virtual, {option.layout}{together}" if virtual else "paged"
+        name = f"virtual, {option.layout}" if virtual else "paged"
         return [
             f"{'> ' if option == plan.recommended else '  '}{name}",
             f"{format_bytes(option.page_size)}{'' if option.offered else '*'}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import flash_attn_2
+from bench.gpu import flash_attn_2, flash_attn_3
 from tests.support.vmm_contract import Provider
 from vattn import VattnError, drivers
 from vattn.drivers.cuda import CudaDevice, call
@@ -22,9 +22,10 @@ def missing() -> str | None:
     return None
 
 
-# The kernels' tests run with it too, if bench/gpu/build_fa2.sh has built it.
+# The kernels' tests run with them too, if bench/gpu/build_fa2.sh and fetch_fa3.sh have got them.
 if missing() is None:
     flash_attn_2.provide()
+    flash_attn_3.provide()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,7 +55,7 @@ def test_generate_gives_the_tokens_of_the_cpu(family: str) -> None:
         assert found[0, len(PROMPT) :].tolist() == expected(family, PROMPT, NEW)
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "sliced", "layers_per_tensor": 1}, {"layout": "fused"}])
+@pytest.mark.parametrize("options", [{}, {"layout": "layer"}, {"layout": "fused", "page_size": 2**22}])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_padded_batch_grows_over_pages(options: dict[str, Any], beams: int) -> None:
     """Rows begin at different tokens, and are reordered by beams; against `DynamicCache` on the same device."""

@@ -134,17 +134,27 @@ def flash_attn_2() -> types.ModuleType:
 
 def flash_attn_3() -> types.ModuleType:
     def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, cu_seqlens_q: Tensor,
-        max_seqlen_q: int, softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        _check(cache_seqlens, page_table, cu_seqlens_q)
+        _check(cache_seqlens)
         assert causal
-        assert q.ndim == 3
+        lengths = cache_seqlens.tolist()
         out = torch.empty_like(q)
+        if page_table is None:
+            # Loads take whole tiles: rows past the length would be read, rows past the tensor are zeros.
+            assert q.ndim == k_cache.ndim == 4
+            assert lengths == [k_cache.shape[1]] * len(q)
+            for i, length in enumerate(lengths):
+                out[i] = attend(q[i], k_cache[i][:length], v_cache[i][:length], softmax_scale, window_size, softcap)
+            return out
+        assert cu_seqlens_q is not None
+        _check(page_table, cu_seqlens_q)
+        assert q.ndim == 3
         starts = cu_seqlens_q.tolist()
         assert max_seqlen_q == max(b - a for a, b in itertools.pairwise(starts))
-        for i, length in enumerate(cache_seqlens.tolist()):
+        for i, length in enumerate(lengths):
             keys, values = (gather(x, page_table[i], length) for x in (k_cache, v_cache))
             rows = slice(starts[i], starts[i + 1])
             out[rows] = attend(q[rows], keys, values, softmax_scale, window_size, softcap)

@@ -85,29 +85,6 @@ def test_tokens_survive_growth_beside_other_slots(layout: str, order: str, v_hea
         assert k.stride(-1) == v.stride(-1) == 1
 
 
-@pytest.mark.parametrize("layout", ["sliced", "fused"])
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_tensors_of_some_layers_each(layout: str, order: str) -> None:
-    """Blocks shared, written to and forked too: six layers in three tensors of a kind."""
-    with make(num_layers=6, layout=layout, layers_per_tensor=2, kv_order=order, memory_budget="8MiB") as cache:
-        assert sum(kind.tensors for kind in cache.layout.kinds) == (3 if layout == "fused" else 6)
-        ids = list(range(500))
-        first, _ = cache.admit(ids)
-        cache.step({first: 500})
-        fill(cache, first, 500, 1)
-        cache.commit(first, ids)
-        second, cached = cache.admit(ids)
-        assert cached == 500 // cache.prefix_block_tokens * cache.prefix_block_tokens > 0
-        assert_holds(cache, second, cached, 1)
-        third = cache.fork(first)
-        cache.step({second: 0})
-        cache.step({second: 300})
-        fill(cache, second, 300, 2)
-        for reqid, length, seed in ((first, 500, 1), (second, 300, 2), (third, 500, 1)):
-            assert_holds(cache, reqid, length, seed)
-        cache.check()
-
-
 @pytest.mark.parametrize(("head_dim", "context"), [(20, 1000), (3, 77), (80, 4097), (257, 333)])
 @pytest.mark.parametrize("layout", ["layer", "sliced", "fused"])
 @pytest.mark.parametrize("order", ["NHD", "HND"])

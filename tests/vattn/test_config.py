@@ -43,8 +43,6 @@ BASE: dict[str, Any] = {
         ({"page_size": 2048}, "4096"),
         ({"page_size": 2**22}, "2097152"),
         ({"layout": "blocked"}, "'sliced'"),
-        ({"layout": "layer", "layers_per_tensor": 2}, "for the layouts 'sliced' and 'fused'"),
-        ({"layers_per_tensor": 0}, "layers_per_tensor=0"),
         ({"kv_order": "HDN"}, "'HND'"),
         ({"guard": "none"}, "'strict'"),
         ({"watermark": 1.0}, "watermark"),
@@ -199,24 +197,6 @@ def test_auto_leaves_at_most_a_quarter_of_the_budget_in_last_blocks(
     assert made.name == layout
     made, _ = resolve(vattn.KVConfig(**LLAMA, max_batch_size=slots, memory_budget=budget, layout="layer"))
     assert made.name == "layer"  # what is asked for is not overruled
-
-
-@pytest.mark.parametrize(
-    ("options", "label", "page_tokens"),
-    [
-        ({"layers_per_tensor": 4}, "sliced, 4 layers a tensor", 256),
-        ({"layers_per_tensor": 4, "memory_budget": "512MiB"}, "fused, 4 layers a tensor", 128),
-        ({"layers_per_tensor": 8, "layout": "fused", "memory_budget": "1GiB"}, "fused, 8 layers a tensor", 64),
-    ],
-)
-def test_layers_per_tensor_is_never_overruled(
-    options: dict[str, Any], label: str, page_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drivers.find("cpu"), "page_sizes", (2**21,))
-    made, _ = resolve(
-        vattn.KVConfig(**LLAMA | {"max_batch_size": 16, "memory_budget": "2GiB", "kv_order": "NHD"} | options)
-    )
-    assert (made.label, made.page_tokens) == (label, page_tokens)
 
 
 def test_where_no_choice_is_good_auto_wastes_least() -> None:

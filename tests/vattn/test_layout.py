@@ -19,10 +19,9 @@ def make(
     order: str,
     groups: Sequence[TensorGroup] | None = None,
     head_dims: tuple[int, int] = (4, 4),
-    layers: int = 3,
     **changes: int,
 ) -> Layout:
-    groups = groups or [group(range(layers), 2, *head_dims)]
+    groups = groups or [group(range(3), 2, *head_dims)]
     options = {"slots": 2, "tokens": 5, "page_size": 64}
     return layout.build(name, order, groups=groups, **(options | changes))  # type: ignore[arg-type]
 
@@ -36,13 +35,11 @@ def group(
 CASES = list(itertools.product(layout.LAYOUTS, ("NHD", "HND"), ((4, 4), (6, 2))))
 
 
-@pytest.mark.parametrize("layers_per_tensor", [None, 2, 3])
 @pytest.mark.parametrize(("name", "order", "head_dims"), CASES)
 def test_every_element_has_an_address_of_its_own_within_its_column(
-    name: str, order: str, head_dims: tuple[int, int], layers_per_tensor: int | None
+    name: str, order: str, head_dims: tuple[int, int]
 ) -> None:
-    given = {} if layers_per_tensor is None else {"layers_per_tensor": layers_per_tensor}
-    made = make(name, order, head_dims=head_dims, layers=6, **given)
+    made = make(name, order, head_dims=head_dims)
     seen = set()
     for views in made.views.values():
         for view in views:
@@ -57,7 +54,7 @@ def test_every_element_has_an_address_of_its_own_within_its_column(
                 seen.add(key)
                 assert address // (run_bytes * kind.runs) == slot
                 assert address % run_bytes // made.page_size < kind.columns(token + 1)
-    assert len(seen) == 6 * 2 * 2 * 5 * sum(head_dims)
+    assert len(seen) == 3 * 2 * 2 * 5 * sum(head_dims)
 
 
 @pytest.mark.parametrize(("name", "order", "head_dims"), CASES)
@@ -75,27 +72,6 @@ def test_llama_3_8b_blocks_at_2_mib(name: str, block_tokens: int) -> None:
     assert llama.page_tokens == block_tokens
     assert llama.bytes_per_token == 131072
     assert llama.reserved_bytes == 4 * 8192 * 131072
-
-
-@pytest.mark.parametrize(
-    ("name", "layers_per_tensor", "tensors", "block_tokens"),
-    [
-        ("sliced", 1, 64, 1024),
-        ("sliced", 4, 16, 256),
-        ("sliced", 7, 16, 256),
-        ("sliced", 99, 2, 32),
-        ("fused", 4, 8, 128),
-    ],
-)
-def test_steps_between_a_tensor_per_layer_and_one_for_all(
-    name: str, layers_per_tensor: int, tensors: int, block_tokens: int
-) -> None:
-    llama = make(name, "NHD", LLAMA_3_8B, slots=4, tokens=8192, page_size=2**21, layers_per_tensor=layers_per_tensor)
-    ((kind,),) = [band.kinds for band in llama.bands]
-    assert (kind.tensors, llama.page_tokens) == (tensors, block_tokens)
-    assert llama.bytes_per_token == 131072
-    assert llama.reserved_bytes == 4 * 8192 * 131072
-    assert llama.label == f"{name}, {layers_per_tensor} layers a tensor"
 
 
 def test_worst_waste_of_llama_3_8b_is_the_papers() -> None:

@@ -51,9 +51,10 @@ __all__ = [
 
 decode = attend  # another name: most calls are decode steps
 
-# In the order in which "auto" tries them: kernels that need no installation first, the one without limits last.
+# In the order in which "auto" tries them: flash-attn 3 computes prompts in half of the time of the others, where it is
+# installed and the device is a Hopper; then kernels that need no installation first, the one without limits last.
 _ADAPTERS: dict[str, Callable[[], Attention]] = {
-    adapter.name: adapter for adapter in (TorchFlash, FlashAttn2, FlashAttn3, FlashInfer, Native, TorchSDPA)
+    adapter.name: adapter for adapter in (FlashAttn3, TorchFlash, FlashAttn2, FlashInfer, Native, TorchSDPA)
 }
 
 

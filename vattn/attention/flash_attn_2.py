@@ -53,8 +53,7 @@ class FlashAttn2:
                 key, value = stored.key[:, : group.max_length], stored.value[:, : group.max_length]
                 where = {"cache_batch_idx": group.slots}
             else:
-                slot = chunks[group.rows.start]
-                key, value = (side[slot : slot + 1, : group.max_length] for side in (stored.key, stored.value))
+                key, value = stored.slot(chunks[group.rows.start], group.max_length)
                 where = {}
             output = flash_attn_with_kvcache(
                 query[group.rows].view(-1, group.max_query, *query.shape[1:]),

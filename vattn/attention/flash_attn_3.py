@@ -1,13 +1,17 @@
-"""flash-attn 3 (Hopper): `flash_attn_with_kvcache` of `flash_attn_interface`, over a page table.
+"""flash-attn 3 (Hopper): `flash_attn_with_kvcache` of `flash_attn_interface`, over a page table or a slice of a slot.
 
-Over contiguous slots its loads by TMA take whole tiles, up to 224 rows past a length, and a NaN there reaches the
-output (0 * NaN), so those rows would have to be mapped and finite. An arithmetic page table avoids that: pages that are
-no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. The price, loads without
-TMA, has not been measured here.
+Its loads by TMA take whole tiles, up to 224 rows past a length, and a NaN there reaches the output (0 * NaN). Rows past
+the end of a tensor are zeros, however:
 
-Chunks and single tokens go in with `cu_seqlens_q`. Blocks of a paged cache may have any size; those of a multiple of
-the tile are loaded by TMA too, mapped as they always are, but what they hold past a length must be finite. No sinks;
-float16 and bfloat16; heads of a multiple of 8 up to 256, equal for keys and values.
+- a chunk of a contiguous slot is a call of its own, over a slice that ends where the request does: it is loaded by TMA,
+  and no row past it is read;
+- single tokens share a call, and their slots end at different rows. They get an arithmetic page table: pages that are
+  no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. On an H100 that costs
+  single tokens nothing; it would cost chunks a tenth of their time.
+
+Blocks of a paged cache may have any size; those of a multiple of the tile are loaded by TMA too, mapped as they always
+are, but what they hold past a length must be finite. No sinks; float16 and bfloat16; heads of a multiple of 8 up to
+256, equal for keys and values.
 """
 
 from __future__ import annotations
@@ -43,21 +47,33 @@ class FlashAttn3:
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = whole_layer(kv, layer)
+        contiguous = isinstance(stored, Contiguous)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
-        outputs = [
-            flash_attn_with_kvcache(
-                query[group.rows],
-                blocks.key,
-                blocks.value,
+        slots = {row: span.slot for span, row in batch.chunks()}
+        outputs = []
+        for group in batch.uniform_groups if contiguous else batch.groups:
+            rows = query[group.rows]
+            if isinstance(stored, Contiguous) and group.max_query > 1:
+                rows = rows.unsqueeze(0)
+                key, value = stored.slot(slots[group.rows.start], group.max_length)
+                where = {}
+            else:
+                key, value = blocks.key, blocks.value
+                where = {
+                    "page_table": blocks.tables(batch, group),
+                    "cu_seqlens_q": group.starts,
+                    "max_seqlen_q": group.max_query,
+                }
+            output = flash_attn_with_kvcache(
+                rows,
+                key,
+                value,
                 cache_seqlens=group.lengths,
-                page_table=blocks.tables(batch, group),
-                cu_seqlens_q=group.starts,
-                max_seqlen_q=group.max_query,
                 softmax_scale=params.scale,
                 causal=True,
                 window_size=params.window_size(group),
                 softcap=params.softcap or 0.0,
+                **where,
             )
-            for group in batch.groups
-        ]
+            outputs.append(output.view(-1, *output.shape[-2:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

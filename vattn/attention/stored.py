@@ -81,6 +81,10 @@ class Contiguous:
             )
         return self._view(self.key, count), self._view(self.value, count)
 
+    def slot(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `[0, length)` of a slot, `[1, length, num_kv_heads, *]`."""
+        return self.key[slot : slot + 1, :length], self.value[slot : slot + 1, :length]
+
     @cached_property
     def blocks(self) -> Blocks:
         """The same memory as small pages with an arithmetic block table, for kernels that only exist in paged form."""

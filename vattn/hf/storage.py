@@ -620,7 +620,7 @@ class Storage:
             if layout is None:
                 sizes = {"pool_page_size": self._pool.page_size, "pool_budget": self._pool.budget}
                 layout, _ = resolve(config, **sizes, most_waste=most_waste)
-            config = replace(config, layout=layout.name, layers_per_tensor=layout.layers_per_tensor)
+            config = replace(config, layout=layout.name)
         cache = self._make(config, self._rows)
         places = self._places | {layer: _Place(cache, layer, scales.get(layer), shape) for layer in alike}
         leases = self._leases | {cache: _Lease(cache)}

@@ -101,7 +101,10 @@ class VirtualCache(DynamicCache):
         rows = 1 if max_batch_size is None else max_batch_size
         if memory_budget != "auto":
             parse_bytes(memory_budget, "memory_budget")
-        KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, **settings)
+        # The pages of the host are known; those of CUDA, and of a config's model, are checked at the first update.
+        on_host = getattr(getattr(model_or_config, "device", None), "type", None) == "cpu"
+        device = "cpu" if on_host else "cuda"
+        KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, device=device, **settings)
         if kv_cache_dtype not in get_args(KVCacheDtype):
             raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
         self._arguments = {

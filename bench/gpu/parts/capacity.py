@@ -26,7 +26,7 @@ from vattn.packed import KVShape
 
 ABOUT = "requests that fit a memory budget, by backend and layout"
 RANK = 17
-SECONDS = 40
+SECONDS = 50
 
 # The backend, and the options of `KVConfig`, by what the table calls them.
 _CACHES: dict[str, tuple[str, dict[str, Any] | None]] = {

@@ -22,7 +22,7 @@ from vattn import VirtualCache
 
 ABOUT = "VirtualCache beside DynamicCache and StaticCache under generate()"
 RANK = 18
-SECONDS = 120
+SECONDS = 150
 
 
 def run(quick: bool) -> Report:

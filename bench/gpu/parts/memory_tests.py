@@ -7,7 +7,7 @@ from bench.harness.report import Report
 
 ABOUT = "tests/gpu: the contract on the real driver, caches, fences"
 RANK = 2
-SECONDS = 80
+SECONDS = 75
 
 
 def run(quick: bool) -> Report:

@@ -7,7 +7,7 @@ from bench.harness.report import Report
 
 ABOUT = "tests/gpu: models over VirtualCache and over the engine, token for token"
 RANK = 7
-SECONDS = 100
+SECONDS = 70
 
 
 def run(quick: bool) -> Report:

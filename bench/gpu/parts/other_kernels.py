@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.gpu import flash_attn_2
+from bench.gpu import flash_attn_2, flash_attn_3
 from bench.gpu.caches import BLOCK_SIZE
 from bench.gpu.device import DEVICE, DTYPE, HEAD_DIM, STUB, copy_bandwidth, empty_cache
 from bench.gpu.figures import Figures
@@ -22,16 +22,20 @@ from vattn.attention import Case, adapters
 
 ABOUT = "attention by kernels that may be there (flash-attn 3, FlashInfer), and over blocks of 16 tokens"
 RANK = 19
-SECONDS = 30
+SECONDS = 60
 
 _KERNELS = (*(["torch_sdpa"] if STUB else []), "flash_attn_2", "torch_flash", "flash_attn_3", "flashinfer")
 _BLOCK_SIZES = {"virtual": None, "static": None, "paged": BLOCK_SIZE, SMALL_BLOCKS: 16}
-_WORK = [Work(1, 1, 32_768), Work(16, 1, 16_384), Work(64, 1, 4096, "ragged"), Work(1, 8192, 32_768)]
+_WORK = [
+    *(Work(1, 1, 32_768), Work(16, 1, 16_384), Work(64, 1, 4096, "ragged"), Work(32, 1, 16_384, "ragged")),
+    *(Work(1, 2048, 2048), Work(1, 8192, 8192), Work(1, 8192, 32_768), Work(1, 2048, 131_072)),
+]
 _QUICK = [Work(3, 1, 300, "ragged"), Work(1, 300, 512)]
 
 
 def run(quick: bool) -> Report:
     flash_attn_2.provide()
+    flash_attn_3.provide()
     figures = Figures()
     ceiling = copy_bandwidth()
     for sides in _sides():

@@ -14,7 +14,7 @@ from vattn.engine.kv.virtual import VirtualKV
 
 ABOUT = "slots more than 100 GB apart"
 RANK = 14
-SECONDS = 30
+SECONDS = 20
 
 _LENGTH = 500
 

@@ -35,7 +35,7 @@ def test_bash_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["vattn", "gen"], ["generate"]),
         (["vattn", "bench", "la"], ["latency"]),
-        (["vattn", "chat", "--kv-l"], ["--kv-layout", "--kv-layers-per-tensor"]),
+        (["vattn", "chat", "--kv-l"], ["--kv-layout"]),
         (["vattn", "chat", "--kv", "pa"], ["paged"]),
         (["vattn", "bench", "serve", "--max-c"], ["--max-concurrency"]),
     ],

@@ -24,7 +24,7 @@ FIELDS = {each.name: each for each in fields(EngineConfig)}
 # What a shell cannot say, and what would leave the commands without text.
 # `--kv-cache-memory-bytes` is `memory_budget`, which also takes such a number.
 WITHOUT_FLAG = {"model", "on_step", "skip_tokenizer_init", "kv_cache_memory_bytes"}
-OF_BACKENDS = {"num_blocks", "paged_windows", "page_size", "kv_layout", "kv_layers_per_tensor"}
+OF_BACKENDS = {"num_blocks", "paged_windows", "page_size", "kv_layout"}
 # Defaults of commands that differ from the engine's.
 CHANGED = {"chat": {"max_num_seqs": 1}, "complete": {"max_num_seqs": 1}, "latency": {"enable_prefix_caching": False}}
 WITH_ENGINE = [("generate",), ("chat",), ("complete",), ("bench", "latency"), ("bench", "throughput")]

@@ -23,12 +23,12 @@ def test_a_table_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> Non
     assert "32 layers of 4 KV heads of 128; bfloat16: 64.0 KiB per token on each of 2 GPUs" in out
     lines = out.splitlines()
     rows = [line for line in lines if line.startswith(("  paged", "  virtual", "> virtual"))]
-    assert len(rows) == 4 + 3 * 6 + 4  # 2, 4, 8 and 16 layers a tensor
+    assert len(rows) == 4 + 3 * 6 + 1  # the recommended one, whose pages are larger
     (chosen,) = [row for row in rows if row.startswith("> ")]
-    assert chosen.split()[1:5] == ["virtual,", "layer", "2.0", "MiB"]
+    assert chosen.split()[1:5] == ["virtual,", "sliced", "4.0", "MiB"]
     assert "64.0 KiB*" in out
     assert "*: not in this device's driver" in lines
-    assert "Recommended: virtual, layout 'layer', pages of 2.0 MiB. 19 requests of these lengths fit" in out
+    assert "Recommended: virtual, layout 'sliced', pages of 4.0 MiB. 19 requests of these lengths fit" in out
 
 
 def test_json_is_the_library_s_plan(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_a_device_as_cuda_describes_it(stub: Stub) -> None:
     device = find()
     assert device is find("cuda:0")
     assert device.granularity == 2**21
-    assert device.page_sizes == (2**21,)
+    assert device.page_sizes == tuple(2**power for power in range(21, 26))
     assert device.available_memory() == 2**30
     assert device.mapping_limit() is None
     # CUmemAllocationProp: pinned, no handles, location (device, 0), and zeros
@@ -203,24 +203,31 @@ def test_pages_are_shared_by_writable_mappings_if_the_driver_has_no_others(stub:
 
 
 @pytest.mark.parametrize(
-    ("slots", "budget", "label", "page_tokens"),
+    ("slots", "budget", "layout", "mib", "page_tokens"),
     [
-        (8, "16GiB", "layer", 1024),
-        (64, "60GiB", "sliced, 2 layers a tensor", 512),
-        (64, "16GiB", "sliced, 4 layers a tensor", 256),
-        (256, "60GiB", "sliced, 8 layers a tensor", 128),
-        (1024, "32GiB", "sliced", 32),
-        (1024, "2GiB", "fused", 16),
+        (8, "16GiB", "sliced", 8, 128),
+        (64, "16GiB", "sliced", 8, 128),
+        (64, "4GiB", "sliced", 4, 64),
+        (1024, "32GiB", "sliced", 2, 32),
+        (1024, "20GiB", "fused", 2, 16),
+        (1024, "2GiB", "fused", 2, 16),
     ],
 )
 def test_auto_leaves_a_sixteenth_of_the_budget_in_last_blocks(
-    slots: int, budget: str, label: str, page_tokens: int
+    slots: int, budget: str, layout: str, mib: int, page_tokens: int
 ) -> None:
     """Llama-3-8B; a request leaves half a page unused per tensor on average."""
     shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
     config = vattn.KVConfig(**shape, max_batch_size=slots, max_context_len=16_384, memory_budget=budget)
     made, _ = resolve(config)
-    assert (made.label, made.page_tokens) == (label, page_tokens)
+    assert (made.name, made.page_size, made.page_tokens) == (layout, mib << 20, page_tokens)
+
+
+@pytest.mark.parametrize(("layout", "mib"), [("layer", 2), ("sliced", 8), ("fused", 16)])
+def test_pages_cover_128_tokens_in_every_layout(layout: str, mib: int) -> None:
+    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    config = vattn.KVConfig(**shape, max_batch_size=8, max_context_len=16_384, memory_budget="64GiB", layout=layout)
+    assert resolve(config)[0].page_size == mib << 20
 
 
 # Threads

@@ -151,25 +151,39 @@ def test_every_layout(name: str, layout: str, kv_order: str) -> None:
     backend.close()
 
 
+CHUNKS = [((1, 4), 1, None), ((1, 4), 1, None), ((1, 9), 1, None)]
+
+
 @pytest.mark.usefixtures("fakes")
-def test_flash_attn_2_gets_an_index_of_slots_for_decodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one, a chunk would be computed by the kernel for decodes."""
-    calls = []
-    fake = sys.modules["flash_attn"].flash_attn_with_kvcache
+@pytest.mark.parametrize(
+    ("name", "package", "calls"),
+    [
+        ("flash_attn_2", "flash_attn", [((2, 1), SLOTS, "cache_batch_idx"), *CHUNKS]),
+        ("flash_attn_3", "flash_attn_interface", [((2, HEADS * GROUP), None, "page_table"), *CHUNKS]),
+    ],
+)
+def test_a_chunk_is_a_slice_of_its_slot(
+    name: str, package: str, calls: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single tokens share a call. A chunk with an index of slots, or with a table, would have a slower kernel."""
+    made = []
+    fake = sys.modules[package].flash_attn_with_kvcache
 
     def recorded(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
-        calls.append((tuple(q.shape[:2]), key.shape[0], options.get("cache_batch_idx") is not None))
+        where = [name for name in ("cache_batch_idx", "page_table") if options.get(name) is not None]
+        slots = None if "page_table" in where else key.shape[0]
+        made.append((tuple(q.shape[:2]), slots, where[0] if where else None))
         output: torch.Tensor = fake(q, key, value, **options)
         return output
 
-    monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_with_kvcache", recorded)
+    monkeypatch.setattr(sys.modules[package], "flash_attn_with_kvcache", recorded)
     backend = make_backend("virtual")
     slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
     batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, (1, 4, 1, 4, 9), strict=True)])
     backend.prepare({span.slot: span.end for span in batch.spans})
     query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
-    attention._ADAPTERS["flash_attn_2"]()(query, backend, 0, batch, AttentionParams())
-    assert calls == [((2, 1), SLOTS, True), ((1, 4), 1, False), ((1, 4), 1, False), ((1, 9), 1, False)]
+    attention._ADAPTERS[name]()(query, backend, 0, batch, AttentionParams())
+    assert made == calls
     backend.close()
 
 
@@ -249,7 +263,8 @@ class TestChoice:
         assert [kernel.name for kernel in attention.adapters()] == list(attention.names())
         assert {*KERNELS, "native", "torch_sdpa"} <= {*attention.names()}
         with pytest.raises(
-            ConfigError, match="unknown attention kernel 'flash_attention_9'; choose one of auto, torch_fl"
+            ConfigError,
+            match="unknown attention kernel 'flash_attention_9'; choose one of auto, flash_attn_3",
         ):
             attention.get("flash_attention_9")
 
@@ -277,10 +292,12 @@ class TestChoice:
         ):
             attention.get("torch_flash", case)
 
-    def test_what_torch_brings_is_the_default_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.install(monkeypatch, *FAKES)
+    def test_the_default_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """flash-attn 3 if it is installed on a Hopper, otherwise what torch brings."""
         case = Case(CUDA, torch.bfloat16, 128)
         assert attention.get("auto", case).name == "torch_flash"
+        self.install(monkeypatch, *FAKES)
+        assert attention.get("auto", case).name == "flash_attn_3"
         assert [attention.get(name, case).name for name in KERNELS] == KERNELS
 
     def test_the_next_one_where_it_lacks_something(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +313,7 @@ class TestChoice:
         self.install(monkeypatch, *FAKES)
         case = Case(CUDA, torch.bfloat16, 128)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        assert attention.get("auto", case).name == "torch_flash"
         assert attention.get("flash_attn_2", case).name == "flash_attn_2"
         with pytest.raises(ConfigError, match="it is for Hopper"):
             attention.get("flash_attn_3", case)
@@ -327,8 +345,9 @@ class TestChoice:
     def test_descriptions_say_what_is_not_possible(self) -> None:
         lines = attention.describe(Case(CUDA, torch.bfloat16, 128))
         assert [line.split(":")[0] for line in lines] == list(attention.names())
-        assert "Not here" not in lines[0]
-        assert "Not here: flash-attn is not installed" in lines[1]
+        assert "Not here: flash-attn 3 is not installed" in lines[0]
+        assert "Not here" not in lines[1]
+        assert "Not here: flash-attn is not installed" in lines[2]
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,20 +1,22 @@
-"""The library of bench/gpu/build_fa2.sh in the place of flash-attn, over a stand-in for its operator."""
+"""The libraries of build_fa2.sh and fetch_fa3.sh in the place of flash-attn, over stand-ins for their operators."""
 
 from __future__ import annotations
 
 import importlib.util
+import lzma
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch import library as torch_library
 
-from bench.gpu import engines, flash_attn_2, sides
+from bench.gpu import carried, engines, flash_attn_2, flash_attn_3, sides
 from bench.gpu.parts import attention as attention_part
 from bench.gpu.parts import engine as engine_part
 from tests.support import kernel_fakes
@@ -32,10 +34,11 @@ SLOTS, LENGTH, HEADS, GROUP, DIM = 3, 600, 2, 3, 64
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("flash_attn"):
-        monkeypatch.setattr(flash_attn_2, "find_spec", lambda _: None)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
-    monkeypatch.delitem(sys.modules, "flash_attn")  # both are undone: whatever the test puts there goes
+    for package in ("flash_attn", "flash_attn_interface"):
+        if importlib.util.find_spec(package):
+            monkeypatch.setattr(carried, "find_spec", lambda _: None)
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace())
+        monkeypatch.delitem(sys.modules, package)  # both are undone: whatever the test puts there goes
 
 
 def fwd_kvcache(
@@ -93,7 +96,11 @@ def test_the_adapter_over_the_library_equals_sdpa(kv: str, params: AttentionPara
     assert flash_attn_2.provide(library) is None, "the second time it is there"
     assert flash_attn_2.lacks(128) is None
     assert flash_attn_2.lacks(256) == "vattn_fa2.so is built for heads of 64 and 128, not of 256"
-    kernel, reference = (attention._ADAPTERS[name]() for name in ("flash_attn_2", "torch_sdpa"))
+    equals_sdpa("flash_attn_2", kv, params)
+
+
+def equals_sdpa(name: str, kv: str, params: AttentionParams) -> None:
+    kernel, reference = (attention._ADAPTERS[each]() for each in (name, "torch_sdpa"))
     backend = make_backend(kv)
     slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
     torch.manual_seed(0)
@@ -107,10 +114,76 @@ def test_the_adapter_over_the_library_equals_sdpa(kv: str, params: AttentionPara
     backend.close()
 
 
+# As vLLM's library registers it.
+FWD = (
+    "fwd(Tensor(q!) q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(out!)? out, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, "
+    "int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
+    "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, "
+    "int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
+)
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_installed: None) -> Iterator[Path]:
+    """A packed file whose loading registers vLLM's operator."""
+    file = tmp_path / "vllm_fa3.so"
+    with lzma.open(tmp_path / "vllm_fa3.so.xz", "wb") as target:
+        target.write(b"the library")
+    names = [argument.name for argument in torch._C.parse_schema(FWD).arguments]
+
+    def fwd(*args: Any) -> list[Tensor]:
+        given = dict(zip(names, args, strict=True))
+        scale, left, right = (given.pop(name) for name in ("softmax_scale", "window_size_left", "window_size_right"))
+        taken = {name: given.pop(name) for name in ("cu_seqlens_q", "max_seqlen_q", "page_table", "softcap")}
+        query, key, value, lengths = (given.pop(name) for name in ("q", "k", "v", "seqused_k"))
+        assert {name: value for name, value in given.items() if value is not None} == {
+            "is_causal": True,
+            "is_rotary_interleaved": True,
+            "num_splits": 0,
+            "sm_margin": 0,
+            "cp_world_size": 1,
+            "cp_rank": 0,
+        }
+        output = kernel_fakes.flash_attn_3().flash_attn_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=lengths,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(left, right),
+            **taken,
+        )
+        return [output, lengths]
+
+    with torch_library._scoped_library("_vllm_fa3_C", "FRAGMENT") as registered:
+
+        def load(path: Path) -> None:
+            assert path == file
+            assert path.read_bytes() == b"the library"
+            registered.define(FWD)
+            registered.impl("fwd", fwd, "CPU")
+
+        monkeypatch.setattr(torch.ops, "load_library", load)
+        yield file
+
+
+@pytest.mark.parametrize("params", [AttentionParams(), AttentionParams(scale=0.3, window=20, softcap=2.0)])
+def test_flash_attn_3_over_the_library_equals_sdpa(kv: str, params: AttentionParams, packed: Path) -> None:
+    assert flash_attn_3.provide(packed) is None
+    assert [file.name for file in sorted(packed.parent.iterdir())] == ["vllm_fa3.so", "vllm_fa3.so.xz"]
+    equals_sdpa("flash_attn_3", kv, params)
+
+
 @pytest.mark.usefixtures("not_installed")
 def test_why_there_is_none(tmp_path: Path) -> None:
     file = tmp_path / "vattn_fa2.so"
     assert flash_attn_2.provide(file) == "there is no vattn_fa2.so either (bench/gpu/build_fa2.sh builds it)"
+    absent = flash_attn_3.provide(tmp_path / "vllm_fa3.so")
+    assert absent == "there is no vllm_fa3.so either (bench/gpu/fetch_fa3.sh fetches it)"
     file.write_text("no library")
     why = flash_attn_2.provide(file)
     assert why is not None
