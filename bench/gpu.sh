@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Before the first call: build the paged baseline, build/fa2/vattn_fa2.so, by bench/gpu/build_fa2.sh (nvcc, no GPU, about
-# fifteen minutes of one core), and carry it to the machine. Without it every paged row of flash-attn 2 is MISSING.
+# fifteen minutes of one core), and carry it to the machine. Without it every paged row of flash-attn 2 is MISSING. For a
+# Hopper, bench/gpu/fetch_fa3.sh fetches flash-attn 3, build/fa3/vllm_fa3.so.xz: carry that too.
 #
 # This builds vattn beside the packages of the Python that is there (torch with CUDA, transformers, cuda-python, pytest,
 # pip, scikit-build-core, nanobind, CMake, ninja), without a network; then it runs bench.gpu, whose options it takes. A

@@ -120,6 +120,7 @@ def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.K
             config.block_size if backend.stored_as is Blocks else None,
             shape.softcap,
             shape.sinks,
+            any(layer.window is not None for layer in shape.layers),
             whole_layers=backend.stored_as is not None,
         )
         for head_dim, v_head_dim in shape.head_dims

@@ -106,7 +106,7 @@ def compare(kernel: Attention, backend: KVBackend, head_dim: int, params: Attent
 @pytest.mark.parametrize("kv", ["virtual", "paged", PAGED_WINDOWS])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_float64(name: str, kv: str, head_dim: int, window: int | None) -> None:
-    kernel = usable(name, head_dim=head_dim, block_size=256 if kv == "paged" else None)
+    kernel = usable(name, head_dim=head_dim, block_size=256 if kv == "paged" else None, window=window is not None)
     # Over windows a block is whole pages of 2 MiB.
     backend = make_backend(kv, head_dim, 512 if kv == PAGED_WINDOWS else 256)
     compare(kernel, backend, head_dim, AttentionParams(window=window))

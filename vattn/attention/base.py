@@ -126,7 +126,7 @@ class Case:
         dtype: element type of queries, keys and values.
         head_dim, v_head_dim: head size of queries and keys, and of values if it differs.
         block_size: tokens per block of a paged cache; None for contiguous slots.
-        softcap, sinks: whether any layer has them.
+        softcap, sinks, window: whether any layer has them.
         whole_layers: whether the cache has tensors of whole layers. A cache without them gives keys and values one
             request at a time, because it keeps a tensor per request, for example, or dequantises them.
     """
@@ -138,6 +138,7 @@ class Case:
     block_size: int | None = None
     softcap: bool = False
     sinks: bool = False
+    window: bool = False
     whole_layers: bool = True
 
 

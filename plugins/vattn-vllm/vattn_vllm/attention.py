@@ -195,6 +195,7 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
             head_dim=head_size,
             softcap=bool(logits_soft_cap),
             sinks=sinks is not None,
+            window=sliding_window is not None,
         )
         self._kernel = vattn.attention.get(Options.of(config).kernel, case)
         self._params = AttentionParams(

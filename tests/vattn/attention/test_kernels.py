@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,6 +320,16 @@ class TestChoice:
             attention.get("flash_attn_3", case)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
         assert attention.get("auto", case).name == "torch_sdpa"
+
+    def test_windows_over_wide_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """flash-attn 3 gets them wrong."""
+        self.install(monkeypatch, *FAKES)
+        gemma = Case(CUDA, torch.bfloat16, 256, window=True)
+        assert attention.get("auto", gemma).name == "torch_flash"
+        with pytest.raises(ConfigError, match="windows over heads of 256 come out wrong"):
+            attention.get("flash_attn_3", gemma)
+        assert attention.get("flash_attn_3", replace(gemma, window=False)).name == "flash_attn_3"
+        assert attention.get("auto", replace(gemma, head_dim=128)).name == "flash_attn_3"
 
     def test_an_operator_without_block_tables(self, monkeypatch: pytest.MonkeyPatch) -> None:
         schema = torch._C.parse_schema("x::f(Tensor query, Tensor? seqused_k=None) -> Tensor")
