@@ -45,13 +45,14 @@ class AttentionParams:
         """The first key that any query of `span` can see."""
         return 0 if self.window is None else max(0, span.start - self.window + 1)
 
-    def expect(self, kernel: str, *, softcap: bool = True, sinks: bool = False) -> None:
+    def expect(self, kernel: str, *, softcap: bool = True, sinks: bool = False, window: bool = True) -> None:
         """Refuses parameters that a kernel does not support and would silently ignore.
 
         Raises:
             ConfigError: the layer asks for one of them.
         """
-        for what, has, asked in (("softcap", softcap, self.softcap), ("sinks", sinks, self.sinks)):
+        offered = {"softcap": (softcap, self.softcap), "sinks": (sinks, self.sinks), "window": (window, self.window)}
+        for what, (has, asked) in offered.items():
             if asked is not None and not has:
                 raise ConfigError(f"the attention kernel {kernel!r} has no {what}, which this layer asks for")
 

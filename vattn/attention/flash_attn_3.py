@@ -50,7 +50,7 @@ class FlashAttn3:
         return refusal
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
-        params.expect(self.name)
+        params.expect(self.name, window=query.shape[-1] <= _WINDOW_HEAD_DIM)
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = whole_layer(kv, layer)

@@ -371,6 +371,9 @@ def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
     if name == "torch_flash":
         with pytest.raises(ConfigError, match="has no softcap"):
             kernel(query, backend, 0, batch, AttentionParams(softcap=3.0))
+    if name == "flash_attn_3":
+        with pytest.raises(ConfigError, match="has no window, which this layer asks for"):
+            kernel(torch.zeros(1, HEADS, 256), backend, 0, batch, AttentionParams(window=9))
     backend.close()
 
 
