@@ -29,7 +29,7 @@ from vattn.pool.core import Tenant
 from vattn.pool.journal import Change, Plan
 from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
-from vattn.prefix import Admission, as_ids, root_key
+from vattn.prefix import Admission, TokenIds, as_ids, root_key
 from vattn.slots.backer import Backer, Due
 from vattn.slots.exchange import Exchange
 from vattn.slots.kept import Kept
@@ -792,7 +792,7 @@ class KVCache(PoolMember):
             values = [self._checked_length(value, f"the length of slot {slot}") for slot, value in enumerate(values)]
         return {slot: length for slot, length in enumerate(values) if length}
 
-    def _checked_prompt(self, token_ids: Sequence[int], salt: bytes) -> list[int]:
+    def _checked_prompt(self, token_ids: Sequence[int], salt: bytes) -> TokenIds:
         ids = as_ids(token_ids)
         if type(salt) is not bytes:
             root_key(salt)  # raises InvalidTokens

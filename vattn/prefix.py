@@ -20,11 +20,13 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from vattn.errors import InvalidTokens, TokenMismatch
 
 Key = bytes
+# 64-bit integers: compared, sliced and hashed in a tenth of the time that a list takes.
+TokenIds: TypeAlias = "array[int]"
 KEY_BYTES = 32
 
 
@@ -62,7 +64,6 @@ class Block:
 
 # The hash of a block before its parent's key and its tokens: copied, which takes less than setting it up.
 _EMPTY_BLOCK = blake2b(digest_size=KEY_BYTES, person=b"vattn block")
-_CONVERTED = 1024  # tokens that are converted at once, since the first key may already be the last that is asked for
 
 B = TypeVar("B", bound=Block)
 _last = 0
@@ -91,23 +92,21 @@ def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iter
 
     Args:
         parent: the key of the block before the first one, or `root_key`.
-        token_ids: as `as_ids` returns them.
+        token_ids: 64-bit integers, without a conversion if `as_ids` returned them.
         block_tokens: tokens per block.
     """
+    tokens = memoryview(token_ids if isinstance(token_ids, array) else array("q", token_ids)).cast("B")
     block_bytes = 8 * block_tokens
-    together = block_tokens * max(1, _CONVERTED // block_tokens)
-    for start in range(0, len(token_ids) - block_tokens + 1, together):
-        tokens = memoryview(array("q", token_ids[start : start + together])).cast("B")
-        for begin in range(0, len(tokens) - block_bytes + 1, block_bytes):
-            block = _EMPTY_BLOCK.copy()
-            block.update(parent)
-            block.update(tokens[begin : begin + block_bytes])
-            parent = block.digest()
-            yield parent
+    for begin in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        block = _EMPTY_BLOCK.copy()
+        block.update(parent)
+        block.update(tokens[begin : begin + block_bytes])
+        parent = block.digest()
+        yield parent
 
 
-def as_ids(token_ids: Sequence[int]) -> list[int]:
-    """Converts token ids to a list of integers; one-dimensional tensors and arrays are accepted too.
+def as_ids(token_ids: Sequence[int]) -> TokenIds:
+    """Token ids of a caller, copied; one-dimensional tensors and arrays are accepted too.
 
     Raises:
         InvalidTokens: `token_ids` is not a sequence of 64-bit integers.
@@ -115,12 +114,14 @@ def as_ids(token_ids: Sequence[int]) -> list[int]:
     try:
         if type(token_ids) is not list and isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
             raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
-        return array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids).tolist()
+        if type(token_ids) is not list and not isinstance(token_ids, array) and hasattr(token_ids, "tolist"):
+            token_ids = token_ids.tolist()
+        return array("q", token_ids)
     except Exception as error:  # iterating over a caller's object may raise anything
         raise InvalidTokens(f"token_ids must be a sequence of whole numbers of 64 bits: {error}") from error
 
 
-def check_extension(known: Sequence[int], token_ids: Sequence[int], length: int) -> None:
+def check_extension(known: TokenIds, token_ids: TokenIds, length: int) -> None:
     """Checks that `token_ids` is consistent with the tokens of a request.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from vattn import cpu
 from vattn.attention import PackedBatch
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
-from vattn.prefix import Admission, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
+from vattn.prefix import Admission, Block, PrefixIndex, TokenIds, as_ids, block_keys, check_extension, root_key
 from vattn.units import format_bytes
 
 from ..checks import checked_whole
@@ -47,7 +48,7 @@ class _Slot:
 
     blocks: list[PoolBlock] = field(default_factory=list)
     length: int = 0
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenIds = field(default_factory=lambda: array("q"))
     salt: bytes = b""
     published: list[PoolBlock] = field(default_factory=list)
 
@@ -156,7 +157,7 @@ class BlockKV(PlainStore, ABC):
             target, origin = self._slots[number].blocks[-1].number, source.blocks[whole].number
             self._copy_block(origin, target)
         child = self._slots[number]
-        child.length, child.salt, child.tokens = source.length, source.salt, source.tokens.copy()
+        child.length, child.salt, child.tokens = source.length, source.salt, source.tokens[:]
         return number
 
     def evict_prefixes(self) -> int:
@@ -205,7 +206,7 @@ class BlockKV(PlainStore, ABC):
             slot.blocks = [PoolBlock(depth=block.depth, number=block.number) for block in slot.blocks]
         held: dict[int, PoolBlock] = {}
         for number, slot in self._slots.items():
-            slot.tokens, slot.published = [], []
+            slot.tokens, slot.published = array("q"), []
             blocks = [held.setdefault(block.number, block) for block in slot.blocks]
             slot.blocks = []
             self._index.acquire(blocks)
@@ -295,7 +296,7 @@ class BlockKV(PlainStore, ABC):
     def _copy_block(self, origin: int, target: int) -> None:
         """Copy all layers of a block to one that was just taken."""
 
-    def _cached(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], list[PoolBlock]]:
+    def _cached(self, token_ids: Sequence[int], salt: bytes) -> tuple[TokenIds, list[PoolBlock]]:
         """A prompt, checked, and the blocks of its longest cached prefix."""
         ids = as_ids(token_ids)
         if not 1 <= len(ids) <= self._slots.max_model_len:

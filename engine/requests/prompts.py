@@ -168,7 +168,9 @@ def _as_token_ids(prompt: object) -> list[int]:
         values = list(_of_an_array(prompt))
     except TypeError:
         raise _not_a_prompt(prompt) from None
-    token_ids = [value if type(value) is int else whole(value) for value in values]
+    if {int}.issuperset(map(type, values)):
+        return values
+    token_ids = [whole(value) for value in values]
     if None in token_ids:
         raise _not_a_prompt(prompt)
     return cast(list[int], token_ids)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from vattn.errors import VattnError
+from vattn.prefix import TokenIds
 
 from .detokenizer import Detokenizer
 from .grammar import Grammar
@@ -154,6 +156,7 @@ class Request:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids: list[int] = []
+        self._prompt_ids: TokenIds | None = None
         self.sampling = sampling
         self.max_total_tokens = max_total_tokens
         self.seed = seed
@@ -233,6 +236,14 @@ class Request:
         if self.prompt_logprobs is None:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(end, len(self.prompt_token_ids) - 1))
+
+    def first_ids(self, end: int) -> TokenIds:
+        """Tokens `[0, end)` of prompt and output, as caches keep them."""
+        if self._prompt_ids is None:
+            self._prompt_ids = array("q", self.prompt_token_ids)
+        ids = self._prompt_ids[:end]
+        ids.extend(self.output_token_ids[: end - len(ids)])
+        return ids
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens `[start, end)` of prompt and output."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from vattn.errors import ConfigError, VattnError
+from vattn.prefix import TokenIds
 
 from ..checks import checked_choice, checked_whole
 from ..kv.base import KVBackend
@@ -402,7 +403,7 @@ class Scheduler:
         self.kv.free(request.slot, computed)
         request.slot = None
 
-    def publish(self, request: Request, since: int | None = None) -> list[int] | None:
+    def publish(self, request: Request, since: int | None = None) -> TokenIds | None:
         """Let later requests find what a running one has computed: these tokens, or None if it is kept to itself.
 
         Args:
@@ -410,7 +411,7 @@ class Scheduler:
         """
         if not request.publishes or request.slot is None:
             return None
-        computed = request.token_ids(0, request.num_computed_tokens)
+        computed = request.first_ids(request.num_computed_tokens)
         self.kv.commit(request.slot, computed)
         if self.stored is not None:
             self.stored.save(request, since)
@@ -438,7 +439,7 @@ class Scheduler:
         """Give a waiting request a slot, with what the cache has of its tokens."""
         request.publishes = self._shares(request)
         if request.publishes:
-            slot, cached = self.kv.admit(request.token_ids(0, request.num_tokens), request.cache_salt)
+            slot, cached = self.kv.admit(request.first_ids(request.num_tokens), request.cache_salt)
             if request.first_scheduled_time is None:
                 self.query_tokens += request.num_tokens
                 self.hit_tokens += cached
@@ -539,9 +540,11 @@ class _Underway:
 
     def _shares_next_block(self, other: Request, request: Request) -> bool:
         assert self._block is not None
-        prompt = request.prompt_token_ids
-        end = max(HEAD_TOKENS, (other.num_computed_tokens // self._block + 1) * self._block)
-        return len(prompt) >= end and other.prompt_token_ids[:end] == prompt[:end]
+        prompt, theirs = request.prompt_token_ids, other.prompt_token_ids
+        start = other.num_computed_tokens // self._block * self._block
+        end = max(HEAD_TOKENS, start + self._block)
+        # What is computed is compared last: it is long, and of prompts with a beginning in common it is the same.
+        return len(prompt) >= end and theirs[start:end] == prompt[start:end] and theirs[:start] == prompt[:start]
 
 
 def _may_fork(leader: Request, request: Request) -> bool:

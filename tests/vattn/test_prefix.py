@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -145,12 +146,12 @@ def test_token_ids_of_the_wrong_type(ids: Any) -> None:
         as_ids(ids)
 
 
-def test_token_ids_may_be_a_tensor() -> None:
-    assert as_ids(torch.tensor([1, 2])) == as_ids((1, 2)) == [1, 2]
+def test_token_ids_may_be_a_tensor_or_an_array() -> None:
+    assert as_ids(torch.tensor([1, 2])) == as_ids((1, 2)) == as_ids(array("i", [1, 2])) == array("q", [1, 2])
 
 
 def test_token_ids_that_cannot_be_a_request() -> None:
-    check_extension([1, 2], [1, 2, 3], 3)
+    check_extension(as_ids([1, 2]), as_ids([1, 2, 3]), 3)
     for ids, reason in (([1], "1 token ids"), ([1, 2, 3, 4], "4 token ids"), ([1, 5, 3], "token 1 is 5")):
         with pytest.raises(TokenMismatch, match=reason):
-            check_extension([1, 2], ids, 3)
+            check_extension(as_ids([1, 2]), as_ids(ids), 3)

@@ -310,7 +310,8 @@ class Backer(Decisions):
         target = slots.backed(slots.length[slot])
 
         def plan(change: Change) -> None:
-            slots.know(change, slot, replace(slots.known[slot], tokens=[], keys=[], rewound=True))
+            known = slots.known[slot]
+            slots.know(change, slot, replace(known, tokens=known.tokens[:0], keys=[], rewound=True))
             self.keep_only(change, slot, 0, handle)
             self.grow(change, {slot: target}, now=True, handle=handle)
             self._settle_rewound(change, slot)

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -21,7 +20,7 @@ from vattn.layout import Layout
 from vattn.pool.journal import Change
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Foreign, Shares
-from vattn.prefix import Key, block_keys, root_key
+from vattn.prefix import Key, TokenIds, block_keys, root_key
 from vattn.slots.blocks import PageBlock, State
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.reclaimer import Reclaimer
@@ -67,12 +66,12 @@ class Exchange(Decisions):
 
     # For calls
 
-    def find(self, change: Change, token_ids: Sequence[int], salt: bytes) -> list[Key]:
+    def find(self, change: Change, token_ids: TokenIds, salt: bytes) -> list[Key]:
         """The keys of a prompt's longest prefix that leaves a token to compute, with blocks of others where the index
         has none.
         """
         size, index, found = self._bands.block_tokens, self._band.shared.index, list[Key]()
-        ids = array("q", token_ids[:-1])
+        ids = token_ids[:-1]
         shares = not self._stopped and bool(self._shares.peers)
         # Lazily, as hashing is much of a miss: of keys that the index lacks, only the first one is needed at first.
         for missing, run in itertools.groupby(

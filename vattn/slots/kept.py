@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vattn.pool.journal import GONE, Change
-from vattn.prefix import Key
+from vattn.prefix import Key, TokenIds
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Kept:
 
     parent: Key
     start: int
-    tokens: list[int]
+    tokens: TokenIds
 
     @property
     def end(self) -> int:

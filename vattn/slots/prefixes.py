@@ -9,7 +9,7 @@ from dataclasses import replace
 from vattn.errors import NoFreeSlot
 from vattn.pool.fences import refusal
 from vattn.pool.journal import Change
-from vattn.prefix import Key, block_keys, check_extension, root_key
+from vattn.prefix import Key, TokenIds, block_keys, check_extension, root_key
 from vattn.slots.backer import Backer
 from vattn.slots.bands import Prefix
 from vattn.slots.exchange import Exchange
@@ -56,7 +56,7 @@ class Prefixes(Decisions):
         self._slots.note_left_over(change, slot)
         return slot
 
-    def admit(self, change: Change, token_ids: list[int], salt: bytes) -> int:
+    def admit(self, change: Change, token_ids: TokenIds, salt: bytes) -> int:
         """Takes a slot with the longest cached prefix of a prompt that leaves at least one token to compute."""
         bands = self._bands
         if self.exchange is None:
@@ -153,7 +153,7 @@ class Prefixes(Decisions):
         kept, rest = self._slots.kept, self._rest(keys, token_ids, salt)
         return max((kept.common(slot, *rest) for slot in kept.holders(*rest, _CANDIDATES)), default=0)
 
-    def publish(self, change: Change, slot: int, token_ids: list[int]) -> None:
+    def publish(self, change: Change, slot: int, token_ids: TokenIds) -> None:
         """Publishes the whole blocks of `token_ids`, the tokens of the slot's request up to some point.
 
         Raises:
@@ -177,7 +177,7 @@ class Prefixes(Decisions):
         tokens = token_ids[: count * bands.block_tokens]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 
-    def kept(self, slot: int, token_ids: list[int]) -> Kept | None:
+    def kept(self, slot: int, token_ids: TokenIds) -> Kept | None:
         """What the slot's request, which has published these tokens, leaves behind its last block."""
         known = self._slots.known[slot]
         if self._bands.windowed or known.retracted or len(token_ids) == len(known.tokens):

@@ -17,13 +17,14 @@ which reverts them if a call fails.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from vattn.config import KVConfig
 from vattn.errors import InvalidLength
 from vattn.pool.journal import GONE, Change
-from vattn.prefix import Key
+from vattn.prefix import Key, TokenIds
 from vattn.slots.bands import Bands, Published
 from vattn.slots.blocks import PageBlock
 from vattn.slots.idle import IdleSlots
@@ -44,7 +45,7 @@ class Known:
         retracted: whether it was taken back, as wrong, what the request had committed.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenIds = field(default_factory=lambda: array("q"))
     keys: list[Key] = field(default_factory=list)
     admitted: int = 0
     published: Published = ()
