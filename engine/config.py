@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
 from vattn.broker.places import check_name
 from vattn.broker.share import parse_share
 from vattn.config import budget_bytes
+from vattn.drivers import parse as parse_device
 from vattn.errors import ConfigError
 from vattn.integers import shown
 from vattn.quantised import KVCacheDtype
@@ -25,7 +26,7 @@ from .kv.base import NoPrefixCache
 from .kv.make import BACKENDS, find_backend
 from .options import json_value, option
 from .scheduling.drafts import SpeculativeConfig
-from .scheduling.scheduler import SCHEDULING, Policy, check_limits
+from .scheduling.scheduler import MOST_BATCHED_TOKENS, SCHEDULING, Policy, check_limits
 from .scheduling.swap import PreemptionMode
 from .shipped_model import shipped_model
 
@@ -37,12 +38,18 @@ if TYPE_CHECKING:
     from .scheduling.record import StepRecord
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-_BUDGET = "4GiB"
+# Where nothing is given. A GPU's memory is for little else, and short steps leave it idle while Python plans the next.
+_BUDGET = {"cpu": "4GiB", "cuda": "auto"}
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 Role = Literal["both", "prefill", "decode"]
 # vLLM's, which is that of OpenAI's API.
 _MAX_LOGPROBS = 20
 # Far above what helps, and what OpenMP can start: it ends the process where it cannot.
 _MOST_THREADS = 1024
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def _num_threads(text: str) -> int | Literal["auto"]:
@@ -96,20 +103,29 @@ class EngineConfig:
         "`vllm`, the defaults of `SamplingParams`; or a folder with a `generation_config.json`",
     )
     tensor_parallel_size: int = option(1, "1: a model runs on one device", parse=int)
+    device: str | torch.device = option(
+        "auto",
+        "where a model is loaded to, and the cache is: `cpu`, `cuda`, `cuda:1`; `auto` is a GPU if torch can use one. "
+        "A loaded model stays where it is",
+        metavar="DEVICE",
+    )
     dtype: str | torch.dtype = option(
         "auto", "element type of weights and cache; `auto` is the checkpoint's", choices=("auto", *_DTYPES)
     )
     max_num_seqs: int = option(64, "maximum number of requests that run at a time", parse=int)
-    max_num_batched_tokens: int = option(
-        512, "maximum number of tokens per step; longer prompts are computed in chunks", parse=int
+    max_num_batched_tokens: int | None = option(
+        None,
+        "maximum number of tokens per step; longer prompts are computed in chunks. By default 512 on a CPU, 2048 on a "
+        "GPU, and at least one per request",
+        parse=int,
     )
     max_model_len: int | None = option(
         None, "maximum number of tokens of a request, prompt and output; by default the model's limit", parse=int
     )
     memory_budget: int | str | None = option(
         None,
-        f"size of the cache: bytes, text such as `512MiB`, by default `{_BUDGET}`, or `auto`, a share of the memory "
-        "that is free once the model is loaded",
+        "size of the cache: bytes, text such as `512MiB`, or `auto`, a share of what is free once the model is loaded; "
+        f"by default `{_BUDGET['cpu']}` on a CPU, `auto` on a GPU",
         flag="kv-cache-memory-bytes",
         metavar="SIZE",
     )
@@ -238,9 +254,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        max_num_seqs, max_num_batched_tokens = check_limits(self.max_num_seqs, self.max_num_batched_tokens)
+        asked = self.max_num_batched_tokens
+        most = MOST_BATCHED_TOKENS if asked is None else asked
+        max_num_seqs, max_num_batched_tokens = check_limits(self.max_num_seqs, most)
         self._set("max_num_seqs", max_num_seqs)
-        self._set("max_num_batched_tokens", max_num_batched_tokens)
+        if asked is not None:
+            self._set("max_num_batched_tokens", max_num_batched_tokens)
         self._set("block_size", checked_whole("block_size", self.block_size, 1))
         threshold = checked_whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         self._set("long_prefill_token_threshold", threshold)
@@ -255,6 +274,19 @@ class EngineConfig:
         self._check_scheduling()
 
     # What depends on the model or the machine.
+
+    def resolved_device(self) -> torch.device:
+        """Where the model is, or is to be loaded to."""
+        if not isinstance(self.model, str):
+            return cast("PreTrainedModel", self.model).device
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return parse_device(self.device)
+
+    def resolved_max_num_batched_tokens(self, device: torch.device) -> int:
+        """Most tokens of a step."""
+        asked = self.max_num_batched_tokens
+        return max(_BATCHED_TOKENS[_kind(device)], self.max_num_seqs) if asked is None else asked
 
     def resolved_max_model_len(self, limit: int | None) -> int:
         """Most tokens of a request.
@@ -283,7 +315,7 @@ class EngineConfig:
         if self.kv_cache_memory_bytes is not None:
             return self.kv_cache_memory_bytes
         if self.memory_budget is None:
-            return _BUDGET if self.kv_pool is None else "auto"
+            return _BUDGET[_kind(device)] if self.kv_pool is None else "auto"
         return self.memory_budget
 
     def _check_types(self) -> None:
@@ -323,6 +355,7 @@ class EngineConfig:
         ):
             raise ConfigError(f"model is {shown(self.model)}; give a path, a hub id, or a loaded causal language model")
         self._check_checkpoint()
+        self._check_device()
         if checked_whole("tensor_parallel_size", self.tensor_parallel_size, 1) > 1:
             raise ConfigError(
                 f"tensor_parallel_size is {shown(self.tensor_parallel_size)}, but a model runs on one device; run one "
@@ -351,6 +384,24 @@ class EngineConfig:
         for name in ("revision", "hf_overrides"):
             if getattr(self, name) is not None and not isinstance(self.model, str):
                 raise ConfigError(f"{name} is for a path or a hub id, but the model is loaded already; leave it out")
+
+    def _check_device(self) -> None:
+        if self.device == "auto":
+            return
+        device = parse_device(self.device)
+        if isinstance(self.model, str):
+            if device.type == "cuda" and not torch.cuda.is_available():
+                raise ConfigError(
+                    f"device={str(self.device)!r}, but torch {torch.__version__} can use no GPU here: `vattn doctor` "
+                    "says what is missing, and device='cpu' needs none"
+                )
+            return
+        where = cast("PreTrainedModel", self.model).device
+        if where.type != device.type or device.index not in (None, where.index):
+            raise ConfigError(
+                f"the loaded model is on {where}, not on device={str(self.device)!r}; move it first: "
+                f"model.to({str(self.device)!r})"
+            )
 
     def _check_memory(self) -> None:
         if self.kv_pool is not None:

@@ -135,7 +135,7 @@ class EngineCore:
                 graphs_up_to=None if config.enforce_eager else config.max_num_seqs,
             )
             self.threads = Threads(config.num_threads, on_cpu=loaded.model.device.type == "cpu")
-            most_tokens = min(config.max_num_batched_tokens, loaded.max_model_len)
+            most_tokens = min(loaded.max_num_batched_tokens, loaded.max_model_len)
             self.threads.measure(self.runner.rehearse, {"decode": config.max_num_seqs, "prefill": most_tokens})
         except BaseException:
             loaded.close()
@@ -737,7 +737,7 @@ def _make_kv(config: EngineConfig, loaded: LoadedModel) -> KVBackend:
         memory_budget=config.resolved_memory_budget(loaded.model.device),
         block_size=config.block_size,
         guard_rows=loaded.attention.guard_rows,
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=loaded.max_num_batched_tokens,
         kv_options=config.kv_options,
         pool=_pool_share(config, loaded),
     )
@@ -781,7 +781,7 @@ def _make_stored(config: EngineConfig, loaded: LoadedModel, kv: KVBackend) -> St
         store,
         fingerprint=_identity(config, loaded),
         windows=_windows(loaded, kv),
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=loaded.max_num_batched_tokens,
         label=_label(config),
         device=loaded.model.device,
     )
@@ -811,7 +811,7 @@ def _make_scheduler(
     stored: StoredPrefixes | None,
     remote: RemotePrefills | None,
 ) -> Scheduler:
-    limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens}
+    limits = {"max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": loaded.max_num_batched_tokens}
     if config.scheduling == "static":
         return StaticScheduler(kv, **limits, max_model_len=loaded.max_model_len)
     swap = SwapSpace(

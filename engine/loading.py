@@ -38,6 +38,7 @@ class LoadedModel:
     Attributes:
         tokenizer: None without one.
         max_model_len: most tokens of a request.
+        max_num_batched_tokens: most tokens of a step.
         vocab_size: token ids are `0 .. vocab_size - 1`.
         eos_token_ids: the tokens that end an output.
         eos_token_id: the one that does so without being a `stop_reason`; others count as stop tokens, as in vLLM.
@@ -57,6 +58,7 @@ class LoadedModel:
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config)
         packed.check_supported(self.model)
         self.max_model_len = config.resolved_max_model_len(packed.max_context(self.model.config))
+        self.max_num_batched_tokens = config.resolved_max_num_batched_tokens(self.model.device)
         embedding: Any = self.model.get_input_embeddings()
         self.vocab_size: int = embedding.num_embeddings
         self.eos_token_ids = _eos_token_ids(self.model, self.tokenizer) & frozenset(range(self.vocab_size))
@@ -155,6 +157,7 @@ def _load_model(config: EngineConfig) -> PreTrainedModel:
                 **_overrides(config, model),
             )
         loaded.train(False)
+        loaded.to(config.resolved_device())  # type: ignore[arg-type]  # as its decorator declares it
         return loaded
     given = cast(PreTrainedModel, model)
     if isinstance(dtype, torch.dtype) and given.dtype != dtype:

@@ -18,7 +18,7 @@ def without_model(core: EngineCore) -> Iterator[None]:
     """Within it, steps store random keys and values, and the logits of all tokens are equal."""
     runner = core.runner
     shape = packed.kv_shape(runner.model)
-    most = core.config.max_num_batched_tokens
+    most = core.scheduler.max_num_batched_tokens
     rows = [
         [
             torch.randn(most, layer.num_kv_heads, dim, dtype=runner.model.dtype)

@@ -46,6 +46,30 @@ def test_values_are_pythons_own() -> None:
         config.seed = 1  # type: ignore[misc]
 
 
+def resolved(config: EngineConfig) -> tuple[str, int, int | str]:
+    device = config.resolved_device()
+    return str(device), config.resolved_max_num_batched_tokens(device), config.resolved_memory_budget(device)
+
+
+def test_what_is_not_given_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolved(EngineConfig("a/b")) == ("cpu", 512, "4GiB")
+    assert resolved(EngineConfig("a/b", max_num_seqs=600)) == ("cpu", 600, "4GiB")
+    with pytest.raises(ConfigError, match=r"device='cuda', but torch .* can use no GPU here"):
+        EngineConfig("a/b", device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolved(EngineConfig("a/b")) == ("cuda", 2048, "auto")
+    given = EngineConfig("a/b", device="cuda:1", max_num_batched_tokens=np.int64(300), memory_budget="1GiB")
+    assert resolved(given) == ("cuda:1", 300, "1GiB")
+    assert resolved(EngineConfig("a/b", device=torch.device("cpu"))) == ("cpu", 512, "4GiB")
+    model = make_model("llama")
+    assert resolved(EngineConfig(model)) == resolved(EngineConfig(model, device="cpu")) == ("cpu", 512, "4GiB")
+    with pytest.raises(ConfigError, match=r"the loaded model is on cpu, not on device='cuda:1'; move it first"):
+        EngineConfig(model, device="cuda:1")
+    with pytest.raises(ConfigError, match="device='tpu' has no memory driver"):
+        EngineConfig("a/b", device="tpu")
+
+
 def test_what_no_model_could_serve_is_refused_before_one_is_loaded() -> None:
     for keywords, message in (
         ({"kv": "stack"}, "'stack' is not a backend"),
