@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.gpu import device_tests
 from bench.harness.report import Report
 
-ABOUT = "tests/gpu: models over VirtualCache, the engine and the server, token for token"
+ABOUT = "tests/gpu: models, token for token"
 RANK = 7
 SECONDS = 70
 
