@@ -234,13 +234,21 @@ def held(scheduler: Scheduler, kv: KVBackend, *, asleep: bool) -> list[Metric]:
     return [
         Gauge("vllm:num_requests_running", {}, float(len(scheduler.running))),
         Gauge("vllm:num_requests_waiting", {}, float(len(scheduler.waiting))),
-        Gauge("vllm:kv_cache_usage_perc", {}, 1 - kv.available() / kv.total()),
+        Gauge("vllm:kv_cache_usage_perc", {}, _usage(kv)),
         Gauge("vllm:engine_sleep_state", {"sleep_state": "awake"}, float(not asleep)),
         *(Gauge("vattn:memory_bytes", {"kind": kind}, float(size)) for kind, size in memory.items()),
         Counter("vattn:map_calls", {}, stats.map_calls),
         Counter("vattn:wait_seconds", {}, stats.wait_seconds),
         *borrowed(kv),
     ]
+
+
+def _usage(kv: KVBackend) -> float:
+    """The share of the cache that running requests hold; of a loan, the share of the most that may be lent."""
+    free = kv.available() / kv.total()
+    if kv.loan is not None:
+        free += 1 - kv.loan.lent / kv.loan.at_most
+    return min(1.0, max(0.0, 1 - free))
 
 
 def borrowed(kv: KVBackend) -> list[Metric]:

@@ -8,9 +8,17 @@ from contextlib import ExitStack
 from tests.support import brokers
 from tests.support.servers import MODEL
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.metrics import Gauge
 from vattn.engine.scheduling.record import StepRecord
 
 BUDGET = 8 * 2**20
+
+
+def usage(llm: LLM) -> float:
+    """The share of the cache that running requests hold, as `/metrics` has it."""
+    (found,) = [each for each in llm.get_metrics() if each.name == "vllm:kv_cache_usage_perc"]
+    assert isinstance(found, Gauge)
+    return found.value
 
 
 def test_requests_run_together_in_memory_that_an_idle_engine_can_do_without() -> None:
@@ -28,7 +36,13 @@ def test_requests_run_together_in_memory_that_an_idle_engine_can_do_without() ->
         count = BUDGET // (idle.core.kv.token_bytes * 600)
         assert count >= 4
         prompts = [[rng.randrange(500) for _ in range(400)] for _ in range(2 * count)]
+        assert usage(idle) == 0
+        idle.add_request("x", prompts[0], params)
+        idle.step()
+        assert 0 < usage(idle) < 2 / count
+        idle.abort("x")
         idle.generate(prompts, params, use_tqdm=False)
+        assert usage(idle) == 0
         loan = idle.core.kv.loan
         assert loan is not None
         assert loan.usage.cached > BUDGET / 2

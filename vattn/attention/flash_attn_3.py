@@ -32,7 +32,7 @@ _WINDOW_HEAD_DIM = 128
 
 
 class FlashAttn3:
-    """flash-attn 3's flash_attn_with_kvcache over a page table; Hopper, half precision, with softcap and windows."""
+    """flash-attn 3's flash_attn_with_kvcache; Hopper, half precision, with softcap, and windows up to heads of 128."""
 
     name = "flash_attn_3"
     guard_rows = 0

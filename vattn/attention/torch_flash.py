@@ -1,8 +1,8 @@
-"""The FlashAttention that is built into torch: `aten::_flash_attention_forward`, with `seqused_k`. The default on CUDA.
+"""The FlashAttention that is built into torch: `aten::_flash_attention_forward`, with `seqused_k`.
 
-The layer is flattened to one sequence, in which a request's keys begin at its slot and `seqused_k` says how many there
-are. What
-its source says (`flash_api.cpp`, `mha_varlen_fwd`):
+It is the default on CUDA where there is no flash-attn 3. The layer is flattened to one sequence, in which a request's
+keys begin at its slot and `seqused_k` says how many there are. What its source says (`flash_api.cpp`,
+`mha_varlen_fwd`):
 
 - reads are predicated by the length: no guard rows, and memory past the length may hold NaN;
 - starts are 32-bit rows, offsets 64-bit: up to 2^31 rows of address space, of any size;

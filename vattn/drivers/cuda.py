@@ -99,7 +99,7 @@ class CudaDevice(Device):
         if page_size <= 0 or page_size % self.granularity:
             raise ConfigError(
                 f"page_size={page_size} is not possible: pages on {self.torch_device} are multiples of "
-                f"{self.granularity} ({format_bytes(self.granularity)}); leave it out for pages of that size"
+                f"{self.granularity} ({format_bytes(self.granularity)}); give one, or leave it out"
             )
         return page_size
 
