@@ -81,7 +81,7 @@ class LoadedModel:
             if not config.enforce_eager:
                 self.latents = packed.find_latents(self.model, self.shape)
             self.shape = packed.store_latents(self.shape, self.latents)
-            self.attention = _choose_kernel(config, self.model, self.shape)
+            self.attention = _choose_kernel(config, self.model, self.shape, self.max_model_len)
         except BaseException:
             self.close()
             raise
@@ -110,7 +110,9 @@ def _undo_all(undo: list[Callable[[], None]]) -> None:
         undo.pop()
 
 
-def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape) -> Attention:
+def _choose_kernel(
+    config: EngineConfig, model: PreTrainedModel, shape: packed.KVShape, max_model_len: int
+) -> Attention:
     """The kernel for every pair of head sizes that the model has."""
     backend = find_backend(config.kv, config.kv_cache_dtype, config.kv_options)
     cases = [
@@ -122,7 +124,11 @@ def _choose_kernel(config: EngineConfig, model: PreTrainedModel, shape: packed.K
             config.block_size if backend.stored_as is Blocks else None,
             shape.softcap,
             shape.sinks,
-            any(layer.window is not None for layer in shape.layers),
+            any(
+                layer.window is not None and layer.window < max_model_len
+                for layer in shape.layers
+                if (head_dim, v_head_dim) in layer.attends
+            ),
             whole_layers=backend.stored_as is not None,
         )
         for head_dim, v_head_dim in shape.head_dims

@@ -19,9 +19,10 @@ from vattn.units import format_bytes, parse_bytes
 _MIN_PAGE_TOKENS = 16
 _MOST_TOKEN_PAGES = 8
 
-# On CUDA it covers the first of these numbers that leaves little unused. Calls take 40 us for a page of any size: those
-# of 2 MiB took 10 % of a prompt's time (Llama-3-8B, an H100). Attention reads pages of all sizes equally fast.
-_CUDA_PAGE_TOKENS = (128, 64, 32, _MIN_PAGE_TOKENS, 0)
+# On CUDA it covers the first of these numbers that leaves little unused, in blocks that are short. Calls take 40 us for
+# a page of any size, 10 % of a prompt's time in pages of 2 MiB (Llama-3-8B, an H100). Attention reads all as fast.
+_CUDA_PAGE_TOKENS = (128, 64, 32, 16, 0)
+_CUDA_BLOCK_TOKENS = 256  # shorter blocks are no better
 
 # "layer" has the longest blocks by far. On CUDA "sliced" is read as fast, but for 1 %.
 _AUTO_LAYOUTS: dict[str, Sequence[LayoutName]] = {"cpu": LAYOUTS, "cuda": ("sliced", "fused")}
@@ -65,7 +66,8 @@ class KVConfig:
         page_size: bytes of a page. On the host a power of two from 4 KiB to 2 MiB; "auto" takes the smallest that
             covers at least 16 tokens, that needs at most 8 pages for a token, and with which the budget takes at most
             half of the kernel's table of mappings. On CUDA a multiple of the device's granularity (2 MiB); "auto" takes
-            the smallest, up to 32 MiB, that covers at least 128 tokens, or fewer where that leaves too much unused.
+            the smallest, up to 64 MiB, that covers at least 128 tokens and makes short blocks, or fewer tokens where
+            that leaves too much unused.
         layout: "layer" (a K and a V tensor per layer), "sliced" (a K and a V tensor for all layers) or "fused" (one
             tensor), in descending order of tokens per page. "auto" takes the first with which the last blocks of
             requests leave at most a quarter of the budget unused when every slot has a request; if there is none, the
@@ -239,19 +241,21 @@ def build_layout(config: KVConfig, name: LayoutName, page_size: int) -> Layout:
 def candidates(config: KVConfig, page_sizes: Sequence[int]) -> Iterator[Layout]:
     """The layouts that a config leaves open, the best first, with pages of these sizes in bytes, ascending.
 
-    On the host the order is that of the layouts, from the fastest to read to the finest; on CUDA that of the tokens
-    which a page covers.
+    On the host the order is that of the layouts, from the fastest to read to the finest. On CUDA short blocks come
+    first, and then pages that cover enough tokens.
     """
     kind = drivers.parse(config.device).type
     names = _AUTO_LAYOUTS[kind] if config.layout == "auto" else (config.layout,)
+    layouts = (build_layout(config, name, size) for name in names for size in page_sizes)
     if kind == "cpu":
-        return (build_layout(config, name, size) for name in names for size in page_sizes)
+        return layouts
 
-    def covering(tokens: int, name: LayoutName) -> Layout:
-        layouts = [build_layout(config, name, size) for size in page_sizes]
-        return next((layout for layout in layouts if layout.page_tokens >= tokens), layouts[-1])
+    def rank(layout: Layout) -> tuple[int, ...]:
+        block_tokens = layout.bands[0].block_tokens  # common to all bands
+        enough = next(i for i, tokens in enumerate(_CUDA_PAGE_TOKENS) if layout.page_tokens >= tokens)
+        return max(block_tokens, _CUDA_BLOCK_TOKENS), enough, names.index(layout.name), block_tokens, layout.page_size
 
-    return (covering(tokens, name) for tokens in _CUDA_PAGE_TOKENS for name in names)
+    return iter(sorted(layouts, key=rank))
 
 
 def most_waste_share(device: str | torch.device) -> float:
@@ -313,14 +317,15 @@ def resolve(
     else:
         sizes = list(device.page_sizes)
 
-    open_size = len(sizes) > 1
+    open_size = len(sizes) > 1 and device.torch_device.type == "cpu"
     # Lazily, as building a layout is the slowest part and one of the first usually fits.
     layouts: Iterable[Layout] = candidates(config, sizes)
     if config.block_tokens is not None:
-        layouts = list(layouts)
-        fine = [c for c in layouts if c.page_tokens <= config.block_tokens]
+        names = LAYOUTS if config.layout == "auto" else (config.layout,)
+        every = [build_layout(config, name, size) for name in names for size in sizes]
+        fine = [c for c in every if c.page_tokens <= config.block_tokens]
         if not fine:
-            best = min(layouts, key=lambda c: c.page_tokens)
+            best = min(every, key=lambda c: c.page_tokens)
             raise ConfigError(
                 f"block_tokens={config.block_tokens} is not possible: the finest here is {best.page_tokens} tokens "
                 f"(layout={best.name!r}, page_size={best.page_size})"
@@ -358,7 +363,7 @@ def choose(
         candidates: the best first.
         budget: bytes.
         mapping_limit: mappings that the process may have; None without such a limit.
-        open_size: whether the page size is to be chosen, and not only the layout.
+        open_size: whether pages have to be cheap to map, because their size is to be chosen on the host.
         share: of the budget, that requests may leave unused when all slots run.
         most_waste: as for `resolve`.
     """
@@ -370,7 +375,8 @@ def choose(
         return candidate.usual_waste * candidate.slots
 
     def may_waste(candidate: Layout) -> float:
-        most = share * candidate.budget_pages(budget) * candidate.page_size
+        longest = candidate.slots * candidate.tokens * candidate.bytes_per_token
+        most = share * min(candidate.budget_pages(budget) * candidate.page_size, longest)
         return most if most_waste is None else min(most, most_waste)
 
     tried = []

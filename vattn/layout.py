@@ -135,6 +135,7 @@ class Layout:
     """The geometry of a cache.
 
     Attributes:
+        tokens: the most of a slot, guard rows included.
         bands: the kinds of virtual tensors, by the range of tokens that they back.
         views: K and V by layer, in order of the layers; `TensorView.kind` is an index into `kinds`.
     """
@@ -143,6 +144,7 @@ class Layout:
     kv_order: KVOrder
     page_size: int
     slots: int
+    tokens: int
     bands: tuple[Band, ...]
     views: dict[int, tuple[TensorView, TensorView]]
 
@@ -242,7 +244,7 @@ def build(
     return _build(name, kv_order, tuple(groups), slots, tokens, page_size, window_guard)
 
 
-@functools.lru_cache(maxsize=64)  # a cache per call of generate() asks for the same again and again
+@functools.lru_cache(maxsize=512)  # a cache per call of generate() asks for the same again and again
 def _build(
     name: LayoutName,
     kv_order: KVOrder,
@@ -274,7 +276,7 @@ def _build(
         )
         for window, (made, of_groups) in members.items()
     )
-    return Layout(name, kv_order, page_size, slots, bands, dict(sorted(views.items())))
+    return Layout(name, kv_order, page_size, slots, tokens, bands, dict(sorted(views.items())))
 
 
 def _place(

@@ -22,7 +22,7 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 PAGE_SIZES = tuple(2**power for power in range(16, 22))
 
 _BASELINE = 16  # tokens of a block: the default of vLLM, and of the engine's paged backend
-_CUDA_PAGES = tuple(2**power for power in range(21, 26))  # those of `CudaDevice`; the paper changed NVIDIA's driver
+_CUDA_PAGES = tuple(2**21 * pages for pages in range(1, 33))  # those of `CudaDevice`; the paper changed NVIDIA's driver
 _TABLE_ENTRY = 4  # bytes of a block's number
 _PAGE_ENTRY = 8  # bytes of an entry of the device's page table, which has one per page
 _LEAST_PAGE = 4096  # the host's page table has an entry for each of these, whatever vattn's page size is
@@ -186,7 +186,7 @@ class _Planner:
             candidates(self._config, self._pages),
             self._memory,
             self._mapping_limit,
-            open_size=len(self._pages) > 1,
+            open_size=self._on_host,
             share=most_waste_share(self._config.device),
         )
 

@@ -95,7 +95,8 @@ def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iter
         token_ids: 64-bit integers, without a conversion if `as_ids` returned them.
         block_tokens: tokens per block.
     """
-    tokens = memoryview(token_ids if isinstance(token_ids, array) else array("q", token_ids)).cast("B")
+    ours = isinstance(token_ids, array) and token_ids.typecode == "q"
+    tokens = memoryview(token_ids if ours else array("q", token_ids)).cast("B")  # type: ignore[arg-type]
     block_bytes = 8 * block_tokens
     for begin in range(0, len(tokens) - block_bytes + 1, block_bytes):
         block = _EMPTY_BLOCK.copy()

@@ -31,9 +31,13 @@ def put(package: str, library: Path, made_by: str, function: Callable[..., Tenso
     packed = library.with_name(f"{library.name}.xz")
     if not library.exists() and packed.exists():
         part = library.with_name(f"{library.name}.{os.getpid()}")  # several processes may come here at once
-        with lzma.open(packed) as source, part.open("wb") as target:
-            shutil.copyfileobj(source, target)
-        part.replace(library)
+        try:
+            with lzma.open(packed) as source, part.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            part.replace(library)
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            part.unlink(missing_ok=True)
+            return f"{packed.name} cannot be unpacked: {error}"
     if not library.exists():
         return f"there is no {library.name} either ({made_by})"
     try:

@@ -183,8 +183,23 @@ class PackedBatch:
     @cached_property
     def uniform_groups(self) -> tuple[Group, ...]:
         """`groups` for kernels that need spans of equal length: every span of the second is a group of its own."""
-        singles = self.groups[:1] if self.num_singles else ()
-        return singles + tuple(Group.of([span], row, self.device) for span, row in self.chunks())
+        return self.split(0)
+
+    def split(self, short: int) -> tuple[Group, ...]:
+        """The single tokens at the front; of the other spans those of up to `short` rows that are neighbours, together,
+        and every longer one on its own.
+        """
+
+        def make() -> tuple[Group, ...]:
+            groups = list(self.groups[:1]) if self.num_singles else []
+            for is_short, neighbours in itertools.groupby(self.chunks(), lambda chunk: len(chunk[0]) <= short):
+                chunks = list(neighbours)
+                for part in [chunks] if is_short else [[chunk] for chunk in chunks]:
+                    groups.append(Group.of([span for span, _ in part], part[0][1], self.device))
+            return tuple(groups)
+
+        made: tuple[Group, ...] = self.once(("split", short), make)
+        return made
 
     def chunks(self) -> Sequence[tuple[Span, int]]:
         """The spans after the single tokens at the front, each with its first row."""

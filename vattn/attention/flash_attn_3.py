@@ -5,9 +5,9 @@ the end of a tensor are zeros, however:
 
 - a chunk of a contiguous slot is a call of its own, over a slice that ends where the request does: it is loaded by TMA,
   and no row past it is read;
-- single tokens share a call, and their slots end at different rows. They get an arithmetic page table: pages that are
-  no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. On an H100 that costs
-  single tokens nothing; it would cost chunks a tenth of their time.
+- single tokens and other short spans share a call, and their slots end at different rows. They get an arithmetic page
+  table: pages that are no multiple of the tile are loaded row by row, predicated by the length. Hence no guard rows. On
+  an H100 that costs single tokens nothing; it would cost chunks a tenth of their time.
 
 Blocks of a paged cache may have any size; those of a multiple of the tile are loaded by TMA too, mapped as they always
 are, but what they hold past a length must be finite. No sinks; float16 and bfloat16; heads of a multiple of 8 up to
@@ -29,6 +29,7 @@ from vattn.attention.stored import Contiguous
 # With a window, heads of 256 differ from float64 by up to 0.5, over every cache, and those of 64 and 128 do not: vLLM
 # 0.24's build on an H100. What lies between has not been tried.
 _WINDOW_HEAD_DIM = 128
+_SHORT = 64  # rows of a span that is better computed with others, drafts for example, than loaded by TMA
 
 
 class FlashAttn3:
@@ -50,17 +51,20 @@ class FlashAttn3:
         return refusal
 
     def __call__(self, query: Tensor, kv: KVSource, layer: int, batch: PackedBatch, params: AttentionParams) -> Tensor:
-        params.expect(self.name, window=query.shape[-1] <= _WINDOW_HEAD_DIM)
+        params.expect(self.name)
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         stored = whole_layer(kv, layer)
         blocks = stored.blocks if isinstance(stored, Contiguous) else stored
         slots = {row: span.slot for span, row in batch.chunks()}
         outputs = []
-        for group in batch.uniform_groups if isinstance(stored, Contiguous) else batch.groups:
+        for group in batch.split(_SHORT) if isinstance(stored, Contiguous) else batch.groups:
             rows, key, value = query[group.rows], blocks.key, blocks.value
             where: dict[str, Any] = {}
-            if isinstance(stored, Contiguous) and group.max_query > 1:
+            window = params.window_size(group)
+            if window != (-1, -1) and query.shape[-1] > _WINDOW_HEAD_DIM:
+                params.expect(self.name, window=False)
+            if isinstance(stored, Contiguous) and group.max_query > _SHORT:
                 rows = rows.unsqueeze(0)
                 key, value = stored.slot(slots[group.rows.start], group.max_length)
             else:
@@ -68,7 +72,7 @@ class FlashAttn3:
                 where = {"page_table": table, "cu_seqlens_q": group.starts, "max_seqlen_q": group.max_query}
             output = flash_attn_with_kvcache(
                 rows, key, value, cache_seqlens=group.lengths, softmax_scale=params.scale, causal=True,
-                window_size=params.window_size(group), softcap=params.softcap or 0.0, **where,
+                window_size=window, softcap=params.softcap or 0.0, **where,
             )  # fmt: skip
             outputs.append(output.view(-1, *output.shape[-2:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

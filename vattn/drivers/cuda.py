@@ -91,7 +91,7 @@ class CudaDevice(Device):
         memory = self._memory("none", ())
         self._prop = memory.prop
         self.granularity = memory.granularity
-        self.page_sizes = tuple(self.granularity << power for power in range(5))
+        self.page_sizes = tuple(self.granularity * pages for pages in range(1, 33))
         self.default_page_size = self.granularity
         self.read_only = memory.read_only
 

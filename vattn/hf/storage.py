@@ -638,34 +638,37 @@ class Storage:
             raise
         return cache
 
-    def _find_pool(self, shape: Shape, most_waste: int) -> Layout:
-        """Chooses the pool, assuming that all layers have this shape, and returns their layout. `most_waste` is that of
-        `resolve`.
+    def _find_pool(self, shape: Shape, most_waste: int) -> Layout | None:
+        """Chooses the pool, assuming that all layers have this shape, and returns their layout; None where they differ
+        in their windows. `most_waste` is that of `resolve`.
 
         A given budget limits all layers together, and so does an automatic one if layers differ in their windows. This
         requires a pool of its own, since a shared pool does not limit the sum of several caches.
         """
         assert self._rows is not None
-        groups = self._groups(shape, range(len(self._windows)), None)[0]
         settings = self._settings.copy()
         asked = settings["memory_budget"]
         budget = budget_bytes(asked, shape.device, settings.pop("memory_utilization", "auto"))
         settings["memory_budget"] = budget
-        config = _kv_config(groups, shape.device, self._rows.slots, settings)
-        layout, _ = resolve(config, most_waste=most_waste)
-        owns = asked != "auto" or len(set(self._windows.values())) > 1 or config.zero_on_free
+        layouts = []
+        for window in dict.fromkeys(self._windows.values()):
+            alike = [index for index, other in self._windows.items() if other == window]
+            config = _kv_config(self._groups(shape, alike, window)[0], shape.device, self._rows.slots, settings)
+            layouts.append(resolve(config, most_waste=most_waste * len(alike) // len(self._windows))[0])
+        page_size = min(layout.page_size for layout in layouts)  # in large ones a block may be longer than a window
+        owns = asked != "auto" or len(layouts) > 1 or config.zero_on_free
         if owns:
             pool = PagePool(
                 budget,
                 device=shape.device,
-                page_size=layout.page_size,
+                page_size=page_size,
                 guard=config.guard,
                 zero_on_free=config.zero_on_free,
             )
         else:
-            pool = shared_pool(budget, shape.device, layout.page_size, config.guard)
+            pool = shared_pool(budget, shape.device, page_size, config.guard)
         self._pool, self._owns_pool, self._settings = pool, owns, settings
-        return layout
+        return layouts[0] if len(layouts) == 1 else None
 
     def _groups(
         self, shape: Shape, layers: Iterable[int], window: int | None

@@ -41,6 +41,7 @@ except ImportError:  # before transformers 5.20; layers that use another's K and
 
 # Nothing is mapped or created ahead: most of these caches are short-lived, and one has few rows.
 _ON_DEMAND = {"eager_pages": 0, "watermark": 0}
+_CUDA_GRANULARITY = 2 * 2**20  # of all GPUs so far
 # Options of KVConfig that the first update determines.
 _OBSERVED = {*OF_ONE_GROUP, "groups", "dtype", "device"}
 
@@ -101,9 +102,7 @@ class VirtualCache(DynamicCache):
         rows = 1 if max_batch_size is None else max_batch_size
         if memory_budget != "auto":
             parse_bytes(memory_budget, "memory_budget")
-        # The pages of the host are known; those of CUDA, and of a config's model, are checked at the first update.
-        on_host = getattr(getattr(model_or_config, "device", None), "type", None) == "cpu"
-        device = "cpu" if on_host else "cuda"
+        device = _device_of(model_or_config, settings.get("page_size", "auto"))
         KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, device=device, **settings)
         if kv_cache_dtype not in get_args(KVCacheDtype):
             raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
@@ -479,6 +478,16 @@ def _row_numbers(indices: object) -> list[int]:
     except (TypeError, ValueError, RuntimeError):
         pass
     raise ConfigError(f"{shown(indices)} are no row numbers; give a tensor of integers with one dimension")
+
+
+def _device_of(model_or_config: Any, page_size: object) -> str:
+    """The kind of device whose pages are asked for, where they are not those of the host: a config does not say, so
+    that the first update decides on sizes that only CUDA has.
+    """
+    parameter = next(model_or_config.parameters(), None) if isinstance(model_or_config, torch.nn.Module) else None
+    if parameter is not None and parameter.device.type in ("cpu", "cuda"):
+        return str(parameter.device.type)
+    return "cuda" if isinstance(page_size, int) and page_size > 0 and page_size % _CUDA_GRANULARITY == 0 else "cpu"
 
 
 def _text_config(model_or_config: Any) -> PretrainedConfig:

@@ -31,6 +31,11 @@ class LayerShape:
     attended: tuple[tuple[int, int], ...] = ()
 
     @property
+    def attends(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of key and value head sizes that attention kernels see."""
+        return self.attended or ((self.head_dim, self.v_head_dim),)
+
+    @property
     def token_elements(self) -> int:
         """Elements that one token takes, keys and values together."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim)
@@ -74,8 +79,7 @@ class KVShape:
     @property
     def head_dims(self) -> list[tuple[int, int]]:
         """Pairs of key and value head sizes that attention kernels see."""
-        pairs = (layer.attended or ((layer.head_dim, layer.v_head_dim),) for layer in self.layers)
-        return sorted(set(itertools.chain.from_iterable(pairs)))
+        return sorted(set(itertools.chain.from_iterable(layer.attends for layer in self.layers)))
 
     def groups(self, max_context_len: int) -> list[TensorGroup]:
         """The layers as tensor groups; a window of `max_context_len` tokens or more is left out."""

@@ -35,7 +35,7 @@ def shared_pool(budget: int, device: str | torch.device, page_size: int, guard: 
             # For all of the device's memory, since caches made later may have a larger budget.
             most = max(budget, source.available_memory())
             pool = _pools[key] = PagePool(most, device=device, page_size=page_size, guard=guard)
-        pool._core.kept_pages = KEPT_BYTES // page_size
+        pool._core.kept_pages = -(-KEPT_BYTES // page_size)
         return pool
 
 

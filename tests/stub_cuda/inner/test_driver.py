@@ -46,7 +46,7 @@ def test_a_device_as_cuda_describes_it(stub: Stub) -> None:
     device = find()
     assert device is find("cuda:0")
     assert device.granularity == 2**21
-    assert device.page_sizes == tuple(2**power for power in range(21, 26))
+    assert device.page_sizes == tuple(2**21 * pages for pages in range(1, 33))
     assert device.available_memory() == 2**30
     assert device.mapping_limit() is None
     # CUmemAllocationProp: pinned, no handles, location (device, 0), and zeros
@@ -219,6 +219,41 @@ def test_auto_leaves_a_sixteenth_of_the_budget_in_last_blocks(
     """Llama-3-8B; a request leaves half a page unused per tensor on average."""
     shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
     config = vattn.KVConfig(**shape, max_batch_size=slots, max_context_len=16_384, memory_budget=budget)
+    made, _ = resolve(config)
+    assert (made.name, made.page_size, made.page_tokens) == (layout, mib << 20, page_tokens)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "mib", "block_tokens"),
+    [(36, 8, 18, 256), (80, 8, 20, 128), (92, 8, 46, 256), (61, 8, 2, 512), (94, 4, 2, 512), (28, 8, 14, 256)],
+)
+def test_blocks_are_short_where_rows_are_no_power_of_two(layers: int, heads: int, mib: int, block_tokens: int) -> None:
+    """Prefixes are shared in blocks of whole pages: Qwen3-8B, Llama-3-70B, GLM-4.5, ..."""
+    shape = {"num_layers": layers, "num_kv_heads": heads, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    made, _ = resolve(vattn.KVConfig(**shape, max_batch_size=16, max_context_len=32_768, memory_budget="60GiB"))
+    assert (made.page_size, made.bands[0].block_tokens) == (mib << 20, block_tokens)
+
+
+@pytest.mark.parametrize("layers", [32, 36, 61])
+def test_pages_are_no_longer_than_short_contexts(layers: int) -> None:
+    shape = {"num_layers": layers, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    made, _ = resolve(vattn.KVConfig(**shape, max_batch_size=16, max_context_len=16, memory_budget="16GiB"))
+    assert made.pages(16) * made.page_size <= 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "mib", "page_tokens"),
+    [
+        ({"block_tokens": 1024, "page_size": 2**21}, "layer", 2, 1024),
+        ({"block_tokens": 512, "layout": "sliced"}, "sliced", 32, 512),
+        ({"block_tokens": 100}, "sliced", 6, 96),
+    ],
+)
+def test_block_tokens_are_the_most_that_a_page_covers(
+    options: dict[str, Any], layout: str, mib: int, page_tokens: int
+) -> None:
+    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    config = vattn.KVConfig(**shape, **options, max_batch_size=4, max_context_len=16_384, memory_budget="40GiB")
     made, _ = resolve(config)
     assert (made.name, made.page_size, made.page_tokens) == (layout, mib << 20, page_tokens)
 

@@ -152,21 +152,33 @@ def test_every_layout(name: str, layout: str, kv_order: str) -> None:
     backend.close()
 
 
-CHUNKS = [((1, 4), 1, None), ((1, 4), 1, None), ((1, 9), 1, None)]
-
-
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(
     ("name", "package", "calls"),
     [
-        ("flash_attn_2", "flash_attn", [((2, 1), SLOTS, "cache_batch_idx"), *CHUNKS]),
-        ("flash_attn_3", "flash_attn_interface", [((2, HEADS * GROUP), None, "page_table"), *CHUNKS]),
+        (
+            "flash_attn_2",
+            "flash_attn",
+            [((2, 1), SLOTS, "cache_batch_idx"), ((1, 80), 1, None), ((1, 3), 1, None), ((1, 90), 1, None)],
+        ),
+        (
+            "flash_attn_3",
+            "flash_attn_interface",
+            [
+                ((1, HEADS * GROUP), None, "page_table"),
+                ((1, 80), 1, None),
+                ((5, HEADS * GROUP), None, "page_table"),
+                ((1, 90), 1, None),
+            ],
+        ),
     ],
 )
 def test_a_chunk_is_a_slice_of_its_slot(
     name: str, package: str, calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single tokens share a call. A chunk with an index of slots, or with a table, would have a slower kernel."""
+    """Single tokens share a call, and drafts too by flash-attn 3. A chunk with an index, or with a table, would
+    have a slower kernel.
+    """
     made = []
     fake = sys.modules[package].flash_attn_with_kvcache
 
@@ -180,7 +192,8 @@ def test_a_chunk_is_a_slice_of_its_slot(
     monkeypatch.setattr(sys.modules[package], "flash_attn_with_kvcache", recorded)
     backend = make_backend("virtual")
     slots = [backend.allocate(LENGTH) for _ in range(SLOTS)]
-    batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, (1, 4, 1, 4, 9), strict=True)])
+    lengths = (1, 80, 3, 2, 90) if name == "flash_attn_3" else (1, 80, 1, 3, 90)
+    batch = PackedBatch.pack([Span(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)])
     backend.prepare({span.slot: span.end for span in batch.spans})
     query = torch.randn(batch.num_tokens, HEADS * GROUP, DIM)
     attention._ADAPTERS[name]()(query, backend, 0, batch, AttentionParams())
@@ -362,7 +375,7 @@ class TestChoice:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
+def test_what_a_kernel_lacks_is_not_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was chosen without knowing the model."""
     kernel, backend, query = attention._ADAPTERS[name](), make_backend("virtual"), torch.zeros(1, HEADS, DIM)
     batch = PackedBatch.pack([Span(0, 0, 1)])
@@ -372,6 +385,9 @@ def test_what_a_kernel_lacks_is_not_left_out(name: str) -> None:
         with pytest.raises(ConfigError, match="has no softcap"):
             kernel(query, backend, 0, batch, AttentionParams(softcap=3.0))
     if name == "flash_attn_3":
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", kernel_fakes.flash_attn_3())
+        backend.prepare({backend.allocate(LENGTH): 20})
+        batch = PackedBatch.pack([Span(0, 19, 20)])
         with pytest.raises(ConfigError, match="has no window, which this layer asks for"):
             kernel(torch.zeros(1, HEADS, 256), backend, 0, batch, AttentionParams(window=9))
     backend.close()

@@ -531,12 +531,24 @@ def test_models_that_it_cannot_serve(name: str, changes: dict[str, Any], why: st
         ({"max_context_len": 0}, "max_context_len=0"),
         ({"memory_budget": "much"}, "memory_budget='much'"),
         ({"kv_order": "DHN"}, "kv_order"),
+        ({"page_size": 1000}, "page_size=1000"),
+        ({"page_size": 3 * 2**20}, "page_size=3145728"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'"),
     ],
 )
 def test_options_are_checked_at_once(options: dict[str, Any], why: str) -> None:
     with pytest.raises(vattn.ConfigError, match=why):
         vattn.VirtualCache(LlamaConfig(), **options)
+
+
+def test_pages_that_only_cuda_has(model: transformers.PreTrainedModel) -> None:
+    """A config does not say where its model is; the first update knows."""
+    with pytest.raises(vattn.ConfigError, match="page_size=8388608 is not possible: the host"):
+        vattn.VirtualCache(model, page_size=2**23)
+    with vattn.VirtualCache(LlamaConfig(), max_context_len=100, page_size=2**23) as cache:
+        with pytest.raises(vattn.ConfigError, match="page_size=8388608 is not possible: the host"):
+            cache.update(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
+        assert cache.get_seq_length() == 0
 
 
 def test_what_is_no_model_is_refused() -> None:
