@@ -276,9 +276,13 @@ class AsyncEngine:
             self._check_room(prompts, count)
         # Tokenizing a long prompt takes longer than the event loop should wait.
         try:
-            threads = None if params.structured_outputs is None else self._grammar_threads
-            groups = await asyncio.get_running_loop().run_in_executor(
-                threads, lambda: make(prompts, params, kind=kind, priority=priority)
+            loop = asyncio.get_running_loop()
+            waits = params.structured_outputs is not None and not await loop.run_in_executor(
+                None, self.core.intake.has_grammar, params
+            )
+            groups = await loop.run_in_executor(
+                self._grammar_threads if waits else None,
+                lambda: make(prompts, params, kind=kind, priority=priority),
             )
         except EngineClosed as error:
             raise _stopped(error) from error

@@ -236,6 +236,7 @@ class EngineCore:
         """As `make_group` for each of several prompts, by the names of their requests."""
         self._check_open()
         groups = self.intake.make_groups(prompts, sampling, kind=kind, priority=priority)
+        self._check_open()  # a grammar may have taken seconds
         for group in groups:
             self.scheduler.check_fits(group.requests[0])
         return groups

@@ -79,6 +79,7 @@ class GrammarCompiler:
         self._eos_token_ids = [token for token in sorted(eos_token_ids) if token < known]
         self._compiling = threading.Lock()
         self._trial: _Trial | None = None
+        self._closes = 0  # calls of `close`
         self._read: LLTokenizer | None = None
         self._ends = np.empty(0, dtype=np.int64)
         self._looking_up = threading.Lock()
@@ -113,12 +114,25 @@ class GrammarCompiler:
             raise _refused(f"structured_outputs cannot be used: {found}")
         return found.fork()
 
+    def is_compiled(self, wanted: StructuredOutputs, *, ignore_eos: bool) -> bool:
+        """Whether `compile` has its answer already, so that it waits for no other grammar."""
+        try:
+            return self._look_up(_source(wanted, self._special_tokens), ignore_eos) is not None
+        except InvalidRequest:
+            return True
+
     def close(self) -> None:
-        """End the process that tries grammars; the next `compile` would start another one."""
-        with self._compiling:
-            if self._trial is not None:
-                self._trial.close()
-                self._trial = None
+        """End the process that tries grammars, also in the midst of one; the next `compile` would start another one."""
+        self._closes += 1
+        if self._compiling.acquire(blocking=False):
+            try:
+                if self._trial is not None:
+                    self._trial.close()
+                    self._trial = None
+            finally:
+                self._compiling.release()
+        elif (trial := self._trial) is not None:
+            trial.kill()
 
     def _look_up(self, text: str, ignore_eos: bool) -> Grammar | str | None:
         with self._looking_up:
@@ -130,9 +144,13 @@ class GrammarCompiler:
         """The state at the beginning, or what is wrong with the grammar."""
         from llguidance import LLMatcher, LLParserLimits
 
+        closes = self._closes
         tokenizer = self._start()
         assert self._trial is not None
-        tried = self._trial.compile(text)
+        tried = self._trial.compile(text) if self._closes == closes else None
+        if self._closes != closes:
+            self._trial.close()
+            raise GrammarsUnavailable("the engine is being closed")
         if tried is None:
             return f"it takes more than {_SECONDS:g} s, or too much memory, to compile; simplify it"
         error, text = tried
@@ -201,6 +219,11 @@ class _Trial:
     def usable(self) -> bool:
         """Whether it lives, and is a child of this process and not of the one that this one was forked from."""
         return self._pid == os.getpid() and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process, from any thread; the one that waits for its answer gets none."""
+        if self._pid == os.getpid():
+            self._process.kill()
 
     def compile(self, grammar: str) -> tuple[str, str] | None:
         """What is wrong with a grammar, "" for nothing, and the grammar as llguidance takes it.

@@ -48,6 +48,11 @@ class Intake:
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
 
+    def has_grammar(self, sampling: SamplingParams) -> bool:
+        """Whether the grammar that `sampling` asks for is compiled, or cannot be."""
+        wanted = StructuredOutputs.of(sampling.structured_outputs)
+        return self.grammars.is_compiled(wanted, ignore_eos=sampling.ignore_eos)
+
     def make_groups(
         self, prompts: Mapping[str, Prompt], sampling: SamplingParams, *, kind: RequestOutputKind, priority: int = 0
     ) -> list[RequestGroup]:

@@ -170,6 +170,10 @@ class Borrower:
         except BaseException as error:
             _borrowers.discard(self)
             os.close(self._wake)
+            if isinstance(error, TimeoutError):
+                raise ConfigError(
+                    f"the broker of the pool {pool!r} does not answer; stop it, and start it again under that name"
+                ) from error
             if isinstance(error, OSError):
                 raise ConfigError(
                     f"no broker serves the pool {pool!r} ({error}); start one: vattn pool serve {pool} --budget SIZE"

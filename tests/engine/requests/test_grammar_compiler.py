@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -329,6 +330,42 @@ def test_time_in_which_the_process_does_not_run_does_not_count(
     compiler.compile(StructuredOutputs(regex="[ab]+"), ignore_eos=False)
     goes_on.join()
     assert compiler._trial._process.pid == pid
+
+
+def test_closing_in_the_midst_of_a_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for no process, whatever keeps that from going on; the thread that compiles goes on at once."""
+    compiler.compile(StructuredOutputs(regex="x+"), ignore_eos=False)
+    assert compiler._trial is not None
+    os.kill(compiler._trial._process.pid, signal.SIGSTOP)
+    wanted = StructuredOutputs(regex="closed+")
+    begun, try_it = threading.Event(), grammar_compiler._Trial.compile
+
+    def tried(trial: grammar_compiler._Trial, grammar: str) -> tuple[str, str] | None:
+        begun.set()
+        return try_it(trial, grammar)
+
+    monkeypatch.setattr(grammar_compiler._Trial, "compile", tried)
+    with ThreadPoolExecutor(1) as threads:
+        compiling = threads.submit(compiler.compile, wanted, ignore_eos=False)
+        assert begun.wait(SECONDS)
+        compiler.close()
+        with pytest.raises(grammar_compiler.GrammarsUnavailable, match="being closed"):
+            compiling.result(SECONDS)
+    assert not compiler.is_compiled(wanted, ignore_eos=False)
+    compiler.compile(wanted, ignore_eos=False)
+    assert compiler.is_compiled(wanted, ignore_eos=False)
+    assert not compiler.is_compiled(wanted, ignore_eos=True)
+
+
+def test_what_is_compiled_waits_for_no_other_grammar(compiler: GrammarCompiler) -> None:
+    known, wrong = StructuredOutputs(regex="known+"), StructuredOutputs(regex="[")
+    compiler.compile(known, ignore_eos=False)
+    with pytest.raises(InvalidRequest, match="unclosed"):
+        compiler.compile(wrong, ignore_eos=False)
+    with compiler._compiling:
+        assert compiler.is_compiled(known, ignore_eos=False)
+        assert compiler.is_compiled(wrong, ignore_eos=False)
+        compiler.compile(known, ignore_eos=False)
 
 
 @pytest.mark.parametrize("executable", ["/bin/false", "/there/is/none"])
