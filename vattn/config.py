@@ -317,7 +317,7 @@ def resolve(
     else:
         sizes = list(device.page_sizes)
 
-    open_size = len(sizes) > 1 and device.torch_device.type == "cpu"
+    cheap = len(sizes) > 1 and device.torch_device.type == "cpu"
     # Lazily, as building a layout is the slowest part and one of the first usually fits.
     layouts: Iterable[Layout] = candidates(config, sizes)
     if config.block_tokens is not None:
@@ -332,9 +332,9 @@ def resolve(
             )
         coarsest = max(c.page_tokens for c in fine)
         layouts = [c for c in fine if c.page_tokens == coarsest]
-        open_size = False
+        cheap = False
     share = most_waste_share(config.device)
-    chosen = choose(layouts, budget, device.mapping_limit(), open_size=open_size, share=share, most_waste=most_waste)
+    chosen = choose(layouts, budget, device.mapping_limit(), cheap=cheap, share=share, most_waste=most_waste)
     pages = chosen.budget_pages(budget)
     if pages < chosen.pages(1):
         need = chosen.pages(1) * chosen.page_size
@@ -353,7 +353,7 @@ def choose(
     budget: int,
     mapping_limit: int | None,
     *,
-    open_size: bool,
+    cheap: bool,
     share: float,
     most_waste: int | None = None,
 ) -> Layout:
@@ -363,7 +363,7 @@ def choose(
         candidates: the best first.
         budget: bytes.
         mapping_limit: mappings that the process may have; None without such a limit.
-        open_size: whether pages have to be cheap to map, because their size is to be chosen on the host.
+        cheap: whether pages have to be cheap to map, which the host's are by their size.
         share: of the budget, that requests may leave unused when all slots run.
         most_waste: as for `resolve`.
     """
@@ -382,11 +382,11 @@ def choose(
     tried = []
     for candidate in candidates:
         fits = mapping_limit is None or mappings(candidate) <= mapping_limit // 2
-        cheap = not open_size or (
+        maps_cheaply = not cheap or (
             candidate.page_tokens >= _MIN_PAGE_TOKENS
             and candidate.bytes_per_token <= _MOST_TOKEN_PAGES * candidate.page_size
         )
-        if fits and cheap and waste(candidate) <= may_waste(candidate):
+        if fits and maps_cheaply and waste(candidate) <= may_waste(candidate):
             return candidate
         tried.append((not fits, 0 if fits else mappings(candidate), waste(candidate), candidate))
     return min(tried, key=lambda each: each[:3])[3]

@@ -186,7 +186,7 @@ class _Planner:
             candidates(self._config, self._pages),
             self._memory,
             self._mapping_limit,
-            open_size=self._on_host,
+            cheap=self._on_host,
             share=most_waste_share(self._config.device),
         )
 

@@ -95,8 +95,8 @@ def block_keys(parent: Key, token_ids: Sequence[int], block_tokens: int) -> Iter
         token_ids: 64-bit integers, without a conversion if `as_ids` returned them.
         block_tokens: tokens per block.
     """
-    ours = isinstance(token_ids, array) and token_ids.typecode == "q"
-    tokens = memoryview(token_ids if ours else array("q", token_ids)).cast("B")  # type: ignore[arg-type]
+    ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "q" else array("q", token_ids)
+    tokens = memoryview(ids).cast("B")
     block_bytes = 8 * block_tokens
     for begin in range(0, len(tokens) - block_bytes + 1, block_bytes):
         block = _EMPTY_BLOCK.copy()
@@ -113,10 +113,11 @@ def as_ids(token_ids: Sequence[int]) -> TokenIds:
         InvalidTokens: `token_ids` is not a sequence of 64-bit integers.
     """
     try:
-        if type(token_ids) is not list and isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
-            raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
-        if type(token_ids) is not list and not isinstance(token_ids, array) and hasattr(token_ids, "tolist"):
-            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, list | array):
+            if isinstance(token_ids, bytes | bytearray | memoryview | Set | Mapping):
+                raise TypeError(f"{type(token_ids).__name__} is no sequence of numbers")
+            if hasattr(token_ids, "tolist"):
+                token_ids = token_ids.tolist()
         return array("q", token_ids)
     except Exception as error:  # iterating over a caller's object may raise anything
         raise InvalidTokens(f"token_ids must be a sequence of whole numbers of 64 bits: {error}") from error

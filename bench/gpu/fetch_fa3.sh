@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fetches build/fa3/vllm_fa3.so.xz: flash-attn 3 (Hopper) out of vLLM's wheel for torch 2.11 and CUDA 13, of 280 MB. It is
 # the kernel that vLLM runs on an H100, so the strongest paged baseline of `bench.gpu` there. Packed, so that it can be
-# carried to a machine without a network (14 MB).
+# carried to a machine without a network (13 MB).
 #
 #     bench/gpu/fetch_fa3.sh      PYTHON=...
 set -euo pipefail

@@ -54,8 +54,6 @@ def sides(first: Sequence[str] = ()) -> list[Side]:
     absent = {"flash_attn_2": flash_attn_2.provide(), "flash_attn_3": flash_attn_3.provide()}
     found = []
     for name in () if named else first:
-        if name not in known:
-            continue
         of_kernel = [Side(cache, known[name], _refusal(known[name], cache)) for cache in CACHES]
         if not any(side.refusal for side in of_kernel):
             found += of_kernel

@@ -200,7 +200,8 @@ def test_a_package_that_is_installed_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, **refusals: dict[bool, str | None]) -> None:
-    """Adapters by name; what each says to blocks (True) and to contiguous slots (False)."""
+    """Adapters by name; what each says to blocks (True) and to contiguous slots (False). There is no flash-attn 3."""
+    refusals = {"flash_attn_3": {True: "not installed", False: "not installed"}, **refusals}
     found = [
         SimpleNamespace(name=name, refusal=lambda case, says=says: says.get(case.block_size is not None))
         for name, says in refusals.items()
@@ -242,7 +243,9 @@ def test_kernels_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> 
         "paged with flashinfer",
     ]
     monkeypatch.setenv(sides.KERNELS, "flashinfer,flash")
-    with pytest.raises(ValueError, match="VATTN_GPU_KERNELS names flash; there are flash_attn_2, flashinfer"):
+    with pytest.raises(
+        ValueError, match="VATTN_GPU_KERNELS names flash; there are flash_attn_3, flash_attn_2, flashinfer"
+    ):
         sides.sides()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import httpx
 import pytest
@@ -17,8 +18,8 @@ PROMPTS = ["The memory of a request", "Pages", "A kernel reads contiguous rows. 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def texts(**options: object) -> list[str]:
-    with LLM(MODEL, dtype="float32", max_num_seqs=4, **{"memory_budget": "256MiB", **options}) as llm:  # type: ignore[arg-type]
+def texts(**options: Any) -> list[str]:
+    with LLM(MODEL, dtype="float32", max_num_seqs=4, **{"memory_budget": "256MiB", **options}) as llm:
         assert llm.core.loaded.model.device.type == ("cpu" if options.get("device") == "cpu" else DEVICE)
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         llm.check()

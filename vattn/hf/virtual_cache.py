@@ -102,7 +102,7 @@ class VirtualCache(DynamicCache):
         rows = 1 if max_batch_size is None else max_batch_size
         if memory_budget != "auto":
             parse_bytes(memory_budget, "memory_budget")
-        device = _device_of(model_or_config, settings.get("page_size", "auto"))
+        device = _pages_of(model_or_config, settings.get("page_size", "auto"))
         KVConfig.from_options(**shape, dtype="float32", max_batch_size=rows, device=device, **settings)
         if kv_cache_dtype not in get_args(KVCacheDtype):
             raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not one of {', '.join(get_args(KVCacheDtype))}")
@@ -480,9 +480,9 @@ def _row_numbers(indices: object) -> list[int]:
     raise ConfigError(f"{shown(indices)} are no row numbers; give a tensor of integers with one dimension")
 
 
-def _device_of(model_or_config: Any, page_size: object) -> str:
-    """The kind of device whose pages are asked for, where they are not those of the host: a config does not say, so
-    that the first update decides on sizes that only CUDA has.
+def _pages_of(model_or_config: Any, page_size: object) -> str:
+    """The kind of device that has to have pages of this size: the model's. A config does not say where its model is, so
+    sizes that only CUDA has may pass, and the first update decides.
     """
     parameter = next(model_or_config.parameters(), None) if isinstance(model_or_config, torch.nn.Module) else None
     if parameter is not None and parameter.device.type in ("cpu", "cuda"):
