@@ -22,6 +22,11 @@ std::uint64_t word_at(std::string_view bytes, std::size_t at) {
   return word;
 }
 
+void check_entries(std::size_t entry_bytes, std::size_t token_bytes) {
+  if (entry_bytes < kKeyBytes + 2 * kWord || entry_bytes - kKeyBytes - 2 * kWord < token_bytes)
+    throw std::invalid_argument("entries that are too short for their tokens");
+}
+
 }  // namespace
 
 std::uint64_t checksum(std::string_view bytes) {
@@ -64,8 +69,8 @@ std::size_t entries_alike(int file, off_t at, std::size_t entry_bytes, std::stri
 
 std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std::string_view keys,
                           std::string_view tokens, std::size_t token_bytes) {
+  check_entries(entry_bytes, token_bytes);
   const std::size_t tokens_at = kKeyBytes + kWord, offsets_at = tokens_at + token_bytes;
-  if (entry_bytes < offsets_at + kWord) throw std::invalid_argument("entries that are too short for their tokens");
   const std::size_t body_bytes = entry_bytes - kWord, alike = entries_alike(entries, entry_bytes, keys);
   std::string found;
   found.reserve(alike * (body_bytes - offsets_at));
@@ -81,6 +86,7 @@ std::string entry_offsets(std::string_view entries, std::size_t entry_bytes, std
 
 std::string entry_offsets(int file, off_t at, std::size_t entry_bytes, std::string_view keys, std::string_view tokens,
                           std::size_t token_bytes) {
+  check_entries(entry_bytes, token_bytes);
   const std::size_t total = keys.size() / kKeyBytes, most = std::max<std::size_t>(1, kPieceBytes / entry_bytes);
   std::string found;
   for (std::size_t first = 0, count = 0; first < total; first += count) {

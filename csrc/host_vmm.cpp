@@ -217,11 +217,10 @@ class PhysicalTable {
     if (--run->second.left == 0) runs_.erase(run);
   }
   std::size_t size() const { return places_.size() - empty_.size() + foreign_pages_; }
-  // The memory that has a file of its own.
-  template <class Visit>
-  void visit_own(Visit&& visit) const {
-    for (const Place& place : places_)
-      if (place.full && place.memory.own >= 0) visit(place.memory.own);
+  // The files that only one memory has.
+  void close_own() {
+    for (Place& place : places_)
+      if (place.full && place.memory.own >= 0) close(std::exchange(place.memory.own, -1));
   }
 
  private:
@@ -276,14 +275,8 @@ struct State {
 
 std::atomic<State*> current_state{new State};
 
-// A forked child starts anew: the parent's mappings are not there. What the child inherited is leaked on purpose.
-State& state() {
-  State* found = current_state.load(std::memory_order_acquire);
-  if (!found->fork.forked()) return *found;
-  auto fresh = std::make_unique<State>();
-  if (!current_state.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) return *found;
-  return *fresh.release();
-}
+// The parent's mappings are not there in a forked child.
+State& state() { return of_this_process(current_state); }
 
 // A child that keeps a file open, or a mapping of it, keeps all of the memory after its owner has gone, and can read
 // it. So each child closes the files before it does anything else, also one that never comes here; and the lock is held
@@ -298,7 +291,7 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
     [] { forking->mutex.unlock(); },
     [] {
       for (auto& [location, file] : forking->files) file.close_file();
-      forking->physical.visit_own([](int descriptor) { close(descriptor); });
+      forking->physical.close_own();
       forking->mutex.unlock();
     });
 

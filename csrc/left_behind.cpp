@@ -1,6 +1,7 @@
 #include "left_behind.h"
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <mutex>
 #include <utility>
@@ -10,7 +11,7 @@
 namespace vattn {
 namespace {
 
-// Of the whole process. Never destroyed: what waits when the process ends is left to the system.
+// Never destroyed: what waits when the process ends is left to the system.
 struct LeftBehind {
   std::mutex mutex;
   std::vector<Remains> remains;
@@ -18,8 +19,8 @@ struct LeftBehind {
 };
 
 LeftBehind& left_behind() {
-  static LeftBehind* the = new LeftBehind;
-  return *the;
+  static std::atomic<LeftBehind*> current{new LeftBehind};
+  return of_this_process(current);
 }
 
 }  // namespace
@@ -38,13 +39,14 @@ bool Remains::give_back() {
 }
 
 void leave_behind(Remains remains) {
-  const std::lock_guard lock(left_behind().mutex);
-  left_behind().remains.push_back(std::move(remains));
+  LeftBehind& left = left_behind();
+  const std::lock_guard lock(left.mutex);
+  left.remains.push_back(std::move(remains));
 }
 
 void give_back_left_behind() {
   LeftBehind& left = left_behind();
-  if (left.fork.forked() || exiting()) return;
+  if (exiting()) return;
   std::vector<Remains> remains;  // tried without the lock: the driver's calls may take long, or need other locks
   {
     const std::lock_guard lock(left.mutex);

@@ -86,16 +86,18 @@ Mapper::~Mapper() {
 }
 
 Ticket Mapper::submit(std::shared_ptr<Transaction> transaction) {
-  if (stopped_ || fork_.forked()) throw std::logic_error("the worker is not running");
-  transaction->ticket_ = ++last_;
+  if (fork_.forked()) throw std::logic_error("the worker is not running");
   std::vector<std::shared_ptr<Transaction>> executed;  // destroyed after the lock is gone
+  Ticket ticket = 0;
   {
     const std::lock_guard lock(worker_->mutex);
+    if (worker_->stopping) throw std::logic_error("the worker is not running");
+    ticket = transaction->ticket_ = ++last_;
     worker_->log.push_back(std::move(transaction));
     executed.swap(worker_->executed);
   }
   worker_->submitted.notify_one();
-  return last_;
+  return ticket;
 }
 
 void Mapper::wait(Ticket ticket) {
@@ -162,7 +164,6 @@ bool Mapper::mend() {
 void Mapper::stop() {
   if (fork_.forked()) return;
   std::call_once(stop_once_, [this] {
-    stopped_ = true;
     {
       const std::lock_guard lock(worker_->mutex);
       worker_->stopping = true;

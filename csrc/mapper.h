@@ -161,7 +161,6 @@ class Mapper {
   std::unique_ptr<Worker> worker_;
   std::atomic<Ticket> last_{0};
   std::atomic<std::size_t> created_{0};
-  std::atomic<bool> stopped_{false};
   std::once_flag stop_once_;
   std::atomic<Ticket> passed_{0};
   std::atomic<bool> failed_{false};

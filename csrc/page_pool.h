@@ -95,9 +95,10 @@ class PagePool {
    public:
     Handle& at(PageId page) { return blocks_[block_of(page)][page - block_begin(block_of(page))]; }
     void reach(PageId page) {
-      // From the last one on that there is: a page that was reached has all before it.
-      for (std::size_t number = block_of(page) + 1; number-- > 0 && blocks_[number].empty();)
-        blocks_[number].resize(block_begin(number + 1) - block_begin(number));
+      // Upwards, so that what there is has all before it, also if memory ends.
+      if (blocks_[block_of(page)].empty())
+        for (std::size_t number = 0; number <= block_of(page); ++number)
+          if (blocks_[number].empty()) blocks_[number].resize(block_begin(number + 1) - block_begin(number));
     }
 
    private:

@@ -165,20 +165,20 @@ class BlockWindows(PoolMember):
             raise refusal(f"back has to map memory for {len(new)} blocks")
 
         def plan(change: Change) -> None:
-            missing = len(new) * table.pages - self._core.free_pages
-            if missing > 0:
-                missing -= self._core.reclaim(change, missing, wait=True)
-            if missing > 0:
+            core, need = self._core, len(new) * table.pages
+            if missing := core.make_room(change, need):
+                why = f"{core.shortage}; " if core.shortage else ""
                 raise OutOfPages(
-                    f"{len(new)} blocks need {len(new) * table.pages} pages of {format_bytes(self._core.page_size)}, "
-                    f"{missing} more than the budget of {self._core.total_pages} has left; trim what is not needed, or "
-                    "give more memory",
+                    f"{len(new)} blocks need {need} pages of {format_bytes(core.page_size)}, {missing} more than the "
+                    f"budget of {core.most_pages} has left; {why}trim what is not needed, or give more memory",
                     missing_pages=missing,
-                    missing_bytes=missing * self._core.page_size,
+                    missing_bytes=missing * core.page_size,
+                    may_pass=core.may_get_more,
                 )
             table.back(change, new)
 
-        self._core.execute(plan)
+        self._core.execute_reclaiming(plan)
+        self._core.stock()
         self._peak = max(self._peak, table.backed_blocks)
         return len(new)
 
@@ -250,11 +250,9 @@ class BlockWindows(PoolMember):
             self._core.execute(plan)
         except MappingLimit:
             # What idle windows show serves only rows to come.
-            idle = [window for window in table.idle_showing() if window not in rows]
-            if not idle:
-                raise
-            self._core.execute(lambda change: table.clear(change, idle))
-            self._core.execute(plan)
+            if idle := [window for window in table.idle_showing() if window not in rows]:
+                self._core.execute(lambda change: table.clear(change, idle))
+            self._core.execute_reclaiming(plan)
 
     @atomic
     def trim(self, keep: Iterable[int]) -> int:

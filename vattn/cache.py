@@ -354,6 +354,7 @@ class KVCache(PoolMember):
             InvalidSlot: a slot is not allocated.
             InvalidLength: a length is not an integer, below 0, over `max_context_len`, or so far back that its window
                 was given back. Nothing changed.
+            ConfigError: `stream` is no stream. Nothing changed.
             StreamCapturing: the stream is capturing a CUDA graph, and memory would have to be mapped. Nothing changed.
             DriverError: a driver call failed. Nothing changed.
         """
@@ -373,7 +374,7 @@ class KVCache(PoolMember):
         except Exception:  # values of another type, or a length below 2
             lengths = self._checked_lengths(lengths)
             crossing = [slot for slot, length in lengths.items() if length > limit[slot]]
-        announced = self._checked_lengths(next_lengths) if next_lengths else {}
+        announced = {} if next_lengths is None else self._checked_lengths(next_lengths)
         most = self.config.max_context_len
         for slot in crossing:
             if lengths[slot] > most:
@@ -757,7 +758,7 @@ class KVCache(PoolMember):
             taken[:] = [slot]
             self._core.repair(lambda: self._slots.give_up(self._core.change(), slot))
 
-        executed = self._backer.execute(decide)
+        executed = self._core.execute_reclaiming(decide)
         (slot,) = taken
         if executed:
             self._backer.note_growth(slot)

@@ -11,6 +11,7 @@ import torch
 from vattn import drivers
 from vattn.errors import ConfigError
 from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, check_choice, check_int, parse_dtype
+from vattn.integers import as_real, shown
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
 
@@ -133,14 +134,18 @@ class KVConfig:
         check_choice("guard", self.guard, ("zero", "strict"))
         for name in ("overlap", "deferred_reclamation", "zero_on_free"):
             check_choice(name, getattr(self, name), (True, False))
-        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark={self.watermark!r} must be a share of the budget: 0 <= watermark < 1")
-        share = self.memory_utilization
-        if share != "auto":
-            if not isinstance(share, int | float) or not 0 < share <= 1:
+        watermark = as_real(self.watermark)
+        if watermark is None or not 0 <= watermark < 1:
+            raise ConfigError(f"watermark={shown(self.watermark)} must be a share of the budget: 0 <= watermark < 1")
+        object.__setattr__(self, "watermark", watermark)
+        if self.memory_utilization != "auto":
+            share = as_real(self.memory_utilization)
+            if share is None or not 0 < share <= 1:
                 raise ConfigError(
-                    f"memory_utilization={share!r} must be a share of the free memory: 0 < memory_utilization <= 1"
+                    f"memory_utilization={shown(self.memory_utilization)} must be a share of the free memory: "
+                    "0 < memory_utilization <= 1"
                 )
+            object.__setattr__(self, "memory_utilization", share)
             if self.memory_budget != "auto":
                 raise ConfigError(
                     f"memory_utilization={share} is for memory_budget='auto', which is {self.memory_budget!r}; give one"

@@ -142,7 +142,7 @@ def plan(
     for page_size in page_sizes:
         if drivers.parse(device).type == "cpu":
             drivers.find("cpu").check_page_size(page_size)
-        elif page_size <= 0 or page_size % _LEAST_PAGE:
+        elif check_int("page_sizes", page_size, at_least=_LEAST_PAGE, at_most=2**40) % _LEAST_PAGE:
             raise ConfigError(f"page_sizes={page_size} must be a multiple of {_LEAST_PAGE} bytes")
     planner = _Planner(config, load, memory)
     automatic = planner.automatic()

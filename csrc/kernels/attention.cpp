@@ -222,6 +222,7 @@ void merge(const Attention& a, const Kernels& k, const Merge& merge, const float
 
 void attend(const Attention& a, const Kernels& k) {
   const Plan todo = plan(a);
+  if (todo.items.empty()) return;
   Scratch measure;
   const std::size_t each = lay_out(a, todo, k.lanes, nullptr, measure);
   const int num_items = static_cast<int>(todo.items.size()), num_merges = static_cast<int>(todo.merges.size());

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vattn.errors import ConfigError
-from vattn.integers import shown
+from vattn.integers import as_int, shown
 
 from ..checks import LARGEST, check_encodable, checked_whole, number, whole, wrong
 from .structured import StructuredOutputs
@@ -172,7 +172,10 @@ class SamplingParams:
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping):
             try:
-                given["logit_bias"] = {int(token): _clamped(value) for token, value in bias.items()}
+                given["logit_bias"] = {
+                    int(token) if isinstance(token, str) else as_int(token): _clamped(value)
+                    for token, value in bias.items()
+                }
             except (TypeError, ValueError):
                 raise wrong("logit_bias", f"is {shown(bias)}; give a mapping from token id to a number") from None
         return cls(**given)

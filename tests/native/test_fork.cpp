@@ -1,5 +1,6 @@
 // What a forked child may do with what it inherited, and that its parent does not notice.
 #include <dirent.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 
 #include "check.h"
 #include "fork_guard.h"
+#include "left_behind.h"
 #include "support.h"
 
 using namespace vattn;
@@ -124,6 +126,35 @@ FORK_TEST(the_threads_of_a_child_start_anew_together) {
       CHECK_EQ(failures, 0u);
       CHECK_EQ(host_usage().reservations, kThreads);
     }));
+}
+
+FORK_TEST(a_child_closes_what_it_inherits_once) {
+  Handle handle = 0;
+  AllocationProp exported = host_prop(12);
+  exported.requested_handle_types = kPosixFileDescriptor;
+  CHECK(host_vmm().create(&handle, kPage, &exported, 0) == kSuccess);
+  CHECK(in_child([] {
+    const int own = open("/dev/zero", O_RDONLY);  // gets the number of the descriptor that was closed
+    CHECK(in_child([&] {
+      char byte = 1;
+      CHECK_EQ(read(own, &byte, 1), 1);
+    }));
+  }));
+  CHECK(host_vmm().release(handle) == kSuccess);
+}
+
+FORK_TEST(a_child_gives_back_what_its_own_calls_left_behind) {
+  const auto leave = [] {
+    const std::size_t before = host_usage().handles;
+    const auto driver = std::make_shared<Driver>(host_vmm(), host_prop(12), nullptr, 0, 0);
+    Handle handle = 0;
+    CHECK(driver->create(&handle, kPage) == kSuccess);
+    leave_behind({.driver = driver, .handles = {handle}});
+    give_back_left_behind();
+    CHECK_EQ(host_usage().handles, before);
+  };
+  leave();
+  CHECK(in_child(leave));
 }
 
 FORK_TEST(a_child_inherits_no_memory_and_harms_none) {

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -215,6 +216,18 @@ def test_next_lengths_are_mapped_ahead() -> None:
         assert cache.stats().waits == waits
         with pytest.raises(vattn.InvalidSlot):
             cache.step({reqid: 300}, next_lengths={3: 1})
+        with pytest.raises(vattn.InvalidLength, match="must be a mapping from reqid, not ndarray"):
+            cache.step({reqid: 301}, next_lengths=np.array([400, 0, 0, 0]))  # type: ignore[arg-type]
+
+
+def test_what_is_no_stream_is_refused_whatever_a_step_has_to_do() -> None:
+    with make() as cache:
+        reqid = cache.alloc_reqid()
+        cache.step({reqid: 10})
+        for length in (11, 300):
+            with pytest.raises(vattn.ConfigError, match="neither a stream"):
+                cache.step({reqid: length}, stream="x")  # type: ignore[arg-type]
+        assert cache.stats().live_tokens == 10
 
 
 def test_look_ahead_queues_what_a_step_left_out() -> None:

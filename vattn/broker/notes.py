@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vattn.broker import wire
+
 Note = dict[str, Any]
 
 _LAST = 5.0  # seconds for the last notes of a broker that ends
@@ -61,11 +63,11 @@ class Notes:
         return bool(self.trouble) or self._leases.get(identity, 0) >= lease
 
     def read(self) -> list[Note]:
-        """What an earlier broker has noted; nothing, if that is no list."""
-        with contextlib.suppress(OSError, ValueError):
+        """What an earlier broker has noted, without what is no note."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             notes = json.loads(self._path.read_bytes())
             if type(notes) is list:
-                return [note for note in notes if type(note) is dict]
+                return [note for note in notes if type(note) is dict and _is_note(note)]
         return []
 
     def close(self) -> None:
@@ -100,3 +102,7 @@ class Notes:
         with open(os.open(fresh, flags, 0o600), "wb") as file:
             file.write(text)
         fresh.rename(self._path)
+
+
+def _is_note(note: Note) -> bool:
+    return note.keys() == wire.NOTE.keys() and all(holds(note[name]) for name, holds in wire.NOTE.items())

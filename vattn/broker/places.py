@@ -42,7 +42,7 @@ def folder() -> Path:
     """The folder of sockets, made if it is not there.
 
     Raises:
-        ConfigError: it is somebody else's, or others can enter it.
+        ConfigError: it cannot be made, is somebody else's, or others can enter it.
     """
     given = os.environ.get(FOLDER_VARIABLE)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -52,8 +52,13 @@ def folder() -> Path:
         path = Path(runtime, "vattn")
     else:
         path = Path("/tmp", f"vattn-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, where pools are found, cannot be made ({error}); name another folder in {FOLDER_VARIABLE}"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
             f"{path}, where pools are found, must be a folder of your own that nobody else can enter: "

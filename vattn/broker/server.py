@@ -644,9 +644,9 @@ class Broker:
     def _restore(self) -> None:
         """Opens accounts for the borrowers of an earlier broker that still run."""
         for note in self._notes.read():
-            with contextlib.suppress(ConfigError, KeyError, TypeError):  # it has ended, or that is no note
+            with contextlib.suppress(ConfigError):  # it has ended
                 process, started = _open_process(note["pid"])
-                if started != note["started"]:
+                if started != note["started"] or not note["page"]:
                     os.close(process)
                     continue
                 account = self.books.restore(**{name: note[name] for name in _NOTED})
@@ -708,7 +708,10 @@ def _locked(path: Path, name: str) -> int:
     """A descriptor of the file that says, by its lock, that a pool has a broker; the system unlocks it however that
     ends.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be used for the pool's lock: {error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -741,7 +744,7 @@ def _open_process(pid: int) -> tuple[int, int]:
     try:
         descriptor = os.pidfd_open(pid)
         return descriptor, started(pid)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise ConfigError(

@@ -127,6 +127,18 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "answer": {"result": _table},
 }
 
+# Of a borrower, in the notes that a broker leaves for the next one of its pool.
+NOTE: Final[Mapping[str, Callable[[object], bool]]] = {
+    "identity": _text,
+    "pid": _number,
+    "started": _number,
+    "name": _text,
+    "at_least": _size,
+    "at_most": _optional(_size),
+    "page": _size,
+    "lease": _size,
+}
+
 
 def encode(kind: str, **fields: object) -> bytes:
     """A message with its length in front."""

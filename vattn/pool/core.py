@@ -7,7 +7,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 
-from vattn.errors import CacheClosed, VattnError
+from vattn.errors import CacheClosed, OutOfPages, VattnError
 from vattn.pool import leftovers
 from vattn.pool.calls import Calls
 from vattn.pool.fences import any_capturing, sync_refusal
@@ -164,6 +164,34 @@ class Core(Calls):
             if reclaimed < pages:
                 reclaimed += tenant.reclaim(change, pages - reclaimed, wait=wait)
         return reclaimed
+
+    def make_room(self, change: Change, need: int) -> int:
+        """Plans that at least `need` pages are free, which a call fails without: borrowed, or of tenants whose requests
+        do not use them; returns how many are missing.
+        """
+        if (missing := need - self.free_pages) > 0:
+            self.borrow(missing, needed=True)
+            missing = need - self.free_pages
+        if missing > 0:
+            missing -= self.reclaim(change, missing, wait=True)
+        return max(0, missing)
+
+    def execute_reclaiming(self, plan: Plan) -> int:
+        """`execute`, which reclaims what no request uses if the budget has the pages, but the machine lacks memory or
+        mappings for new ones: pages that exist yield both, and what other pools have in stock is memory.
+        """
+        try:
+            return self.execute(plan)
+        except OutOfPages as error:
+            if error.__cause__ is None:
+                raise
+            spare = sum([tenant.parked_pages + tenant.cached_pages for tenant in self._tenants])
+            if not spare + leftovers.unstock():
+                raise
+            if spare:
+                self.execute(lambda change: self.reclaim(change, spare, wait=True))
+                self.commit()
+            return self.execute(plan)
 
     def release_free(self) -> int:
         """Gives the memory of free pages and of the stock back to the machine; returns its bytes."""

@@ -11,7 +11,6 @@ from vattn.drivers import Stream
 from vattn.errors import DriverError, OutOfPages, VattnError
 from vattn.pool.fences import refusal
 from vattn.pool.journal import Change, Plan
-from vattn.pool.leftovers import unstock
 from vattn.slots.parts import Decisions, Parts
 from vattn.slots.reclaimer import Reclaimer
 
@@ -63,7 +62,7 @@ class Backer(Decisions):
 
         Raises:
             InvalidLength: a length goes back to a window that was given back.
-            OutOfPages, StreamCapturing, DriverError: as `KVCache.step`.
+            OutOfPages, ConfigError, StreamCapturing, DriverError: as `KVCache.step`.
         """
         slots = self._slots
         receding: Sequence[int] = ()  # slots whose queries may come from earlier tokens than before
@@ -78,7 +77,7 @@ class Backer(Decisions):
         lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
         closed = self._fences.launched()
         act = bool(crossing or announced or closed or slots.leaving)
-        handle = self._fences.handle(stream) if act else None
+        handle = self._fences.handle(stream) if act or stream is not None else None
         capturing = self._fences.capturing(handle)
         if crossing:
             self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)
@@ -189,7 +188,7 @@ class Backer(Decisions):
 
         if saved:
             self._core.repair(write_saved)
-        self.execute(planned)
+        self._core.execute_reclaiming(planned)
         write_saved()
 
     def _settle_rewound(self, change: Change, slot: int) -> None:
@@ -319,23 +318,6 @@ class Backer(Decisions):
         self._replace(plan, {slot: 0}, handle)
         slots.mapped(slot)
         slots.set_limit(slot)
-
-    def execute(self, plan: Plan) -> int:
-        """`Calls.execute`, which reclaims all parked and cached pages if the machine is out of memory."""
-        try:
-            return self._core.execute(plan)
-        except OutOfPages as error:
-            # The budget has the pages, but the machine lacks memory or mappings for new ones. Reclaiming the pages that
-            # no request uses yields both; what other pools have in stock is memory.
-            if error.__cause__ is None:
-                raise
-            spare = self._ledger.parked + self._ledger.cached
-            if not spare + unstock():
-                raise
-            if spare:
-                self._core.execute(lambda change: self._reclaimer.reclaim(change, self._ledger.budget, wait=True))
-                self._core.commit()
-            return self._core.execute(plan)
 
     def await_vacated(self) -> None:
         """With `zero_on_free`, waits until what leaves idle slots has left, before a request gets one: if a driver call

@@ -160,6 +160,7 @@ def test_optional_parameters() -> None:
         ({"logit_bias": {"five": 1}}, "logit_bias is {'five': 1}; give a mapping from token id"),
         ({"logit_bias": {"5": float("nan")}}, r"logit_bias\[5\] is nan; give a finite number"),
         ({"logit_bias": {"5": "1"}}, r"logit_bias\[5\] is '1'; give a finite number"),
+        ({"logit_bias": {1.7: 2}}, r"logit_bias is \{1.7: 2\}; give a mapping from token id"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]; give a mapping"),
         ({"n": 0}, "n is 0"),
     ):

@@ -265,6 +265,9 @@ def test_a_borrower_that_ends_meanwhile_hides_no_other_from_the_next_broker(
         {**noted, "identity": "x", "name": "x", "pid": ended.pid, "started": 1},
         "no note",
         {"identity": "y"},
+        {**noted, "identity": "v", "name": "v", "started": started, "pid": 2**49},
+        {**noted, "identity": "w", "name": "w", "started": started, "at_least": "4GiB"},
+        {**noted, "identity": "u", "name": "u", "started": started, "page": 0},
         {**noted, "identity": "z", "name": "z", "started": started},
     ]
     (tmp_path / "p.books").write_text(json.dumps(notes))

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.effort import effort
 from tests.support.target import DEVICE, host_only
 from tests.support.waiting import SECONDS, Background, wait_until
 from vattn.broker.borrower import Borrower
+from vattn.broker.places import FOLDER_VARIABLE
 from vattn.pool.lent import LentCore
 
 pytestmark = pytest.mark.slow(1)
@@ -113,6 +115,30 @@ def test_a_budget_below_the_pools_is_kept(broker: brokers.Process) -> None:
         assert kv.available_pages() == 0
         kv.check()
     pool.close()
+
+
+def test_block_windows_borrow_what_they_back(broker: brokers.Process) -> None:
+    blocks = 3 * PAGES // 4  # much more than a lease has at the start
+    pool = connect("A", at_most=blocks * PAGE)
+    windows = vattn.BlockWindows(
+        num_layers=1,
+        num_blocks=PAGES,
+        block_size=TOKENS,
+        row=(1, 64),
+        dtype=torch.float32,
+        num_windows=2,
+        max_context_len=PAGES * TOKENS,
+        device=DEVICE,
+        pool=pool,
+    )
+    for block in range(blocks):
+        assert windows.back([block]) == 1
+    with pytest.raises(vattn.OutOfPages, match=f"64 more than the budget of {blocks} has left; the pool") as caught:
+        windows.back(range(PAGES))
+    assert caught.value.may_pass
+    windows.check()
+    assert windows.stats().backed_blocks == blocks
+    close(windows, pool)
 
 
 def test_two_pools_of_a_process_have_files_of_their_own(broker: brokers.Process) -> None:
@@ -579,6 +605,17 @@ def test_a_child_is_no_borrower_and_keeps_nothing_of_the_parents(broker: brokers
         kv.step({slot: pages(60)})
         assert broker.problems() == []
     pool.close()
+
+
+def test_a_folder_for_pools_that_cannot_be_is_a_wrong_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "folder"):
+        monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+        with pytest.raises(vattn.ConfigError, match=f"{folder}, where pools are found, cannot be made"):
+            connect("a")
 
 
 @pytest.mark.parametrize(

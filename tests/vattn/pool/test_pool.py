@@ -12,6 +12,7 @@ import torch
 
 import vattn
 from tests.support import scripts
+from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE, host_only
 from vattn import drivers
 
@@ -246,3 +247,38 @@ def test_handles_and_peers_are_for_cuda(options: dict[str, Any]) -> None:
     with pytest.raises(vattn.ConfigError, match="is for pages on CUDA, and these are on the CPU"):
         vattn.PagePool("1MiB", device="cpu", **options)
     vattn.PagePool("1MiB", handle_type="none", peers=[]).close()
+
+
+def test_a_call_that_finds_no_memory_takes_what_requests_of_other_caches_left() -> None:
+    table = FaultyTable()
+    pool = vattn.PagePool(512 * PAGE, device=DEVICE, page_size=PAGE, table=table.addresses)
+    cache, other = (make(pool, layout="layer", overlap=False) for _ in range(2))
+    windows = vattn.BlockWindows(
+        num_layers=1,
+        num_blocks=8,
+        block_size=16,
+        row=(1, PAGE // 64),
+        dtype=torch.float32,
+        num_windows=1,
+        max_context_len=128,
+        device=DEVICE,
+        pool=pool,
+    )
+    slot = cache.alloc_reqid()
+    cache.step({slot: 192})
+    cache.free_reqid(slot)
+    cache.step({})
+    parked = cache.stats().parked_pages
+    assert parked == 6
+    table.fail_always("cuMemCreate", code=2)
+    needed = other.alloc_reqid()
+    other.step({needed: 16})
+    assert other.stats().owned_pages == 2
+    windows.back(range(parked - 2))
+    with pytest.raises(vattn.OutOfPages, match="no memory for another page"):
+        windows.back(range(8))
+    for each in (cache, other, windows):
+        each.check()
+        each.close()
+    table.heal()
+    pool.close()

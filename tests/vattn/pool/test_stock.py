@@ -110,13 +110,13 @@ def test_what_is_in_stock_elsewhere_is_given_to_a_step_that_finds_no_memory(monk
     table = FaultyTable()
     cache, pool = make(64, table, watermark=0)
     table.fail_always("cuMemCreate", code=2)
-    unstock = vattn.slots.backer.unstock
+    unstock = vattn.pool.leftovers.unstock
 
     def found() -> int:
         table.heal()
         return unstock()
 
-    monkeypatch.setattr(vattn.slots.backer, "unstock", found)
+    monkeypatch.setattr(vattn.pool.leftovers, "unstock", found)
     start(cache, 1)
     assert other.stats().stocked_pages == 0
     cache.check()
