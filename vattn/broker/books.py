@@ -1,7 +1,8 @@
 """The books of a broker: who has which lease, who gets more, and whom it is asked back from. No input or output.
 
-Law: the sum of the charges is at most the budget, unless that was so already when a broker took over leases of an
-earlier one. A charge is the lease, or what the borrower's memory is found to be, if that is more.
+Law: the sum of the charges and of what is kept is at most the budget, unless that was so already when a broker took over
+from an earlier one: then what no request uses is asked for until it is. A charge is the lease, or what the borrower's
+memory is found to be, if that is more.
 """
 
 from __future__ import annotations
@@ -272,6 +273,7 @@ class Books:
             if account.lease > account.at_most and account.give is None and now >= account.rest and not account.silent:
                 self._ask(account, account.at_most, "all", now)
                 told[account] = None
+        told |= dict.fromkeys(self._reduce(now))
         for account in self._wanting():
             asked, waits = self._find(account, now)
             told |= dict.fromkeys(asked)
@@ -286,7 +288,7 @@ class Books:
     def due(self, now: float) -> float | None:
         """Seconds until `settle` may have something to do although nothing was reported; None: never."""
         times = [account.asked + PATIENCE for account in self.accounts if account.give is not None]
-        if self.wanting or any(a.lease > a.at_most for a in self.accounts):
+        if self.wanting or self.available < 0 or any(a.lease > a.at_most for a in self.accounts):
             times += [account.rest for account in self.accounts if account.rest > now]
             times += [a.probed + PATIENCE for a in self.accounts if a.probed > a.reported and not a.silent]
         return max(0.001, min(times) - now) if times else None
@@ -356,9 +358,39 @@ class Books:
         account.short = False
         return True
 
+    @property
+    def _coming(self) -> int:
+        """Bytes that borrowers are asked for."""
+        return sum(account.lease - account.give for account in self.accounts if account.give is not None)
+
+    def _reduce(self, now: float) -> list[Account]:
+        """Asks for what no request uses while there is more than the budget; whom."""
+        over = -self.available - self._coming
+        if over > 0:
+            over -= self._evict(over)
+        asked = []
+        for account in sorted(self.accounts, key=lambda account: account.oldest or 0):
+            idle = account.unused + account.parked + account.cached
+            if over <= 0 or idle <= 0 or account.give is not None or now < account.rest:
+                continue
+            if account.lost or account.silent:
+                continue
+            amount = min(-(-min(idle, over) // account.page) * account.page, account.lease)
+            self._ask(account, account.lease - amount, "cached", now)
+            asked.append(account)
+            over -= amount
+        return asked
+
+    def _evict(self, num_bytes: int) -> int:
+        """Has so many kept bytes given up, or as many as may be; returns how many."""
+        amount = min(num_bytes, self.evictable)
+        self.evict += amount
+        self.evictable -= amount
+        return amount
+
     def _find(self, asker: Account, now: float) -> tuple[list[Account], bool]:
         """Asks others for what a borrower lacks, or what they have; whom, and whether an answer is on its way."""
-        coming = sum(account.lease - account.give for account in self.accounts if account.give is not None)
+        coming = self._coming
         missing = asker.goal - asker.lease - max(0, self.available) - coming
         all_others = [
             account
@@ -389,10 +421,7 @@ class Books:
                 ask(account, account.unused * (asker.urgent == NEEDED) + account.parked, "parked")
         waits = coming > 0
         if missing > 0 and self.evictable > 0:
-            amount = min(missing, self.evictable)
-            self.evict += amount
-            self.evictable -= amount
-            missing -= amount
+            missing -= self._evict(missing)
             waits = True
         old = [account for account in others if account not in asked and account.cached and account.oldest is not None]
         mine = asker.oldest if asker.cached else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import math
 import os
 import select
 import socket
+import struct
+import termios
 import threading
 import time
 import uuid
@@ -28,6 +31,7 @@ _AGAIN = 0.25  # seconds between attempts to join
 _REDUCING = 0.02  # seconds between attempts to come down to a level
 _CONNECTING = 5.0  # seconds for a broker to answer who joins
 _BUSY = 0.5  # seconds for which a call may keep the pool from answering; the broker waits longer (`books.PATIENCE`)
+_HANGS = 3.0  # seconds for which a broker has not read what it was sent that does not answer any more
 _STANDING = 1.0  # seconds for which a wish stands after the call that waited for it has gone on without
 _log = logging.getLogger("vattn")
 
@@ -54,7 +58,7 @@ class Loan:
 
     Attributes:
         pool: the broker's; `name`: what `vattn pool` calls the borrower.
-        reachable: whether there is a broker.
+        reachable: whether there is a broker, and it reads what it is sent.
         budget: of all borrowers together.
         at_least, at_most: what the borrower is guaranteed, and the most that it may have.
         lent: what it may have now.
@@ -154,6 +158,7 @@ class Borrower:
         self._patient_until = 0.0
         self._joining: socket.socket | None = None
         self._due = 0.0  # when what is unchanged is to be said again
+        self._unread_since = 0.0  # when the oldest message was sent that the broker may not have read
         self._short_since = 0.0
         self._given_back = 0
         self._lent: weakref.ref[Lent] | None = None
@@ -170,7 +175,7 @@ class Borrower:
         except BaseException as error:
             _borrowers.discard(self)
             os.close(self._wake)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError | BlockingIOError):  # the latter where too many wait to connect
                 raise ConfigError(
                     f"the broker of the pool {pool!r} does not answer; stop it, and start it again under that name"
                 ) from error
@@ -217,14 +222,16 @@ class Borrower:
         """Why nothing can be borrowed now; empty if that is not known to be so."""
         if self._trouble:
             return f"the broker of the pool {self.pool!r} cannot be reached ({self._trouble})"
+        if self._hangs():
+            return f"the broker of the pool {self.pool!r} does not answer"
         if self._lease.short:
             return f"the pool {self.pool!r} has no more to lend: vattn pool top {self.pool} says who has it"
         return ""
 
     @property
     def reachable(self) -> bool:
-        """Whether there is a broker."""
-        return not self._trouble
+        """Whether there is a broker, and it reads what it is sent."""
+        return not (self._trouble or self._hangs())
 
     def loan(self, usage: Usage) -> Loan:
         """What is known of it; for any thread."""
@@ -265,7 +272,7 @@ class Borrower:
         with self._changed:
             if self._lease.level >= level:
                 return True
-            if self._trouble or self._thread is None:
+            if not self.reachable or self._thread is None:
                 return False
             if not needed and self._lease.short and time.monotonic() - self._short_since < _AGAIN:
                 return False  # the broker says so when there is more
@@ -481,12 +488,28 @@ class Borrower:
                 "oldest": usage.oldest,
                 "shared": usage.shared,
             }
-        self._due = time.monotonic() + _HEARTBEAT
+        now = time.monotonic()
+        self._due = now + _HEARTBEAT
         assert self._socket is not None
         try:
+            if not self._unread():
+                self._unread_since = now
             self._socket.sendall(encode("report", **message))
         except OSError as error:
             self._part(str(error))
+
+    def _unread(self) -> int:
+        """Bytes that were sent and not read yet, with what the system adds to them."""
+        connection = self._socket
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+            if connection is not None:
+                unread: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+                return unread
+        return 0
+
+    def _hangs(self) -> bool:
+        """Whether the broker has read nothing for so long that it seems to hang; for any thread."""
+        return time.monotonic() - self._unread_since > _HANGS and self._unread() > 0
 
     def _connect(self) -> None:
         with _sending:

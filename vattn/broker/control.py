@@ -29,6 +29,7 @@ class Control:
 
     Raises:
         ConfigError: no broker serves the pool.
+        VattnError: it does not answer.
     """
 
     def __init__(self, name: str, *, seconds: float = _SECONDS) -> None:
@@ -38,6 +39,9 @@ class Control:
         self._reader = Reader()
         try:
             self._socket.connect(str(socket_path(name)))
+        except BlockingIOError as error:  # too many wait to connect
+            self._socket.close()
+            raise VattnError(f"the broker of {name!r} does not answer: {error}") from error
         except OSError as error:
             self._socket.close()
             raise ConfigError(f"no broker serves the pool {name!r}; vattn pool serve {name} --budget SIZE") from error

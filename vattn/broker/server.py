@@ -152,6 +152,8 @@ class Broker:
         for kept in self._kept:
             if kept.tidy():
                 waits.append(0.0)
+        if self._kept:
+            self._count_kept()
         ready = self._selector.select(min(waits if timeout is None else [*waits, timeout]))
         for key, events in ready:
             key.data(events)
@@ -219,8 +221,9 @@ class Broker:
             self.books.check()
         except AssertionError as error:
             wrong.append(str(error))
-        if sum(account.lease for account in self.books.accounts) > self.books.budget:
-            wrong.append("leases are more than the budget")
+        leases, kept_bytes = sum(account.lease for account in self.books.accounts), self.books.kept
+        if leases + kept_bytes > self.books.budget:
+            wrong.append(f"leases of {leases} bytes and {kept_bytes} that are kept are more than the budget")
         if [borrower.account for borrower in self._borrowers] != self.books.accounts:
             wrong.append("the books have borrowers that are not there, or lack some")
         expected = {self._listener.fileno(), self._wake, self._lock}

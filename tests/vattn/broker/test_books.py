@@ -102,6 +102,24 @@ def test_the_prefix_that_was_used_longest_ago_goes_first_wherever_it_is() -> Non
     assert (a.give, b.give) == (None, None)
 
 
+def test_what_is_over_a_smaller_budget_is_taken_from_what_no_request_uses() -> None:
+    books = Books(20 * PAGE)
+    a, b = (books.restore(name, 0, None, PAGE, 16 * PAGE) for name in ("a", "b"))
+    books.keep(4 * PAGE, 2 * PAGE)
+    assert books.settle(0.0) == []  # nobody has joined again
+    assert books.evictions() == 2 * PAGE
+    books.keep(2 * PAGE, 0)
+    a, b = (books.join(each.name, page=PAGE, lease=each.lease, before=each) for each in (a, b))
+    books.report(a, report(a, owned=PAGE, cached=10 * PAGE, oldest=2), 0.0)
+    books.report(b, report(b, owned=12 * PAGE, cached=4 * PAGE, oldest=1), 0.0)
+    books.settle(0.0)
+    assert (b.give, b.stage, a.give, a.stage) == (12 * PAGE, "cached", 6 * PAGE, "cached")
+    books.report(b, report(b, lease=12 * PAGE, owned=12 * PAGE), 0.0)
+    books.report(a, report(a, lease=6 * PAGE, owned=PAGE, cached=5 * PAGE, oldest=3), 0.0)
+    assert books.available == 0
+    assert books.settle(1.0) == []
+
+
 def test_who_joins_again_has_one_account_with_the_limits_of_its_operator() -> None:
     books, (a, b) = joined(a={}, b={})
     books.limit(a, 8 * PAGE, 16 * PAGE)

@@ -547,6 +547,25 @@ def test_a_pool_closes_while_its_broker_hangs(broker: brokers.Process, monkeypat
     broker.process.send_signal(signal.SIGCONT)
 
 
+def test_a_broker_that_hangs_is_said_to(broker: brokers.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vattn.broker.borrower._HANGS", 0.5)
+    pool = connect("a")
+    with cache(pool) as kv:
+        slot = kv.alloc_reqid()
+        kv.step({slot: 1})
+        wait_until(lambda: pool.loan.reachable)
+        broker.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not pool.loan.reachable)
+        with pytest.raises(vattn.OutOfPages, match="the broker of the pool 'tested' does not answer") as caught:
+            kv.step({slot: pages(PAGES // 2)})
+        assert not caught.value.may_pass
+        broker.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: pool.loan.reachable)
+        kv.step({slot: pages(PAGES // 2)})
+        kv.check()
+    pool.close()
+
+
 @host_only
 def test_a_child_that_is_forked_while_a_borrower_joins_keeps_nothing(
     broker: brokers.Process, monkeypatch: pytest.MonkeyPatch
