@@ -657,7 +657,8 @@ class EngineCore:
             logits = forward.logits[list(places)]  # a copy
             structured = [(row, request.grammar) for row, request in enumerate(requests) if request.grammar is not None]
             if structured:
-                exclude(logits, torch.tensor([row for row, _ in structured]), [grammar for _, grammar in structured])
+                rows = torch.tensor([row for row, _ in structured], device="cpu")
+                exclude(logits, rows, [grammar for _, grammar in structured])
             reports = token_logprobs(logits, chosen, counts, self._decode_token)
             for place, report in zip(places, reports, strict=True):
                 found[place] = report

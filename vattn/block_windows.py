@@ -417,9 +417,9 @@ class BlockWindows(PoolMember):
             )
             lists = [self._checked_blocks(row) for row in plain]
             counts = [len(row) for row in lists]
-            rows = torch.zeros((len(lists), max(counts, default=0)), dtype=torch.int32)
+            rows = torch.zeros((len(lists), max(counts, default=0)), dtype=torch.int32, device="cpu")
             for row, numbers in enumerate(lists):
-                rows[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+                rows[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         elif counts is None:
             raise InvalidLength("a table needs counts: how many blocks of each row count")
         dense = rows.layout == torch.strided and rows.device.type == "cpu"
@@ -466,7 +466,7 @@ def _whole(counts: Sequence[int] | Tensor) -> Tensor:
             numbers = listed(counts, "counts", InvalidLength)
             if not {int}.issuperset(map(type, numbers)):
                 numbers = [as_int(number) for number in numbers]
-            return torch.tensor(numbers, dtype=torch.int64)
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if counts.dtype == torch.bool or counts.is_floating_point() or counts.is_complex():
             raise TypeError(f"{counts.dtype} is no type of whole numbers")
         return counts.to("cpu", torch.int64).contiguous().resolve_neg()

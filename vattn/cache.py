@@ -590,7 +590,14 @@ class KVCache(PoolMember):
 
         Returns:
             How many did.
+
+        Raises:
+            InvalidLength: a number is not an integer.
         """
+        try:
+            pages, following = as_int(pages), as_int(following)
+        except TypeError as error:
+            raise InvalidLength(f"pages and following: {error}; pages are counted in whole numbers") from None
         pages = min(pages, self._most_owned - self._obtainable())
         return self._core.borrow(pages, needed=False, following=following) if pages > 0 else 0
 

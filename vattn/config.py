@@ -10,7 +10,16 @@ import torch
 
 from vattn import drivers
 from vattn.errors import ConfigError
-from vattn.groups import MOST_LAYERS, MOST_SLOTS, MOST_TOKENS, TensorGroup, check_choice, check_int, parse_dtype
+from vattn.groups import (
+    MOST_LAYERS,
+    MOST_SLOTS,
+    MOST_TOKENS,
+    TensorGroup,
+    check_choice,
+    check_int,
+    is_auto,
+    parse_dtype,
+)
 from vattn.integers import as_real, shown
 from vattn.layout import LAYOUTS, KVOrder, Layout, LayoutName, build
 from vattn.units import format_bytes, parse_bytes
@@ -138,7 +147,7 @@ class KVConfig:
         if watermark is None or not 0 <= watermark < 1:
             raise ConfigError(f"watermark={shown(self.watermark)} must be a share of the budget: 0 <= watermark < 1")
         object.__setattr__(self, "watermark", watermark)
-        if self.memory_utilization != "auto":
+        if not is_auto(self.memory_utilization):
             share = as_real(self.memory_utilization)
             if share is None or not 0 < share <= 1:
                 raise ConfigError(
@@ -146,14 +155,14 @@ class KVConfig:
                     "0 < memory_utilization <= 1"
                 )
             object.__setattr__(self, "memory_utilization", share)
-            if self.memory_budget != "auto":
+            if not is_auto(self.memory_budget):
                 raise ConfigError(
                     f"memory_utilization={share} is for memory_budget='auto', which is {self.memory_budget!r}; give one"
                 )
-        if self.page_size != "auto":
+        if not is_auto(self.page_size):
             self._check_int("page_size", at_least=1, at_most=2**40)
             if drivers.parse(self.device).type == "cpu":
-                drivers.find(self.device).check_page_size(self.page_size)
+                drivers.find(self.device).check_page_size(int(self.page_size))
         drivers.parse(self.device)
         if self.block_tokens is not None and self.layout != "auto" and self.page_size != "auto":
             raise ConfigError(
@@ -277,7 +286,7 @@ def budget_bytes(
         ConfigError: the budget is not a size, or the device has no driver.
         DriverError: CUDA cannot use the device.
     """
-    if memory_budget != "auto":
+    if not is_auto(memory_budget):
         return parse_bytes(memory_budget, "memory_budget")
     found = drivers.find(device)
     share = found.default_utilization if memory_utilization == "auto" else memory_utilization

@@ -22,9 +22,19 @@ VattnError
 
 from __future__ import annotations
 
+import functools
+import inspect
+from typing import Any
+
 
 class VattnError(Exception):
     """Base class of all errors that vattn raises deliberately."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied and sent with what the constructor takes by name, which `args` lack.
+        wanted = inspect.signature(type(self).__init__).parameters.values()
+        named = {each.name: getattr(self, each.name) for each in wanted if each.kind is each.KEYWORD_ONLY}
+        return functools.partial(type(self), **named), self.args, self.__dict__
 
 
 class ConfigError(VattnError, ValueError):

@@ -103,10 +103,14 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    if dtype in DTYPES.values():
-        assert isinstance(dtype, torch.dtype)
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
-    raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    raise ConfigError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
+
+
+def is_auto(value: object) -> bool:
+    """Whether an option is left to the library; an array, say, is not to be compared with text."""
+    return isinstance(value, str) and value == "auto"
 
 
 def check_choice(name: str, value: object, choices: Collection[str | bool]) -> None:

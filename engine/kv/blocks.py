@@ -342,7 +342,7 @@ class BlockKV(PlainStore, ABC):
         have, more = len(slot.blocks), len(blocks)
         slot.blocks += blocks
         numbers = [block.number for block in blocks]
-        self.block_table[number, have : have + more] = torch.tensor(numbers, dtype=torch.int32)
+        self.block_table[number, have : have + more] = torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 def scatter(key: Tensor, value: Tensor, homes: tuple[Tensor, Tensor], rows: Tensor) -> None:

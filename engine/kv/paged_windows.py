@@ -174,7 +174,7 @@ class PagedWindowsKV(BlockKV):
         super()._append(number, blocks)
         if self._table is not self.block_table:
             numbers = [block.number for block in blocks]
-            self._table[number, have : have + len(blocks)] = torch.tensor(numbers, dtype=torch.int32)
+            self._table[number, have : have + len(blocks)] = torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
     def _held(self) -> set[int]:
         """The blocks that requests use, or that are cached."""

@@ -118,7 +118,7 @@ class DecodeGraphs:
             [s.end for s in padded],
             [tokens[r] for r in order],
         ]
-        return torch.tensor(rows, pin_memory=self._device.type == "cuda")
+        return torch.tensor(rows, device="cpu", pin_memory=self._device.type == "cuda")
 
     def _new(self, size: int, longest: int, first: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:
         inputs = first.to(self._device)

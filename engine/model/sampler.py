@@ -272,7 +272,7 @@ class _History:
                 self._tokens[row, :num_tokens] = known._tokens[old, :num_tokens]
                 self._counts[row, :num_tokens] = known._counts[old, :num_tokens]
             else:
-                tokens = torch.tensor(request.token_ids(0, num_tokens))
+                tokens = torch.tensor(request.token_ids(0, num_tokens), device="cpu")
                 output = tokens[len(request.prompt_token_ids) :]
                 counts = torch.bincount(output, minlength=int(tokens.max()) + 1)[tokens]
                 self._tokens[row, :num_tokens], self._counts[row, :num_tokens] = tokens, counts.float()

@@ -259,7 +259,7 @@ class StoredPrefixes:
 
 
 def _room(num_bytes: int) -> memoryview:
-    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
 
 
 def _close(owner: int, writer: WriteBehind, reader: ReadAhead) -> None:

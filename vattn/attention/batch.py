@@ -107,7 +107,7 @@ class Group:
     @classmethod
     def _of_columns(cls, spans: SpanColumns, first_row: int, device: torch.device) -> Group:
         slots, ends, n = spans.slots, spans.ends, len(spans)
-        starts = torch.zeros(n + 1, dtype=torch.int32)
+        starts = torch.zeros(n + 1, dtype=torch.int32, device="cpu")
         spans.lengths.numpy().cumsum(out=starts.numpy()[1:])
         rows = slice(first_row, first_row + int(starts[-1]))
         if device.type == "cuda":
@@ -245,5 +245,5 @@ class PackedBatch:
 
 def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copies from pinned memory on CUDA, so that the caller does not wait."""
-    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    on_host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)

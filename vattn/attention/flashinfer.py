@@ -52,11 +52,11 @@ class FlashInfer:
     def _plan(self, query: Tensor, blocks: Blocks, batch: PackedBatch, params: AttentionParams) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
-        ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32)
-        rows = torch.tensor([0, *map(len, batch.spans)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor([0, *(span.end for span in batch.spans)], dtype=torch.int32, device="cpu")
+        rows = torch.tensor([0, *map(len, batch.spans)], device="cpu").cumsum(0, dtype=torch.int32)
         pages = (ends + blocks.block_size - 1) // blocks.block_size
-        slots = torch.tensor([span.slot for span in batch.spans]).repeat_interleave(pages[1:])
-        columns = torch.cat([torch.arange(count) for count in pages[1:].tolist()])
+        slots = torch.tensor([span.slot for span in batch.spans], device="cpu").repeat_interleave(pages[1:])
+        columns = torch.cat([torch.arange(count, device="cpu") for count in pages[1:].tolist()])
         if params not in self._wrappers:
             workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
             self._wrappers[params] = BatchPrefillWithPagedKVCacheWrapper(workspace)

@@ -12,7 +12,9 @@ from torch import Tensor
 from vattn import cpu
 from vattn.attention.base import AttentionParams, Case, KVSource, Reads
 from vattn.attention.batch import PackedBatch, Span
+from vattn.attention.plain import check_requests
 from vattn.attention.stored import Blocks, Contiguous
+from vattn.errors import ConfigError
 
 
 class Native:
@@ -48,16 +50,29 @@ class Native:
     def _attend(
         self, query: Tensor, stored: Contiguous | Blocks, batch: PackedBatch, params: AttentionParams
     ) -> Tensor:
-        group = batch.together
+        group, key = batch.together, stored.key
+        table = stored.table if isinstance(stored, Blocks) else None
+        scales = stored.scales if isinstance(stored, Contiguous) else None
+        rows, heads, head_dim = query.shape
+        if (scales is None and query.dtype != key.dtype) or head_dim != key.shape[3] or heads % key.shape[2]:
+            raise ConfigError(
+                f"queries {list(query.shape)} {query.dtype} do not fit keys of {key.shape[2]} heads of {key.shape[3]} "
+                f"{key.dtype}: they have the same type and size, and each KV head as many query heads"
+            )
+        # Layers store alike, but for windows: their caches may differ in tokens per slot.
+        batch.once(
+            (Native, rows, key.shape[:2]),
+            lambda: check_requests(query, key, group.lengths, group.slots, group.starts, table),
+        )
         return cpu.attend(
             query,
-            stored.key,
+            key,
             stored.value,
             slots=group.slots,
             lengths=group.lengths,
             starts=group.starts,
-            block_table=stored.table if isinstance(stored, Blocks) else None,
-            scales=stored.scales if isinstance(stored, Contiguous) else None,
+            block_table=table,
+            scales=scales,
             scale=params.scale,
             softcap=params.softcap,
             window=params.window,

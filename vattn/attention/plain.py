@@ -71,7 +71,7 @@ def attend(
             if tensor is not None or name not in optional:
                 _check_memory(name, tensor)
         _check_shapes(query, key, value, lengths, slots, starts, block_table, pair, sinks, out)
-        _check_requests(query, key, lengths, slots, starts, block_table)
+        check_requests(query, key, lengths, slots, starts, block_table)
         if out is not None:
             _check_out(out, query, read)
         attended = cpu.attend(
@@ -226,7 +226,7 @@ def _check_shapes(
             raise ConfigError(f"the elements of a row of {name} are not neighbours (stride {tensor.stride(-1)})")
 
 
-def _check_requests(
+def check_requests(
     query: Tensor, key: Tensor, lengths: Tensor, slots: Tensor | None, starts: Tensor | None, block_table: Tensor | None
 ) -> None:
     """Refuses rows, lengths, slots and blocks that are not there."""

@@ -1,8 +1,8 @@
 """The books of a broker: who has which lease, who gets more, and whom it is asked back from. No input or output.
 
-Law: the sum of the charges and of what is kept is at most the budget, unless that was so already when a broker took over
-from an earlier one: then what no request uses is asked for until it is. A charge is the lease, or what the borrower's
-memory is found to be, if that is more.
+Law: the sum of the charges and of what is kept is at most the budget, unless it was more already when a broker took
+over from an earlier one: then what no request uses is asked for until it is not. A charge is the lease, or what the
+borrower's memory is found to be, if that is more.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def parse(device: str | torch.device) -> torch.device:
     """
     try:
         parsed = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         parsed = None
     if parsed is None or parsed.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={str(device)!r} has no memory driver; possible: 'cpu', 'cuda', 'cuda:1'")

@@ -139,7 +139,12 @@ def _is_step(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> boo
 
 def _is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
-        query.dtype == key.dtype == value.dtype
+        query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and type(query) is Tensor  # not one without memory, of FakeTensorMode or torch.func
+        and not torch._C._functorch.is_functorch_wrapped_tensor(query)
+        and query.dtype == key.dtype == value.dtype
         and cpu.refusal(query.dtype, key.shape[3], value.shape[3]) is None
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not (query.is_neg() or key.is_neg() or value.is_neg())
@@ -151,4 +156,5 @@ def _is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
 @lru_cache(maxsize=4)  # a step asks for the same in every layer
 def _all(batch: int, length: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
-        return torch.arange(batch, dtype=torch.int32), torch.full((batch,), length, dtype=torch.int32)
+        slots = torch.arange(batch, dtype=torch.int32, device="cpu")
+        return slots, torch.full_like(slots, length)

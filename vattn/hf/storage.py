@@ -125,6 +125,7 @@ class View:
             and value.shape == (batch, heads, tokens, v_head_dim)
             and key.dtype in self.accepts
             and value.dtype in self.accepts
+            and key.device == value.device == self.keys.device
         )
 
     @property
@@ -570,7 +571,7 @@ class Storage:
         first, old = self.first_kept(index), self.views[index]
         assert old is not None
         if first < length:
-            rows = torch.tensor(sources)
+            rows = torch.tensor(sources, device="cpu")
             with torch.no_grad():
                 for tensor, source in zip(view.stored, old.stored, strict=True):
                     kept = source.narrow(2, first, length - first)

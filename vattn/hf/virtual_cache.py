@@ -269,7 +269,7 @@ class VirtualCache(DynamicCache):
         """Keys, values and sliding window of every layer, as `DynamicCache` yields and accepts them."""
         for layer in self.layers:
             window = getattr(layer, "sliding_window", None)
-            yield layer.keys, layer.values, None if window is None else torch.tensor(window)  # type: ignore[union-attr]
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window, device="cpu")  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return f"VirtualCache({self._storage})"
@@ -470,7 +470,7 @@ def _kept(length: int, tokens_to_remove: object) -> int:
 
 def _row_numbers(indices: object) -> list[int]:
     try:
-        rows = torch.as_tensor(indices)
+        rows = indices if isinstance(indices, Tensor) else torch.tensor(indices, device="cpu")
         if rows.ndim == 1 and not rows.numel():
             return []
         if rows.ndim == 1 and not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool):

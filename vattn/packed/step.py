@@ -28,6 +28,7 @@ _REFUSED_MODEL_TYPES = {
     "deepseek_v32": "its indexer, which needs a mask",
     "recurrent_gemma": "its recurrent layers",
     "minimax": "its linear attention layers",
+    "doge": "its attention's own mask",
 }
 # They do not claim `_supports_attention_backend`, but call the interface; the tests compare their tokens.
 _SERVED_WITHOUT_CLAIM = {"stablelm"}

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 
@@ -99,6 +99,9 @@ class PoolMember(ABC):
                 yield
             except RuntimeError as error:
                 raise AssertionError(str(error)) from error
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: its memory is mapped in this process")
 
     def close(self) -> None:
         """Unmaps all pages and gives the memory back. Idempotent; all other calls raise CacheClosed afterwards.

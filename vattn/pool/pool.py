@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 
@@ -173,6 +173,9 @@ class PagePool:
     def publishing(self) -> bool:
         """Whether blocks have been committed that other processes do not find yet."""
         return isinstance(self._core, LentCore) and self._core.publishing
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PagePool cannot be copied or pickled: its memory is mapped in this process")
 
     def close(self) -> None:
         """Stops the worker and gives all memory back. Caches on the pool must be closed first.

@@ -95,7 +95,7 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     try:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{type(dtype).__name__} is no torch.dtype")
-        torch.empty(16, dtype=torch.uint8).view(dtype).clone()
+        torch.empty(16, dtype=torch.uint8, device="cpu").view(dtype).clone()
     except Exception as error:
         raise ConfigError(f"dtype={shown(dtype)} is no torch.dtype of plain numbers") from error
     return dtype

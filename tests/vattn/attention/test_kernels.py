@@ -400,6 +400,39 @@ def test_slots_that_are_too_many_rows() -> None:
         _ = slots.rows
 
 
+@pytest.mark.parametrize(
+    ("query", "span", "message"),
+    [
+        (
+            torch.ones(1, 6, DIM).bfloat16(),
+            Span(0, 9, 10),
+            "torch.bfloat16 do not fit keys of 2 heads of 8 torch.f",
+        ),
+        (torch.ones(1, 5, DIM), Span(0, 9, 10), "do not fit keys of 2 heads"),
+        (torch.ones(1, 6, 2 * DIM), Span(0, 9, 10), "do not fit keys of 2 heads"),
+        (torch.ones(1, 6, DIM), Span(0, 0, 10), "1 rows of queries, but 1 requests have rows 0 to 10"),
+        (torch.ones(1, 6, DIM), Span(SLOTS, 9, 10), f"slots from {SLOTS} to {SLOTS}; there are {SLOTS}"),
+        (torch.ones(1, 6, DIM), Span(0, LENGTH, LENGTH + 1), f"there is room for {LENGTH}"),
+    ],
+)
+def test_the_kernels_for_cpus_read_no_memory_that_is_not_there(query: torch.Tensor, span: Span, message: str) -> None:
+    class Stored(SimpleNamespace):
+        def stored(self, layer: int) -> Contiguous:
+            return Contiguous(*torch.ones(2, SLOTS, LENGTH, HEADS, DIM))
+
+    with pytest.raises(ConfigError, match=message):
+        attention.get("native")(query, Stored(), 0, PackedBatch((span,)), AttentionParams())  # type: ignore[arg-type]
+
+
+def test_batches_are_on_their_device_whatever_is_torchs_default() -> None:
+    column = torch.tensor([3], dtype=torch.int32)
+    with torch.device("meta"):
+        for spans in ((Span(3, 3, 4),), attention.SpanColumns(column, column, column + 1)):
+            batch = PackedBatch(spans)
+            assert batch.together.lengths.tolist() == [4]
+            assert batch.slots.tolist() == [3]
+
+
 def test_adapters_are_short_and_say_their_limits() -> None:
     for name in KERNELS:
         adapter = attention._ADAPTERS[name]

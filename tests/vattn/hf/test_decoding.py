@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn.hf.decoding import Coded, DecodedKeys
+from vattn.hf.decoding import Coded, DecodedKeys, as_plain
 from vattn.quantised import dequantise, quantise
 
 
@@ -42,6 +42,17 @@ def test_steps_that_the_kernels_cannot_compute(how: dict[str, object]) -> None:
     output = scaled_dot_product_attention(query, keys, values, **how)  # type: ignore[arg-type]
     torch.testing.assert_close(output, scaled_dot_product_attention(query, plain_keys, plain_values))
     assert keys.is_read
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its own kernel under vmap
+def test_queries_without_memory_are_torchs() -> None:
+    keys, values = (torch.randn(1, 2, 50, 16).as_subclass(DecodedKeys) for _ in range(2))
+    with pytest.raises(RuntimeError, match="same device"):
+        scaled_dot_product_attention(torch.empty(1, 2, 1, 16, device="meta"), keys, values)
+    queries = torch.randn(3, 1, 2, 1, 16)
+    output = torch.vmap(lambda query: scaled_dot_product_attention(query, keys, values))(queries)
+    expected = [scaled_dot_product_attention(query, *map(as_plain, (keys, values))) for query in queries]
+    torch.testing.assert_close(as_plain(output), torch.stack(expected))
 
 
 def test_views_that_torch_negates() -> None:
