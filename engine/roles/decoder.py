@@ -18,7 +18,7 @@ from vattn.errors import VattnError
 from ..kv.base import KVBackend
 from ..kv.rows import Rows
 from ..requests.request import Request
-from .line import PATIENCE, Kind, LineError, Message, message, receive, rest_of
+from .line import MOST_SALT, PATIENCE, Kind, LineError, Message, message, receive, rest_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class RemotePrefills:
     def look_ahead(self, request: Request) -> None:
         """Have what memory lacks of a waiting request's tokens computed."""
         self.forget(request)
-        if self._stopped or not self._lines.count:
+        if self._stopped or not self._lines.count or len(request.cache_salt) > MOST_SALT:
             return
         ids = request.token_ids(0, request.num_tokens)
         if len(ids) - self._kv.find(ids, request.cache_salt, rows=True) < LEAST_TOKENS:

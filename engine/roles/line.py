@@ -28,7 +28,7 @@ PATIENCE = 5.0  # seconds after which a prefiller that says nothing is waited fo
 BEAT = 1.0  # seconds between two signs of life
 _HEAD = struct.Struct("<BQIIQ")  # kind, job, bytes of the salt, tokens, bytes of rows
 _DIGEST_BYTES = 16
-_MOST_SALT = 2**16
+MOST_SALT = 2**16  # bytes
 _MOST_TOKENS = 2**24
 _TOKEN = "i"  # of `array`, 4 bytes
 
@@ -98,7 +98,7 @@ async def receive(
         IncompleteReadError, OSError: the line has ended.
     """
     number, job, salt_bytes, count, row_bytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    if number not in kinds or salt_bytes > _MOST_SALT or count > _MOST_TOKENS:
+    if number not in kinds or salt_bytes > MOST_SALT or count > _MOST_TOKENS:
         raise LineError("what came is no message")
     kind = Kind(number)
     if kind is not Kind.COMPUTE and (salt_bytes or (count and not row_bytes)):

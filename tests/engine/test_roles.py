@@ -25,7 +25,7 @@ from vattn.engine import LLM, AsyncEngine, SamplingParams
 from vattn.engine.roles import decoder as decoding
 from vattn.engine.roles import prefiller as prefilling
 from vattn.engine.roles.decoder import RemotePrefills
-from vattn.engine.roles.line import Kind, message, rest_of
+from vattn.engine.roles.line import MOST_SALT, Kind, message, rest_of
 from vattn.errors import ConfigError, OutOfPages
 
 pytestmark = pytest.mark.slow(1)
@@ -319,6 +319,13 @@ def test_short_prompts_and_those_in_memory_stay(broker: brokers.Process) -> None
         run(second, PROMPT)
         run(second, PROMPT)
         assert remote(second).handed == 1
+
+
+def test_a_prompt_whose_salt_is_too_long_to_send_stays(broker: brokers.Process) -> None:
+    with prefiller(), decoder() as second:
+        assert run(second, PROMPT, cache_salt="x" * (MOST_SALT + 1)).num_cached_tokens == 0
+        assert run(second, PROMPT, cache_salt="x").num_cached_tokens
+        assert (remote(second).handed, remote(second).lost) == (1, 0)
 
 
 def test_salts_go_with_prompts(broker: brokers.Process) -> None:

@@ -91,7 +91,7 @@ class Head:
 
 def pack(block: Block, parts: Sequence[Buffer]) -> bytes:
     """What comes before the parts in a block's file."""
-    label = block.label.encode()[:_LABEL_BYTES]
+    label = block.label.encode(errors="replace")[:_LABEL_BYTES]
     counts = len(block.token_ids), len(parts)
     head = _HEAD.pack(_MAGIC, FORMAT, block.depth, *counts, block.fingerprint, block.key, label)
     sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))

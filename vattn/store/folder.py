@@ -333,8 +333,11 @@ class PrefixStore:
                         yield Path(each.path), each.stat(follow_symlinks=False)
 
     def _blocks(self) -> Iterator[Entry]:
+        now = time.time_ns()
         for path, found in self._files(_BLOCK):
-            yield Entry(path, path.stem, found.st_size, found.st_mtime_ns)
+            # Of a time to come, from when the clock was wrong: what is new would wait until then.
+            used_ns = found.st_mtime_ns if found.st_mtime_ns <= now else 0
+            yield Entry(path, path.stem, found.st_size, used_ns)
 
     def _reject(self, path: Path, inode: int | None = None) -> None:
         """Deletes a file, unless another has its name by now; those who count next will miss its bytes."""

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,6 +197,20 @@ def test_what_was_used_longest_ago_gives_way(tmp_path: Path) -> None:
     assert store.put(*big(4), used_ns=12)
     assert numbers(store) == {1, 2, 4}
     assert (store.bytes, store.evicted) == (3 * SIZE, 1)
+
+
+def test_what_a_wrong_clock_dated_gives_way(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    for number in (1, 2, 3):
+        assert store.put(*big(number), used_ns=time.time_ns() + 10**18)
+    assert store.put(*big(4))
+    assert 4 in numbers(store)
+    assert store.bytes <= 3 * SIZE
+
+
+def test_a_label_may_be_any_text(store: PrefixStore) -> None:
+    assert store.put(block(label="caf\udce9"), PARTS)
+    assert contents(store, block()) == PARTS
 
 
 def test_of_one_prefix_the_end_gives_way(tmp_path: Path) -> None:
