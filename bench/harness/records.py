@@ -58,12 +58,25 @@ def _place(path: Path, names: Sequence[str]) -> tuple[str, int]:
     return path.parts[-3], names.index(path.stem)
 
 
+# By family and model, which tell apart those that call themselves `AMD EPYC`.
+_GENERATIONS = {
+    (6, 85): "Cascade Lake",
+    (6, 207): "Emerald Rapids",
+    (25, 1): "Zen 3",
+    (25, 17): "Zen 4",
+    (26, 2): "Zen 5",
+}
+
+
 def machine(record: Record) -> str:
-    """The CPU that a record was taken on. Its family and model tell apart those that call themselves `AMD EPYC`."""
+    """The CPU that a record was taken on, with its generation, or else its family and model."""
     hardware = record["hardware"]
     name = re.sub(r"\((R|TM)\)| Processor( @.*)?$", "", hardware["cpu"])
-    known = f", family {hardware['cpu_family']} model {hardware['cpu_model']}" if "cpu_family" in hardware else ""
-    return f"{name}{known}, {hardware['cores']} cores"
+    if "cpu_family" in hardware:
+        numbers = hardware["cpu_family"], hardware["cpu_model"]
+        known = _GENERATIONS.get(numbers)
+        name += f" ({known})" if known else f", family {numbers[0]} model {numbers[1]}"
+    return f"{name}, {hardware['cores']} cores"
 
 
 def source(record: Record) -> str:

@@ -206,11 +206,11 @@ def test_a_plot_that_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("hardware", "name"),
     [
-        ({"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "cores": 2}, "AMD EPYC, family 25 model 17, 2 cores"),
+        ({"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "cores": 2}, "AMD EPYC (Zen 4), 2 cores"),
         ({"cpu": "Intel(R) Xeon(R) Processor", "cores": 4}, "Intel Xeon, 4 cores"),
         (
             {"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cpu_family": 6, "cpu_model": 85, "cores": 2},
-            "Intel Xeon, family 6 model 85, 2 cores",
+            "Intel Xeon (Cascade Lake), 2 cores",
         ),
     ],
 )
