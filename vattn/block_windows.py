@@ -177,7 +177,12 @@ class BlockWindows(PoolMember):
                 )
             table.back(change, new)
 
-        self._core.execute_reclaiming(plan)
+        try:
+            self._core.execute_reclaiming(plan)
+        except MappingLimit:
+            if not self._emptied():
+                raise
+            self._core.execute(plan)
         self._core.stock()
         self._peak = max(self._peak, table.backed_blocks)
         return len(new)
@@ -247,12 +252,19 @@ class BlockWindows(PoolMember):
                 table.show(change, window, keep, blocks)
 
         try:
-            self._core.execute(plan)
-        except MappingLimit:
-            # What idle windows show serves only rows to come.
-            if idle := [window for window in table.idle_showing() if window not in rows]:
-                self._core.execute(lambda change: table.clear(change, idle))
             self._core.execute_reclaiming(plan)
+        except MappingLimit:
+            if not self._emptied(rows):
+                raise
+            self._core.execute(plan)
+
+    def _emptied(self, but: Collection[int] = ()) -> bool:
+        """Unmaps what windows show that no row has: it serves only rows to come. Whether there was anything."""
+        table = self._shown
+        idle = [window for window in table.idle_showing() if window not in but]
+        if idle:
+            self._core.execute(lambda change: table.clear(change, idle))
+        return bool(idle)
 
     @atomic
     def trim(self, keep: Iterable[int]) -> int:

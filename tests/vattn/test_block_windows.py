@@ -468,6 +468,25 @@ def test_idle_windows_give_way_when_the_table_of_mappings_is_full() -> None:
 
 
 @host_only
+def test_blocks_get_the_mappings_of_idle_windows() -> None:
+    table = FaultyTable()
+    scene = Scene("layered", table.addresses)
+    window = scene.windows.show([[9, 8]])[0]
+    new = next(block for block in range(OPTIONS["num_blocks"]) if block not in scene.windows.backed())
+    table.fail_always("cuMemMap", code=2)
+    with pytest.raises(vattn.MappingLimit):
+        scene.windows.back([new])
+    table.heal()
+    assert scene.windows.shown(window) == [9, 8]
+    scene.windows.show([])
+    table.fail(1, code=2, name="cuMemMap")
+    assert scene.windows.back([new]) == 1
+    assert scene.windows.shown(window) == []
+    consistent(scene)
+    scene.close()
+
+
+@host_only
 def test_idle_windows_that_come_into_use_do_not_give_way() -> None:
     """Neither one that already shows its whole row, nor one that shows the start of it."""
     table = FaultyTable()

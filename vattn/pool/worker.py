@@ -130,7 +130,7 @@ class Worker:
             error = MappingLimit(
                 f"the kernel's table of mappings is full: vm.max_map_count is {limit}, and pages of "
                 f"{format_bytes(page_size)} that are not neighbours need one each; use a larger page_size or a "
-                "finer layout ('sliced', 'fused'), or raise it: sysctl vm.max_map_count=262144",
+                "layout of fewer tensors ('fused'), or raise it: sysctl vm.max_map_count=262144",
                 missing_pages=1,
                 missing_bytes=page_size,
             )

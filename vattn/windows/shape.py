@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def mappings(self) -> int:
-        """The most that the kernel may have to keep, where no two pages are neighbours."""
+        """The most that the kernel may have to keep while no two pages are neighbours and windows share no blocks."""
         windows = self.num_windows * self.window_blocks
         return self.tensors * self.block_pages * (self.num_blocks + min(windows, self.num_blocks))
 

@@ -27,10 +27,31 @@ def of_lengths(lengths: list[int]) -> list[list[int]]:
     return [[rng.randrange(5, 1000) for _ in range(length)] for length in lengths]
 
 
+def without_mappings(every: int) -> None:
+    """Has all calls that show rows fail for lack of mappings, but for each `every`-th."""
+    import itertools
+
+    from vattn_vllm import steps
+
+    from vattn import BlockWindows, MappingLimit
+
+    calls, real = itertools.count(), BlockWindows.show
+
+    def show(windows: Any, rows: Any, *arguments: Any, **keywords: Any) -> Any:
+        if len(rows) and next(calls) % every:
+            raise MappingLimit("no mappings", missing_pages=1, missing_bytes=4096)
+        return real(windows, rows, *arguments, **keywords)
+
+    steps._AGAIN = 0.0
+    BlockWindows.show = show  # type: ignore[method-assign]
+
+
 def run(order: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    if every := order.get("without_mappings"):
+        without_mappings(every)
     llm = LLM(**order["llm"])
     sampling = {
         "temperature": 0,

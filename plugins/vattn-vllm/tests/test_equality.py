@@ -47,6 +47,14 @@ def test_the_same_tokens_and_prefix_hits(name: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("plugin", [{"guard": "strict"}, {"kernel": "torch_sdpa"}])
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_rows_without_mappings(plugin: dict[str, Any], kind: str, model_of: Callable[[str], Path], run: Run) -> None:
+    """They are read by their block table, in some steps and not in others."""
+    llm = {"model": str(model_of(kind)), "max_num_batched_tokens": 100, "num_gpu_blocks_override": 100}
+    assert run(plugin=plugin, without_mappings=3, llm=llm)["results"] == run(llm=llm)["results"]
+
+
+@pytest.mark.parametrize("plugin", [{"guard": "strict"}, {"kernel": "torch_sdpa"}])
 def test_drafts_of_a_model(plugin: dict[str, Any], model_of: Callable[[str], Path], run: Run) -> None:
     """Its tokens that were rejected are computed again, and stored nowhere."""
     config = {"method": "draft_model", "model": str(model_of("draft")), "num_speculative_tokens": 3}

@@ -25,6 +25,7 @@ from vattn.errors import ConfigError
     ("plugin", "llm", "match"),
     [
         ({"page": 1}, {}, "there is no option 'page'; there are kernel, page_size"),
+        ({"untested_vllm": "no"}, {}, "untested_vllm='no' is not true or false"),
         ({"keep_free": 2}, {}, "keep_free=2 is a share of the blocks"),
         ({"kernel": "flash_attn"}, {}, "flash_attn"),
         ({"kernel": "warp"}, {}, "warp"),
@@ -52,6 +53,7 @@ def engine(**changes: Any) -> Any:
             runner_type="generate",
             enable_sleep_mode=False,
             is_mm_prefix_lm=False,
+            is_diffusion=False,
             rswa_window=None,
             dtype=torch.float32,
         ),
@@ -76,7 +78,9 @@ def engine(**changes: Any) -> Any:
     [
         ({"model_config__use_mla": True}, "multi-head latent attention"),
         ({"cache_config__cache_dtype": "float16"}, "'float16' for a model in float32; .* use 'auto'"),
-        ({"speculative_config": SimpleNamespace(method="dflash")}, "both directions"),
+        ({"speculative_config": SimpleNamespace(method="dflash")}, "dflash sees tokens in both directions"),
+        ({"speculative_config": SimpleNamespace(method="dspark")}, "dspark sees tokens in both directions"),
+        ({"model_config__is_diffusion": True}, "tokens see later ones"),
         ({"model_config__is_encoder_decoder": True}, "encoder"),
         ({"model_config__runner_type": "pooling"}, "does not generate"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 import vattn.attention
 import vattn.cpu
-from vattn.attention import AttentionParams, Case, Contiguous, PackedBatch, SpanColumns
+from vattn.attention import AttentionParams, Blocks, Case, Contiguous, PackedBatch, SpanColumns
 from vattn.attention.native import Native
 from vattn.errors import ConfigError
 from vattn_vllm.memory import KVMemory
@@ -94,8 +94,17 @@ class WindowMetadata:
 
     @cached_property
     def batch(self) -> PackedBatch:
-        """The rows' windows, lengths and new tokens; to be asked for when all groups have their metadata."""
-        return PackedBatch(SpanColumns(self._step.windows(self._group), self._starts, self._ends), self._device)
+        """The rows' windows, lengths and new tokens; to be asked for when all groups have their metadata. Where there
+        are no windows, row i of the block table is slot i.
+        """
+        windows = self._step.windows(self._group)
+        slots = torch.arange(len(self._ends), dtype=torch.int32, device="cpu") if windows is None else windows
+        return PackedBatch(SpanColumns(slots, self._starts, self._ends), self._device)
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """The block table by which kernels find rows that are not in windows; None if all are."""
+        return None if self._step.windows(self._group) is not None else self._step.table(self._group)
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -118,6 +127,8 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> WindowMetadata:
         step = common_attn_metadata
+        if step.causal is not True:
+            raise ConfigError("vattn: a step in which tokens see later ones; leave out --worker-cls for this model")
         first_rows = step.query_start_loc_cpu[: step.num_reqs + 1].numpy()
         counts = first_rows[1:] - first_rows[:-1]
         rows = int(np.count_nonzero(counts))  # without padding, which comes last
@@ -210,7 +221,7 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
         Args:
             name: the layer whose keys and values are read.
         """
-        self.memory, self.group = memory, memory.group_of(name)
+        self.memory, self.group, self._name = memory, memory.group_of(name), name
         self._stored = memory.stored(name)
         rows = memory.slots(name)
         self._keys, self._values = rows[..., : self.head_size], rows[..., self.head_size :]
@@ -244,7 +255,8 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
             return output
         count, slots = attn_metadata.num_actual_tokens, attn_metadata.slots
         batch = attn_metadata.batch  # which shows the rows of this step
-        if self._layer is not None and self._layer.takes(query, key, value):
+        table = attn_metadata.table
+        if self._layer is not None and table is None and self._layer.takes(query, key, value):
             group = batch.together
             self._layer.step(
                 query, key, value, slots, output, slots=group.slots, lengths=group.lengths, starts=group.starts
@@ -258,7 +270,8 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
                 self._keys.index_copy_(0, slots, key)
                 self._values.index_copy_(0, slots, value)
         query = query[:count].view(count, self.num_heads, self.head_size)
-        found = self._kernel(query, self, 0, batch, self._params)
+        source = self if table is None else _ByTable(self.memory.blocks(self._name, table))
+        found = self._kernel(query, source, 0, batch, self._params)
         output[:count].view(count, self.num_heads, self.head_size).copy_(found)
         return output
 
@@ -269,4 +282,22 @@ class WindowAttention(AttentionImpl[WindowMetadata]):
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         key, value = (rows[slot, start:length].transpose(0, 1)[None] for rows in (self._stored.key, self._stored.value))
+        return key, value
+
+
+@dataclass(frozen=True)
+class _ByTable:
+    """What kernels read where rows are not in windows."""
+
+    blocks: Blocks
+
+    def stored(self, layer: int) -> Blocks:
+        return self.blocks
+
+    def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        numbers = self.blocks.table[slot, : -(-length // self.blocks.block_size)].long()
+        key, value = (
+            blocks[numbers].flatten(0, 1)[start:length].transpose(0, 1)[None]
+            for blocks in (self.blocks.key, self.blocks.value)
+        )
         return key, value

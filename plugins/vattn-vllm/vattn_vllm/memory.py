@@ -9,8 +9,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
-from vattn import BlockWindows
-from vattn.attention import Contiguous
+from vattn import BlockWindows, MappingLimit
+from vattn.attention import Blocks, Contiguous
 from vattn_vllm.options import Options
 from vattn_vllm.refusals import check_cache
 from vattn_vllm.steps import NULL_BLOCK, Group, ShownRows, Step
@@ -96,8 +96,17 @@ class KVMemory:
             self._back(new)
         return bool(gone or new)
 
+    def blocks(self, name: str, table: Tensor) -> Blocks:
+        """A layer's blocks as kernels take them that find rows by a block table, `[rows, blocks]` int32."""
+        home = self.windows.home(self._indices[name])
+        return Blocks(home[..., : self._head_size], home[..., self._head_size :], table)
+
     def _back(self, blocks: list[int]) -> None:
-        self.windows.back(blocks)
+        try:
+            self.windows.back(blocks)
+        except MappingLimit:  # windows have all that homes have not
+            self._shown_rows.hide()
+            self.windows.back(blocks)
         self._has[blocks] = True
 
     # What the attention metadata are built from

@@ -58,6 +58,8 @@ class Options:
             if self.kv_pool is None:
                 raise ConfigError("vattn: kv_share is a share of a kv_pool; name the pool too")
             parse_share(self.kv_share)
+        if not isinstance(self.untested_vllm, bool):
+            raise ConfigError(f"vattn: untested_vllm={self.untested_vllm!r} is not true or false")
         if self.guard not in ("zero", "strict"):
             raise ConfigError(f"vattn: guard={self.guard!r} is not 'zero' or 'strict'")
 

@@ -125,8 +125,11 @@ def _refusals(config: VllmConfig, options: Options) -> Iterator[str]:
         yield "micro-batches have metadata of their own in one step; leave out --enable-dbo and --ubatch-size"
     if config.model_config.enable_sleep_mode:
         yield "sleep mode allocates the cache by itself; the plugin gives memory back without it"
-    if config.speculative_config is not None and config.speculative_config.method == "dflash":
-        yield "DFlash's drafter sees tokens in both directions; use another method of --speculative-config"
+    if config.speculative_config is not None and config.speculative_config.method in ("dflash", "dspark"):
+        method = config.speculative_config.method
+        yield f"the drafter of {method} sees tokens in both directions; use another method of --speculative-config"
+    if config.model_config.is_diffusion:
+        yield "a diffusion model's tokens see later ones; leave out --worker-cls"
     on_cpu = config.device_config.device_type == "cpu"
     if options.kv_pool is not None and not on_cpu and config.parallel_config.world_size > 1:
         yield "a kv_pool counts the memory of one device, and the engine has several; leave it out"

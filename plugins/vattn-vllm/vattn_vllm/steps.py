@@ -7,6 +7,8 @@ long as the window: the blocks that stay visible are mapped again once per strid
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vattn import BlockWindows
+from vattn import BlockWindows, MappingLimit
+
+_AGAIN = 1.0  # seconds after which rows for which the kernel had no mappings are shown again
+_log = logging.getLogger("vattn")
 
 # vLLM's block 0 stands for "no block": nobody reads what it holds.
 NULL_BLOCK = 0
@@ -99,21 +104,42 @@ class ShownRows:
     def __init__(self, windows: BlockWindows) -> None:
         self._windows = windows
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        self._full_until = 0.0
 
-    def show(self, table: Tensor, counts: Tensor) -> Tensor:
-        """The window of each row of a block table, `[rows]` int32; arguments are those of `BlockWindows.show`."""
+    def show(self, table: Tensor, counts: Tensor) -> Tensor | None:
+        """The window of each row of a block table, `[rows]` int32; arguments are those of `BlockWindows.show`. None if
+        the kernel has no mappings for it: rows that share blocks need them for each, which no check at the start knows.
+        """
+        if time.monotonic() < self._full_until:
+            return None
         if self._last is not None:
             before, has, found = self._last
             if torch.equal(counts, has) and torch.equal(table, before):
                 return found
             self._last = None
-        found = torch.tensor(self._windows.show(table, counts), dtype=torch.int32)
+        try:
+            found = torch.tensor(self._windows.show(table, counts), dtype=torch.int32)
+        except MappingLimit as error:
+            if not self._full_until:
+                _log.warning(
+                    "while the kernel has no mappings for windows, rows are read by their block tables, more slowly; "
+                    """give {"layout": "fused"}, a larger --block-size or a smaller --max-num-seqs. %s""",
+                    error,
+                )
+            self._full_until = time.monotonic() + _AGAIN
+            self.hide()
+            return None
         self._last = table.clone(), counts, found  # the table is vLLM's, which changes it
         return found
 
     def forget(self) -> None:
         """To be called when windows may have lost what they showed."""
         self._last = None
+
+    def hide(self) -> None:
+        """Has windows show no row, so that what they have is free for others."""
+        self.forget()
+        self._windows.show([])
 
 
 class Step:
@@ -131,29 +157,35 @@ class Step:
         self._shown_rows = shown_rows
         self._back = back
         self._rows: dict[int, Rows] = {}
-        self._found: dict[int, Tensor] = {}
+        self._found: dict[int, Tensor] | None = {}
 
     @property
     def shown(self) -> bool:
-        return bool(self._found)
+        return self._found is None or bool(self._found)
 
     def add(self, group: int, rows: Rows) -> None:
         """Adds the rows of a group, or replaces them."""
         self._rows[group] = rows
 
-    def windows(self, group: int) -> Tensor:
-        """The window of each row of a group, `[rows]` int32."""
+    def table(self, group: int) -> Tensor:
+        """The blocks of the rows of a group, `[rows, blocks]` int32, for kernels that find no windows."""
+        return self._rows[group].blocks
+
+    def windows(self, group: int) -> Tensor | None:
+        """The window of each row of a group, `[rows]` int32; None where rows are to be read by their blocks."""
         if not self.shown:
             parts = list(self._rows.values())
             if any(part.null for part in parts):
                 self._back([NULL_BLOCK])
             if len(parts) == 1:
                 (part,) = parts
-                self._found = {group: self._shown_rows.show(part.blocks, part.counts)}
+                found = self._shown_rows.show(part.blocks, part.counts)
+                self._found = None if found is None else {group: found}
             else:
                 width = max(part.blocks.shape[1] for part in parts)
                 blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
                 counts = [part.counts for part in parts]
                 found = self._shown_rows.show(torch.cat(blocks), torch.cat(counts))
-                self._found = dict(zip(self._rows, found.split(list(map(len, counts))), strict=True))
-        return self._found[group]
+                each = None if found is None else found.split(list(map(len, counts)))
+                self._found = None if each is None else dict(zip(self._rows, each, strict=True))
+        return None if self._found is None else self._found[group]

@@ -117,6 +117,15 @@ class CPUWorker(_WindowWorker, StockCPUWorker):
     # vLLM's CPU platform does not ask which backend is wanted.
     backend = AttentionBackendEnum.CPU_ATTN
 
+    def determine_available_memory(self) -> int:
+        size: int | None = self.cache_config.kv_cache_memory_bytes
+        if size is None or self._options.kv_pool is None:
+            return super().determine_available_memory()
+        # Addresses: what others of the pool hold at the moment does not matter, as the broker lends what is free.
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        return size
+
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
