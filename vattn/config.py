@@ -332,7 +332,7 @@ def resolve(
         sizes = list(device.page_sizes)
 
     cheap = len(sizes) > 1 and device.torch_device.type == "cpu"
-    # Lazily, as building a layout is the slowest part and one of the first usually fits.
+    # On the host lazily, as building a layout is the slowest part and one of the first usually fits.
     layouts: Iterable[Layout] = candidates(config, sizes)
     if config.block_tokens is not None:
         names = LAYOUTS if config.layout == "auto" else (config.layout,)

@@ -186,9 +186,13 @@ def _slots(slots: Sequence[SlotView], running: Sequence[Request]) -> list[dict[s
 def _name_prefixes(running: Sequence[Request], state: dict[str, Any]) -> None:
     """Number the prefixes that several requests share; those are the same prefix that share its first block."""
     firsts = {
-        request.slot: (request.cache_salt, *request.prompt_token_ids[: state["block_tokens"]]) for request in running
+        request.slot: (
+            request.cache_salt,
+            request.first_ids(min(state["block_tokens"], len(request.prompt_token_ids))).tobytes(),
+        )
+        for request in running
     }
-    numbers: dict[tuple[Any, ...], int] = {}
+    numbers: dict[tuple[bytes, bytes], int] = {}
     for slot in state["slots"]:
         if slot["shared"] and slot["slot"] in firsts:
             slot["prefix"] = numbers.setdefault(firsts[slot["slot"]], len(numbers))
