@@ -569,32 +569,8 @@ class EngineCore:
             self._changed.append(request)
             if request.finish_reason is not None or request.num_uncomputed_tokens:
                 continue  # an earlier token of its draft was rejected, or ended the request
-            if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
-                self._copy_rest(request)
-                self.scheduler.finish(request, FinishReason.LENGTH)
-                if request.index == 0:
-                    self.figures.prompt_tokens += len(request.prompt_token_ids)
-                continue
-            if token is None:
-                reason = "no token can be taken from the logits: they are not finite"
-                failure = self.sampler.failures.get(place) or FloatingPointError(reason)
-                failure.__traceback__ = None  # as in `_fail`
-                self.scheduler.finish(request, FinishReason.ERROR, failure)
-                continue
-            if report is not None and request.logprobs is not None:
-                request.logprobs.append(report)
-                request.cumulative_logprob += report[token].logprob
-            try:
-                request.append(token)
-            except Exception as error:  # the tokenizer, which is not ours, cannot decode it
-                self.scheduler.finish(request, FinishReason.ERROR, error)
-                continue
-            self.figures.generation_tokens += 1
-            if request.index == 0 and len(request.output_token_ids) == 1:
-                self.figures.prompt_tokens += len(request.prompt_token_ids)
-            if request.state is State.DONE:
-                self.scheduler.release(request)
-            elif drafts.get(request, ())[ahead : ahead + 1] == (token,):
+            self._accept(request, token, report, self.sampler.failures.get(place))
+            if request.state is not State.DONE and drafts.get(request, ())[ahead : ahead + 1] == (token,):
                 request.advance(request.num_tokens)
         self._settle_drafts(plan)
         for group, requests, logits in beams:
@@ -603,6 +579,41 @@ class EngineCore:
                 group.advance(requests, logits, self.scheduler)
             except Exception as error:
                 self._fail(requests, error)
+
+    def _accept(
+        self, request: Request, token: int | None, report: dict[int, Logprob] | None, failure: Exception | None
+    ) -> None:
+        """Append a sampled token to a request, or end it: at its last token, or where there can be none.
+
+        Args:
+            token: None if none can be taken.
+            report: the token's log probabilities, where they are asked for.
+            failure: why there is no token, if the sampler says so.
+        """
+        if request.num_tokens == request.max_total_tokens:  # max_tokens=0: only the prompt was to be computed
+            self._copy_rest(request)
+            self.scheduler.finish(request, FinishReason.LENGTH)
+            if request.index == 0:
+                self.figures.prompt_tokens += len(request.prompt_token_ids)
+            return
+        if token is None:
+            failure = failure or FloatingPointError("no token can be taken from the logits: they are not finite")
+            failure.__traceback__ = None  # as in `_fail`
+            self.scheduler.finish(request, FinishReason.ERROR, failure)
+            return
+        if report is not None and request.logprobs is not None:
+            request.logprobs.append(report)
+            request.cumulative_logprob += report[token].logprob
+        try:
+            request.append(token)
+        except Exception as error:  # the tokenizer, which is not ours, cannot decode it
+            self.scheduler.finish(request, FinishReason.ERROR, error)
+            return
+        self.figures.generation_tokens += 1
+        if request.index == 0 and len(request.output_token_ids) == 1:
+            self.figures.prompt_tokens += len(request.prompt_token_ids)
+        if request.state is State.DONE:
+            self.scheduler.release(request)
 
     def _publish(self, entry: Entry, forward: Forward) -> None:
         """Publish a chunk of a prompt to the prefix cache, if its keys and values are finite."""
