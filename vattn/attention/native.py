@@ -54,14 +54,15 @@ class Native:
         table = stored.table if isinstance(stored, Blocks) else None
         scales = stored.scales if isinstance(stored, Contiguous) else None
         rows, heads, head_dim = query.shape
-        if (scales is None and query.dtype != key.dtype) or head_dim != key.shape[3] or heads % key.shape[2]:
+        num_slots, tokens, kv_heads, key_dim = key.shape
+        if (scales is None and query.dtype != key.dtype) or head_dim != key_dim or heads % kv_heads:
             raise ConfigError(
-                f"queries {list(query.shape)} {query.dtype} do not fit keys of {key.shape[2]} heads of {key.shape[3]} "
+                f"queries {list(query.shape)} {query.dtype} do not fit keys of {kv_heads} heads of {key_dim} "
                 f"{key.dtype}: they have the same type and size, and each KV head as many query heads"
             )
         # Layers store alike, but for windows: their caches may differ in tokens per slot.
         batch.once(
-            (Native, rows, key.shape[:2]),
+            (Native, rows, num_slots, tokens),
             lambda: check_requests(query, key, group.lengths, group.slots, group.starts, table),
         )
         return cpu.attend(
