@@ -152,7 +152,7 @@ def test_the_mapping_limit_names_the_limit_and_what_to_change(setup: Setup) -> N
     setup.table.fail_always("cuMemMap", code=2)
     with pytest.raises(vattn.MappingLimit) as caught:
         setup.cache.step({reqid: 1})
-    for word in (str(drivers.find("cpu").mapping_limit()), "4.0 KiB", "page_size", "sliced", "sysctl"):
+    for word in (str(drivers.find("cpu").mapping_limit()), "4.0 KiB", "page_size", "fused", "sysctl"):
         assert word in str(caught.value)
     setup.check()
 
