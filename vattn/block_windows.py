@@ -173,16 +173,11 @@ class BlockWindows(PoolMember):
                     f"budget of {core.most_pages} has left; {why}trim what is not needed, or give more memory",
                     missing_pages=missing,
                     missing_bytes=missing * core.page_size,
-                    may_pass=core.may_get_more,
+                    may_pass=core.may_get_more and need <= core.most_pages - core.taken_pages,
                 )
             table.back(change, new)
 
-        try:
-            self._core.execute_reclaiming(plan)
-        except MappingLimit:
-            if not self._emptied():
-                raise
-            self._core.execute(plan)
+        self._execute(plan)
         self._core.stock()
         self._peak = max(self._peak, table.backed_blocks)
         return len(new)
@@ -220,7 +215,7 @@ class BlockWindows(PoolMember):
             InvalidSlot: a number that is no window, or twice the same.
             MappingLimit: the kernel's table of mappings is full.
             StreamCapturing: windows would change while a stream captures a CUDA graph.
-            DriverError: a driver call failed. Nothing changed, in this case and all others.
+            DriverError: a driver call failed. Windows of rows show what they did, in this case and all others.
         """
         table = self._shown
         blocks, wanted = self._checked_rows(rows, counts)
@@ -251,20 +246,24 @@ class BlockWindows(PoolMember):
             for window, keep, blocks in changes:
                 table.show(change, window, keep, blocks)
 
-        try:
-            self._core.execute_reclaiming(plan)
-        except MappingLimit:
-            if not self._emptied(rows):
-                raise
-            self._core.execute(plan)
+        self._execute(plan, rows)
 
-    def _emptied(self, but: Collection[int] = ()) -> bool:
-        """Unmaps what windows show that no row has: it serves only rows to come. Whether there was anything."""
+    def _execute(self, plan: Plan, rows: Collection[int] = ()) -> None:
+        """Executes a plan. If the kernel has no mappings for it, windows that no row has are emptied, since they serve
+        only rows to come. If that is not enough, or memory is lacking, what no request on the pool uses is reclaimed.
+        """
         table = self._shown
-        idle = [window for window in table.idle_showing() if window not in but]
-        if idle:
-            self._core.execute(lambda change: table.clear(change, idle))
-        return bool(idle)
+        try:
+            self._core.execute(plan)
+        except MappingLimit:
+            if idle := [window for window in table.idle_showing() if window not in rows]:
+                self._core.execute(lambda change: table.clear(change, idle))
+        except OutOfPages as error:
+            if error.__cause__ is None:
+                raise
+        else:
+            return
+        self._core.execute_reclaiming(plan)
 
     @atomic
     def trim(self, keep: Iterable[int]) -> int:

@@ -22,8 +22,6 @@ VattnError
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 
@@ -31,10 +29,12 @@ class VattnError(Exception):
     """Base class of all errors that vattn raises deliberately."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copied and sent with what the constructor takes by name, which `args` lack.
-        wanted = inspect.signature(type(self).__init__).parameters.values()
-        named = {each.name: getattr(self, each.name) for each in wanted if each.kind is each.KEYWORD_ONLY}
-        return functools.partial(type(self), **named), self.args, self.__dict__
+        # Without the constructor, which may take more than `args`.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[VattnError], args: tuple[Any, ...]) -> VattnError:
+    return Exception.__new__(kind, *args)
 
 
 class ConfigError(VattnError, ValueError):

@@ -140,9 +140,10 @@ def plan(
     for block_size in block_sizes:
         check_int("block_sizes", block_size, at_least=1, at_most=MOST_TOKENS)
     for page_size in page_sizes:
+        check_int("page_sizes", page_size, at_least=1, at_most=2**40)
         if drivers.parse(device).type == "cpu":
             drivers.find("cpu").check_page_size(page_size)
-        elif check_int("page_sizes", page_size, at_least=_LEAST_PAGE, at_most=2**40) % _LEAST_PAGE:
+        elif page_size % _LEAST_PAGE:
             raise ConfigError(f"page_sizes={page_size} must be a multiple of {_LEAST_PAGE} bytes")
     planner = _Planner(config, load, memory)
     automatic = planner.automatic()

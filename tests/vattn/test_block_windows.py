@@ -468,6 +468,26 @@ def test_idle_windows_give_way_when_the_table_of_mappings_is_full() -> None:
 
 
 @host_only
+def test_idle_windows_give_way_before_what_caches_on_the_pool_keep() -> None:
+    table = FaultyTable()
+    scene = Scene("layered", table.addresses)
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "dtype": "float32", "max_context_len": 64}
+    cache = vattn.KVCache(vattn.KVConfig(**shape, max_batch_size=2, overlap=False), pool=scene.pool)  # type: ignore[arg-type]
+    cache.step({cache.alloc_reqid(): 64})
+    cache.free_reqid(0)
+    cache.step({})
+    parked = cache.stats().parked_pages
+    assert parked
+    scene.windows.show([[9, 8]])
+    table.fail(1, code=2, name="cuMemMap")
+    scene.windows.show([[7, 6]])
+    assert table.failed == "cuMemMap"
+    assert cache.stats().parked_pages == parked
+    cache.close()
+    scene.close()
+
+
+@host_only
 def test_blocks_get_the_mappings_of_idle_windows() -> None:
     table = FaultyTable()
     scene = Scene("layered", table.addresses)

@@ -168,6 +168,7 @@ def test_paged_is_recommended_where_pages_hold_fewer_requests() -> None:
         ({"memory": 0}, "memory=0"),
         ({"page_sizes": [3000], "device": "cpu"}, "page_size=3000"),
         ({"page_sizes": ["64KiB"]}, "page_sizes='64KiB' must be a whole number"),
+        ({"page_sizes": ["64KiB"], "device": "cpu"}, "page_sizes='64KiB' must be a whole number"),
         ({"page_sizes": [100_000]}, "page_sizes=100000 must be a multiple of 4096"),
         ({"device": "tpu"}, "no memory driver"),
     ],

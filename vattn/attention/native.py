@@ -18,7 +18,11 @@ from vattn.errors import ConfigError
 
 
 class Native:
-    """vattn's own kernels for CPUs, one call per layer; head sizes that are multiples of 8."""
+    """vattn's own kernels for CPUs, one call per layer; head sizes that are multiples of 8.
+
+    Queries, spans and tables are checked against the keys. That values and scales belong to the keys is up to their
+    source.
+    """
 
     name = "native"
     guard_rows = 0
@@ -62,7 +66,7 @@ class Native:
             )
         # Layers store alike, but for windows: their caches may differ in tokens per slot.
         batch.once(
-            (Native, rows, num_slots, tokens),
+            (Native, rows, num_slots, tokens, id(table)),
             lambda: check_requests(query, key, group.lengths, group.slots, group.starts, table),
         )
         return cpu.attend(

@@ -1,8 +1,8 @@
 """The books of a broker: who has which lease, who gets more, and whom it is asked back from. No input or output.
 
-Law: the sum of the charges and of what is kept is at most the budget, unless it was more already when a broker took
-over from an earlier one: then what no request uses is asked for until it is not. A charge is the lease, or what the
-borrower's memory is found to be, if that is more.
+Law: the sum of the charges and of what is kept is at most the budget. A charge is the lease, or what the borrower's
+memory is found to be, if that is more. A broker that took over from an earlier one may begin above the budget, and then
+asks for what no request uses.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Account:
         found: bytes that its memory was found to be; 0 where that cannot be seen.
         give, stage: what it is asked for, since `asked`; None if it is not.
         rest: it is not asked again before for what the stage `rested` allows, unless what it has changes.
+        idle: what no request used when it last gave less than it was asked for.
         reported: when it last said what it has; `probed`: when it was last asked to.
         silent: it did not answer in time, and has said nothing since.
         wished: when it last said what it wants.
@@ -75,6 +76,7 @@ class Account:
     asked: float = 0.0
     rest: float = 0.0
     rested: int = 0
+    idle: int = -1
     reported: float = 0.0
     probed: float = 0.0
     silent: bool = False
@@ -371,7 +373,7 @@ class Books:
         asked = []
         for account in sorted(self.accounts, key=lambda account: account.oldest or 0):
             idle = account.unused + account.parked + account.cached
-            if over <= 0 or idle <= 0 or account.give is not None or now < account.rest:
+            if over <= 0 or idle in (0, account.idle) or account.give is not None:
                 continue
             if account.lost or account.silent:
                 continue
@@ -450,6 +452,7 @@ class Books:
     def _answered(self, account: Account, now: float) -> None:
         if account.give is not None and account.stage is not None and account.lease > account.give:
             account.rest, account.rested = now + REST, STAGES.index(account.stage)
+            account.idle = account.unused + account.parked + account.cached
         account.give = account.stage = None
 
     def _ask(self, account: Account, level: int, stage: str, now: float) -> None:

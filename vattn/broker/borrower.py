@@ -488,12 +488,11 @@ class Borrower:
                 "oldest": usage.oldest,
                 "shared": usage.shared,
             }
-        now = time.monotonic()
-        self._due = now + _HEARTBEAT
+        self._due = time.monotonic() + _HEARTBEAT
         assert self._socket is not None
         try:
             if not self._unread():
-                self._unread_since = now
+                self._unread_since = time.monotonic()
             self._socket.sendall(encode("report", **message))
         except OSError as error:
             self._part(str(error))
@@ -545,6 +544,7 @@ class Borrower:
             raise
         with self._changed:
             self._joining = None
+            self._unread_since = time.monotonic()
             self._socket, self._reader, self._trouble, self._dirty = connection, reader, "", True
             self._shares_told = False
             self.name, self.budget, self.chunk = (answers[0][key] for key in ("name", "budget", "chunk"))

@@ -105,4 +105,4 @@ class Notes:
 
 
 def _is_note(note: Note) -> bool:
-    return note.keys() == wire.NOTE.keys() and all(holds(note[name]) for name, holds in wire.NOTE.items())
+    return note.keys() >= wire.NOTE.keys() and all(holds(note[name]) for name, holds in wire.NOTE.items())

@@ -142,14 +142,15 @@ def _is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
         query.is_cpu
         and key.is_cpu
         and value.is_cpu
-        and type(query) is Tensor  # not one without memory, of FakeTensorMode or torch.func
-        and not torch._C._functorch.is_functorch_wrapped_tensor(query)
         and query.dtype == key.dtype == value.dtype
         and cpu.refusal(query.dtype, key.shape[3], value.shape[3]) is None
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        # Not one without memory, of FakeTensorMode or torch.func. Last, as torch.compile cannot look into it.
+        and type(query) in (Tensor, torch.nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(query)
     )
 
 

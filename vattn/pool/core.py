@@ -169,7 +169,8 @@ class Core(Calls):
         """Plans that at least `need` pages are free, which a call fails without: borrowed, or of tenants whose requests
         do not use them; returns how many are missing.
         """
-        if (missing := need - self.free_pages) > 0:
+        missing = need - self.free_pages
+        if missing > 0 and need <= self.most_pages - self.taken_pages + self.spare_pages:
             self.borrow(missing, needed=True)
             missing = need - self.free_pages
         if missing > 0:

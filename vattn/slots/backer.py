@@ -75,9 +75,10 @@ class Backer(Decisions):
                     crossing = [*crossing, slot]  # shorter than announced, and its window was unmapped already
         used = self._bands.used_tokens
         lowered = [slot for slot, end in used.items() if lengths.get(slot, end) < end] if used else ()
+        given = None if stream is None else self._fences.handle(stream)
         closed = self._fences.launched()
         act = bool(crossing or announced or closed or slots.leaving)
-        handle = self._fences.handle(stream) if act or stream is not None else None
+        handle = self._fences.handle(None) if act and stream is None else given
         capturing = self._fences.capturing(handle)
         if crossing:
             self._back({slot: lengths[slot] for slot in crossing}, lengths, lowered, handle, capturing)

@@ -40,6 +40,7 @@ _UNFINISHED = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp", re.ASCII)
 _BOOKS = struct.Struct("<Q")
 # Of the quota: evicted beyond what is missing, so that not every block needs a search.
 _SLACK = 1 / 16
+_SKEW_NS = 3600 * 10**9  # by which clocks may differ
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait
 
 
@@ -335,8 +336,9 @@ class PrefixStore:
     def _blocks(self) -> Iterator[Entry]:
         now = time.time_ns()
         for path, found in self._files(_BLOCK):
-            # Of a time to come, from when the clock was wrong: what is new would wait until then.
-            used_ns = found.st_mtime_ns if found.st_mtime_ns <= now else 0
+            # A time to come is from when the clock was wrong, and would hold up new blocks until then. What others use
+            # meanwhile is a little later than now.
+            used_ns = found.st_mtime_ns if found.st_mtime_ns <= now + _SKEW_NS else 0
             yield Entry(path, path.stem, found.st_size, used_ns)
 
     def _reject(self, path: Path, inode: int | None = None) -> None:

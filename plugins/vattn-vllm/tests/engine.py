@@ -27,11 +27,12 @@ def of_lengths(lengths: list[int]) -> list[list[int]]:
     return [[rng.randrange(5, 1000) for _ in range(length)] for length in lengths]
 
 
-def without_mappings(every: int) -> None:
-    """Has all calls that show rows fail for lack of mappings, but for each `every`-th."""
+def without_mappings(every: int, read: list[int]) -> None:
+    """Has all calls that show rows fail for lack of mappings, but for each `every`-th; notes layers read by tables."""
     import itertools
 
     from vattn_vllm import steps
+    from vattn_vllm.memory import KVMemory
 
     from vattn import BlockWindows, MappingLimit
 
@@ -42,7 +43,14 @@ def without_mappings(every: int) -> None:
             raise MappingLimit("no mappings", missing_pages=1, missing_bytes=4096)
         return real(windows, rows, *arguments, **keywords)
 
-    steps._AGAIN = 0.0
+    by_table = KVMemory.blocks
+
+    def blocks(memory: KVMemory, name: str, table: Any) -> Any:
+        read.append(len(table))
+        return by_table(memory, name, table)
+
+    KVMemory.blocks = blocks  # type: ignore[method-assign]
+    steps._AGAIN = steps._LATEST = 0.0
     BlockWindows.show = show  # type: ignore[method-assign]
 
 
@@ -50,8 +58,9 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    read: list[int] = []
     if every := order.get("without_mappings"):
-        without_mappings(every)
+        without_mappings(every, read)
     llm = LLM(**order["llm"])
     sampling = {
         "temperature": 0,
@@ -80,7 +89,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                 "cached": [output.num_cached_tokens for output in outputs],
             }
         )
-    answer: dict[str, Any] = {"results": results}
+    answer: dict[str, Any] = {"results": results, "read_by_table": len(read)}
     if "worker_cls" in order["llm"]:
         llm.collective_rpc("vattn_check")
         answer["stats"] = llm.collective_rpc("vattn_stats")

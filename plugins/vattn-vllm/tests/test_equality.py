@@ -51,7 +51,9 @@ def test_the_same_tokens_and_prefix_hits(name: str, run: Run) -> None:
 def test_rows_without_mappings(plugin: dict[str, Any], kind: str, model_of: Callable[[str], Path], run: Run) -> None:
     """They are read by their block table, in some steps and not in others."""
     llm = {"model": str(model_of(kind)), "max_num_batched_tokens": 100, "num_gpu_blocks_override": 100}
-    assert run(plugin=plugin, without_mappings=3, llm=llm)["results"] == run(llm=llm)["results"]
+    answer = run(plugin=plugin, without_mappings=3, llm=llm)
+    assert answer["results"] == run(llm=llm)["results"]
+    assert answer["read_by_table"]
 
 
 @pytest.mark.parametrize("plugin", [{"guard": "strict"}, {"kernel": "torch_sdpa"}])

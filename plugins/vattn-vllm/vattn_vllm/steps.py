@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 
 from vattn import BlockWindows, MappingLimit
 
-_AGAIN = 1.0  # seconds after which rows for which the kernel had no mappings are shown again
+# Seconds after which rows for which the kernel had no mappings are shown again, and the most, as they double: a call
+# that fails has taken most of a second.
+_AGAIN, _LATEST = 1.0, 64.0
 _log = logging.getLogger("vattn")
 
 # vLLM's block 0 stands for "no block": nobody reads what it holds.
@@ -104,7 +106,7 @@ class ShownRows:
     def __init__(self, windows: BlockWindows) -> None:
         self._windows = windows
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        self._full_until = 0.0
+        self._full_until = self._pause = 0.0
 
     def show(self, table: Tensor, counts: Tensor) -> Tensor | None:
         """The window of each row of a block table, `[rows]` int32; arguments are those of `BlockWindows.show`. None if
@@ -120,15 +122,17 @@ class ShownRows:
         try:
             found = torch.tensor(self._windows.show(table, counts), dtype=torch.int32)
         except MappingLimit as error:
-            if not self._full_until:
+            if not self._pause:
                 _log.warning(
                     "while the kernel has no mappings for windows, rows are read by their block tables, more slowly; "
                     """give {"layout": "fused"}, a larger --block-size or a smaller --max-num-seqs. %s""",
                     error,
                 )
-            self._full_until = time.monotonic() + _AGAIN
+            self._pause = min(max(_AGAIN, 2 * self._pause), _LATEST)
+            self._full_until = time.monotonic() + self._pause
             self.hide()
             return None
+        self._pause = 0.0
         self._last = table.clone(), counts, found  # the table is vLLM's, which changes it
         return found
 

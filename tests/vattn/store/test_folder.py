@@ -208,6 +208,14 @@ def test_what_a_wrong_clock_dated_gives_way(tmp_path: Path) -> None:
     assert store.bytes <= 3 * SIZE
 
 
+def test_what_is_used_while_blocks_are_counted_is_not_the_oldest(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, 3 * SIZE)
+    for number, late in ((1, -2), (2, -1), (3, 1)):
+        assert store.put(*big(number), used_ns=time.time_ns() + late * 10**9)
+    assert store.put(*big(4), used_ns=time.time_ns() + 2 * 10**9)
+    assert numbers(store) == {2, 3, 4}
+
+
 def test_a_label_may_be_any_text(store: PrefixStore) -> None:
     assert store.put(block(label="caf\udce9"), PARTS)
     assert contents(store, block()) == PARTS
