@@ -31,7 +31,7 @@ _AGAIN = 0.25  # seconds between attempts to join
 _REDUCING = 0.02  # seconds between attempts to come down to a level
 _CONNECTING = 5.0  # seconds for a broker to answer who joins
 _BUSY = 0.5  # seconds for which a call may keep the pool from answering; the broker waits longer (`books.PATIENCE`)
-_HANGS = 3.0  # seconds for which a broker has not read what it was sent that does not answer any more
+_HANGS = 5.0  # seconds without reading what it was sent, after which a broker counts as one that does not answer
 _STANDING = 1.0  # seconds for which a wish stands after the call that waited for it has gone on without
 _log = logging.getLogger("vattn")
 
