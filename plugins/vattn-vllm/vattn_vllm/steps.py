@@ -182,14 +182,12 @@ class Step:
             if any(part.null for part in parts):
                 self._back([NULL_BLOCK])
             if len(parts) == 1:
-                (part,) = parts
-                found = self._shown_rows.show(part.blocks, part.counts)
-                self._found = None if found is None else {group: found}
+                blocks, counts = parts[0].blocks, parts[0].counts
             else:
                 width = max(part.blocks.shape[1] for part in parts)
-                blocks = [pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts]
-                counts = [part.counts for part in parts]
-                found = self._shown_rows.show(torch.cat(blocks), torch.cat(counts))
-                each = None if found is None else found.split(list(map(len, counts)))
-                self._found = None if each is None else dict(zip(self._rows, each, strict=True))
+                blocks = torch.cat([pad(part.blocks, (0, width - part.blocks.shape[1])) for part in parts])
+                counts = torch.cat([part.counts for part in parts])
+            found = self._shown_rows.show(blocks, counts)
+            each = None if found is None else found.split([len(part.counts) for part in parts])
+            self._found = None if each is None else dict(zip(self._rows, each, strict=True))
         return None if self._found is None else self._found[group]
