@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Kernels:
         supported: whether this one has it.
         worthwhile: whether, by measurement, they are faster on this CPU than the ones after them.
         linear: whether their linear layers are faster on such CPUs than torch's.
-        lanes: floats in a vector, and rows of a weight in a panel of `pack_weight`.
+        lanes: floats in a vector, and rows of a weight in a panel of `Weight`.
         panels: whether, by measurement, 8-bit keys of more than a few query rows are faster in panels: keys with gaps
             between them, and gapless ones. Empty where there is no choice.
     """
@@ -388,8 +388,20 @@ def _place(rows: Tensor) -> tuple[int, int, int, int]:
     return rows.data_ptr(), slot * size, token * size, head * size
 
 
-def norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Root mean square norm of `rows` `[n, width]`, whose last stride is 1, times `weight` `[width]`."""
+@dataclass(frozen=True)
+class NormWeight:
+    """Of a root mean square norm: `[width]`, contiguous, and its epsilon."""
+
+    weight: Tensor
+    epsilon: float
+
+    @property
+    def place(self) -> tuple[int, float]:
+        return self.weight.data_ptr(), self.epsilon
+
+
+def norm(rows: Tensor, weight: NormWeight) -> Tensor:
+    """Root mean square norm of `rows` `[n, width]`, whose last stride is 1."""
     n, width = rows.shape
     out = rows.new_empty(n, width)
     _module()[0].norm(
@@ -399,8 +411,7 @@ def norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         width,
         rows.stride(0),
         rows.data_ptr(),
-        weight.data_ptr(),
-        epsilon,
+        *weight.place,
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -413,14 +424,13 @@ def rotate(
     num_keys: int,
     cos: Tensor,
     sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    epsilon: float = 0.0,
+    norms: tuple[NormWeight, NormWeight] | None = None,
 ) -> None:
     """Rotary embedding, in place, of the first `num_queries + num_keys` heads of `heads` `[n, heads, head_dim]`.
 
     Args:
         cos, sin: `[n, head_dim]`, contiguous. The halves of a head are rotated against each other.
-        norms: weights `[head_dim]` of a root mean square norm of each query and of each key, which comes first.
+        norms: of each query and of each key, which come first; with one epsilon.
     """
     n, _, head_dim = heads.shape
     _module()[0].rotate(
@@ -434,11 +444,17 @@ def rotate(
         heads.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
-        norms[0].data_ptr() if norms else 0,
-        norms[1].data_ptr() if norms else 0,
-        epsilon,
+        *_places(norms),
         torch.get_num_threads(),
     )
+
+
+def _places(head_norms: tuple[NormWeight, NormWeight] | None) -> tuple[int, int, float]:
+    """Addresses of the weights of queries and of keys, and their epsilon."""
+    if head_norms is None:
+        return 0, 0, 0.0
+    query, key = head_norms
+    return query.weight.data_ptr(), key.weight.data_ptr(), query.epsilon
 
 
 def gate(rows: Tensor) -> Tensor:
@@ -454,37 +470,103 @@ def has_linear() -> bool:
     return unusable() is None and chosen().linear
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """A bfloat16 `weight` `[out, in]` as `linear` reads it: int32 `[ceil(out / lanes), ceil(in / 2), lanes]`."""
+@dataclass(frozen=True)
+class Weight:
+    """A linear layer's weight and bias, in bfloat16, as `linear` reads them; `pack_weight` makes it.
+
+    Attributes:
+        out, width: numbers of outputs and of inputs, which is even.
+        panels: int32 `[ceil(out / lanes), width / 2, lanes]`.
+        bias: `[out]`, contiguous, or None.
+    """
+
+    out: int
+    width: int
+    panels: Tensor
+    bias: Tensor | None
+
+    @cached_property
+    def place(self) -> tuple[int, int, int, int]:
+        """Inputs, outputs, and addresses."""
+        return self.width, self.out, self.panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+
+
+def pack_weight(weight: Tensor, bias: Tensor | None = None) -> Weight:
+    """Lays out a weight `[out, width]` of even width, and keeps its bias `[out]`."""
     lanes = chosen().lanes
     out, width = weight.shape
-    padded = torch.nn.functional.pad(weight.detach(), (0, width % 2, 0, -out % lanes))
-    return padded.view(torch.int32).view(-1, lanes, padded.shape[1] // 2).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -out % lanes))
+    panels = padded.view(torch.int32).view(-1, lanes, width // 2).transpose(1, 2).contiguous()
+    return Weight(out, width, panels, None if bias is None else bias.detach().contiguous())
 
 
-def linear(rows: Tensor, weight: Tensor, out: int, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-    """`rows` `[n, in]`, whose last stride is 1, times a packed `weight` of `out` rows, `+ bias + other`, in bfloat16.
-
-    Args:
-        bias: `[out]`, contiguous.
-        other: `[n, out]`, contiguous.
-    """
-    n, width = rows.shape
-    output = rows.new_empty(n, out)
+def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:
+    """`rows` `[n, width]`, whose last stride is 1, times a weight, plus its bias and `other` `[n, out]`, contiguous."""
+    n = rows.shape[0]
+    output = rows.new_empty(n, weight.out)
     _module()[0].linear(
         _index(),
         n,
-        width,
-        out,
         rows.data_ptr(),
         rows.stride(0) * rows.element_size(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        weight.place,
         0 if other is None else other.data_ptr(),
         output.data_ptr(),
         torch.get_num_threads(),
     )
     return output
+
+
+class Projection:
+    """Queries, keys and values of a decoder layer in one call: `norm`, `linear` and `rotate`. Nothing is checked.
+
+    Args:
+        weight: of queries, keys and values together.
+        num_queries, num_keys, head_dim: of heads; the others are of values.
+        head_norms: of each query and of each key, as in `rotate`.
+    """
+
+    def __init__(
+        self,
+        norm: NormWeight,
+        weight: Weight,
+        num_queries: int,
+        num_keys: int,
+        head_dim: int,
+        head_norms: tuple[NormWeight, NormWeight] | None = None,
+    ) -> None:
+        self._kept = norm, weight, head_norms
+        self._shape = weight.out // head_dim, head_dim
+        self._native = _module()[0].Projection(
+            norm.place, weight.place, num_queries, num_keys, head_dim, *_places(head_norms)
+        )
+
+    def __call__(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads `[n, heads, head_dim]` of `rows` `[n, width]`; all contiguous, in bfloat16; factors as in `rotate`."""
+        n = rows.shape[0]
+        heads = rows.new_empty(n, *self._shape)
+        self._native.compute(
+            _index(), n, rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), torch.get_num_threads()
+        )
+        return heads
+
+
+class Residual:
+    """A decoder layer after its attention in one call: `h = rows + output(attended)`, then
+    `h + down(gate(gate_up(norm(h))))`. Nothing is checked.
+    """
+
+    def __init__(self, output: Weight, norm: NormWeight, gate_up: Weight, down: Weight) -> None:
+        self._kept = output, norm, gate_up, down
+        self._native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
+
+    def __call__(self, attended: Tensor, rows: Tensor) -> Tensor:
+        """`[n, width]`, as `rows`, of `attended` `[n, *]`; all contiguous, in bfloat16."""
+        result = torch.empty_like(rows)
+        self._native.compute(
+            _index(), len(rows), rows.data_ptr(), attended.data_ptr(), result.data_ptr(), torch.get_num_threads()
+        )
+        return result
 
 
 def products(stored: torch.dtype, count: int) -> None:

@@ -19,13 +19,13 @@ constexpr std::int64_t kWidth = 4;
 
 void compute(const Linear& linear, const Kernels& kernels, int threads) {
   const std::int64_t lanes = kernels.lanes;
-  const std::int64_t panels = (linear.out + lanes - 1) / lanes;
+  const std::int64_t panels = (linear.weight.out + lanes - 1) / lanes;
   const std::int64_t width = std::clamp<std::int64_t>(panels / (2 * threads), 1, kWidth);
   const std::int64_t parts = (linear.rows + kRows - 1) / kRows;
   const std::int64_t most_rows = parts ? (linear.rows + parts - 1) / parts : 0;
 
   const bool in_place = !kernels.linear_row;
-  const std::size_t input = in_place ? 0 : aligned(most_rows * linear.in * sizeof(float));
+  const std::size_t input = in_place ? 0 : aligned(most_rows * linear.weight.in * sizeof(float));
   const std::size_t ones = aligned(most_rows * sizeof(float));
   const std::size_t sums = aligned(most_rows * width * lanes * sizeof(float));
   static thread_local Room room;
@@ -41,10 +41,11 @@ void compute(const Linear& linear, const Kernels& kernels, int threads) {
     for (std::int64_t row = 0; row < linear.rows; row += most_rows) {
       const std::int64_t num_rows = std::min(most_rows, linear.rows - row);
       const std::byte* rows = in_place ? linear.input + row * linear.input_stride : memory;
-      const std::int64_t stride = in_place ? linear.input_stride / std::int64_t{sizeof(std::uint32_t)} : linear.in;
+      const std::int64_t stride =
+          in_place ? linear.input_stride / std::int64_t{sizeof(std::uint32_t)} : linear.weight.in;
       if (!in_place) {
 #pragma omp for schedule(static)
-        for (std::int64_t i = 0; i < num_rows; ++i) kernels.linear_row(linear, row + i, wide + i * linear.in);
+        for (std::int64_t i = 0; i < num_rows; ++i) kernels.linear_row(linear, row + i, wide + i * linear.weight.in);
       }
 #pragma omp for schedule(dynamic)
       for (std::int64_t i = 0; i < panels; i += width)

@@ -8,15 +8,20 @@
 
 namespace vattn::kernels {
 
-// output = input x weight^T + bias + other, rounded once. All in bfloat16.
-struct Linear {
-  std::int64_t rows, in, out;  // `in` is even
-  const std::byte* input;
-  std::int64_t input_stride;    // bytes
+struct Weight {
+  std::int64_t in, out;         // `in` is even
   const std::uint32_t* panels;  // [ceil(out / lanes), in / 2, lanes]: neighbours of a row of the weight
   const std::byte* bias;        // [out], or null
-  const std::byte* other;       // [rows, out], contiguous, or null
-  std::byte* output;            // [rows, out], contiguous
+};
+
+// output = input x weight^T + bias + other, rounded once. All in bfloat16.
+struct Linear {
+  std::int64_t rows;
+  const std::byte* input;
+  std::int64_t input_stride;  // bytes
+  Weight weight;
+  const std::byte* other;  // [rows, out], contiguous, or null
+  std::byte* output;       // [rows, out], contiguous
 };
 
 // A block of the output.

@@ -22,7 +22,7 @@ template <class Kind>
 void widen_row(const Linear& linear, std::int64_t row, float* out) {
   using Isa = typename Kind::Isa;
   const std::byte* input = linear.input + row * linear.input_stride;
-  const int in = static_cast<int>(linear.in);
+  const int in = static_cast<int>(linear.weight.in);
   if (!widens_weight<Isa>(linear)) {
     Kind::template split_row<Type::kBFloat16>(input, in, reinterpret_cast<std::uint32_t*>(out));
     return;
@@ -79,10 +79,10 @@ template <class Kind>
 void add_products(const Linear& linear, const LinearItem& item, int pair, int count) {
   using Isa = typename Kind::Isa;
   constexpr int kLanes = Isa::kLanes;
-  const int pairs = static_cast<int>(linear.in / 2), rows = static_cast<int>(item.num_rows);
+  const int pairs = static_cast<int>(linear.weight.in / 2), rows = static_cast<int>(item.num_rows);
   const int stride = static_cast<int>(item.input_stride), panels = static_cast<int>(item.num_panels);
   const std::int64_t panel = static_cast<std::int64_t>(pairs) * kLanes, width = item.num_panels * kLanes;
-  const std::uint32_t* data = linear.panels + item.panel * panel + pair * kLanes;
+  const std::uint32_t* data = linear.weight.panels + item.panel * panel + pair * kLanes;
   const std::uint32_t* next = data + (pair + count < pairs ? count * kLanes : item.num_panels * panel - pair * kLanes);
   const Weight<Isa> weight{{data, panel}, reinterpret_cast<const std::byte*>(next)};
   const float* before = pair ? item.ones : nullptr;
@@ -114,19 +114,19 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   using Isa = typename Kind::Isa;
   using F = typename Isa::F;
   constexpr int kLanes = Isa::kLanes;
-  const int pairs = static_cast<int>(linear.in / 2);
+  const int pairs = static_cast<int>(linear.weight.in / 2);
   // Of nearly equal size, so that the products of each part fetch all of the next one.
   const int each = ceil_div(pairs, ceil_div(pairs, kPairs<Isa>));
   for (int pair = 0; pair < pairs; pair += each) add_products<Kind>(linear, item, pair, smaller(each, pairs - pair));
   constexpr int kSize = size_of(Type::kBFloat16);
   const std::int64_t first = item.panel * kLanes, width = item.num_panels * kLanes;
   for (std::int64_t r = 0; r < item.num_rows; ++r) {
-    const std::int64_t at = (item.row + r) * linear.out;
-    for (std::int64_t i = 0; i < width && first + i < linear.out; i += kLanes) {
-      const int count = smaller(kLanes, static_cast<int>(linear.out - first - i));
+    const std::int64_t at = (item.row + r) * linear.weight.out;
+    for (std::int64_t i = 0; i < width && first + i < linear.weight.out; i += kLanes) {
+      const int count = smaller(kLanes, static_cast<int>(linear.weight.out - first - i));
       const auto load = [&](const std::byte* x) { return Isa::template widen<Type::kBFloat16>(x, count); };
       F x = Isa::load(item.sums + r * width + i);
-      if (linear.bias) x = Isa::add(x, load(linear.bias + (first + i) * kSize));
+      if (linear.weight.bias) x = Isa::add(x, load(linear.weight.bias + (first + i) * kSize));
       if (linear.other) x = Isa::add(x, load(linear.other + (at + first + i) * kSize));
       Isa::template narrow<Type::kBFloat16>(linear.output + (at + first + i) * kSize, x, count);
     }

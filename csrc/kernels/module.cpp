@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "decoder_layer.h"
 #include "layers.h"
 #include "linear.h"
 #include "roofline.h"
@@ -72,6 +73,21 @@ struct Layer {
     attend(a, *kernels);
   }
 };
+
+// Inputs, outputs, address of the panels, and of the bias.
+using PackedWeight = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t>;
+// Address and epsilon.
+using PackedNorm = std::tuple<std::uintptr_t, float>;
+
+Weight weight(const PackedWeight& packed) {
+  const auto [in, out, panels, bias] = packed;
+  return {in, out, pointer<const std::uint32_t>(panels), pointer<const std::byte>(bias)};
+}
+
+NormWeight norm_weight(const PackedNorm& packed) {
+  const auto [address, epsilon] = packed;
+  return {pointer<const std::byte>(address), epsilon};
+}
 
 }  // namespace
 
@@ -249,22 +265,55 @@ NB_MODULE(_kernels, module) {
 
   module.def(
       "linear",
-      [](int kernel, std::int64_t rows, std::int64_t in, std::int64_t out, std::uintptr_t input,
-         std::int64_t input_stride, std::uintptr_t panels, std::uintptr_t bias, std::uintptr_t other,
-         std::uintptr_t output, int threads) {
-        const Linear linear{rows,
-                            in,
-                            out,
-                            pointer<const std::byte>(input),
-                            input_stride,
-                            pointer<const std::uint32_t>(panels),
-                            pointer<const std::byte>(bias),
-                            pointer<const std::byte>(other),
-                            pointer<std::byte>(output)};
+      [](int kernel, std::int64_t rows, std::uintptr_t input, std::int64_t input_stride, const PackedWeight& packed,
+         std::uintptr_t other, std::uintptr_t output, int threads) {
+        const Linear linear{rows,           pointer<const std::byte>(input), input_stride,
+                            weight(packed), pointer<const std::byte>(other), pointer<std::byte>(output)};
         nb::gil_scoped_release release;
         compute(linear, find(kernel), threads);
       },
       "A linear layer over packed weights; see linear.h. The stride is in bytes.");
+
+  nb::class_<Projection>(module, "Projection", "Queries, keys and values of a layer; see decoder_layer.h.")
+      .def("__init__",
+           [](Projection* self, const PackedNorm& norm, const PackedWeight& packed, int num_queries, int num_keys,
+              int head_dim, std::uintptr_t query_norm, std::uintptr_t key_norm, float head_epsilon) {
+             new (self) Projection{norm_weight(norm),
+                                   weight(packed),
+                                   num_queries,
+                                   num_keys,
+                                   head_dim,
+                                   pointer<const std::byte>(query_norm),
+                                   pointer<const std::byte>(key_norm),
+                                   head_epsilon};
+           })
+      .def(
+          "compute",
+          [](const Projection& self, int kernel, std::int64_t tokens, std::uintptr_t input, std::uintptr_t cos,
+             std::uintptr_t sin, std::uintptr_t heads, int threads) {
+            compute(self,
+                    {tokens, pointer<const std::byte>(input), pointer<const std::byte>(cos),
+                     pointer<const std::byte>(sin), pointer<std::byte>(heads)},
+                    find(kernel), threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Residual>(module, "Residual", "What follows the attention of a layer; see decoder_layer.h.")
+      .def("__init__",
+           [](Residual* self, const PackedWeight& output, const PackedNorm& norm, const PackedWeight& gate_up,
+              const PackedWeight& down) {
+             new (self) Residual{weight(output), norm_weight(norm), weight(gate_up), weight(down)};
+           })
+      .def(
+          "compute",
+          [](const Residual& self, int kernel, std::int64_t tokens, std::uintptr_t input, std::uintptr_t attended,
+             std::uintptr_t result, int threads) {
+            compute(self,
+                    {tokens, pointer<const std::byte>(input), pointer<const std::byte>(attended),
+                     pointer<std::byte>(result)},
+                    find(kernel), threads);
+          },
+          nb::call_guard<nb::gil_scoped_release>());
 
   module.def(
       "products",

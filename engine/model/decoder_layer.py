@@ -1,11 +1,13 @@
-"""A decoder layer in a packed step with few kernels: little more than norms and rotation between the matrix products.
+"""A decoder layer in a packed step with few kernels, where transformers' own takes about fifty small operations.
 
-transformers' own layer takes about fifty small operations. Here the residual sums are in the epilogues of the products,
-and vattn's kernels for CPUs compute norms, rotation and activation in one pass each.
+What comes before attention is one call of vattn's kernels for CPUs, and what comes after it another: residual sums are
+in the epilogues of products, and norms, rotation and activation are one pass each. Where oneDNN multiplies, products
+and passes are calls of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,43 +19,90 @@ from vattn.attention import AttentionParams
 from .linears import Packed, PackedMLP
 
 
-class Norm:
-    """RMS norm over the last dimension, with the weight and epsilon of a transformers module."""
+def norm_weight(module: nn.Module) -> cpu.NormWeight:
+    """Weight and epsilon of a transformers module that is an RMS norm over the last dimension."""
+    parameters = dict(module.named_parameters())
+    epsilons = {name: value for name, value in vars(module).items() if name in ("variance_epsilon", "eps")}
+    if list(parameters) != ["weight"] or len(epsilons) != 1:
+        raise ValueError(f"{type(module).__name__} is no RMS norm that is known here")
+    weight = parameters["weight"].detach()
+    if weight.dtype != torch.bfloat16 or weight.ndim != 1:
+        raise ValueError(f"the weight is {list(weight.shape)} {weight.dtype}")
+    return cpu.NormWeight(weight.contiguous(), float(epsilons.popitem()[1]))
 
-    def __init__(self, module: nn.Module) -> None:
-        parameters = dict(module.named_parameters())
-        epsilons = {name: value for name, value in vars(module).items() if name in ("variance_epsilon", "eps")}
-        if list(parameters) != ["weight"] or len(epsilons) != 1:
-            raise ValueError(f"{type(module).__name__} is no RMS norm that is known here")
-        self.weight = parameters["weight"].detach()
-        if self.weight.dtype != torch.bfloat16 or self.weight.ndim != 1:
-            raise ValueError(f"the weight is {list(self.weight.shape)} {self.weight.dtype}")
-        self.epsilon = float(epsilons.popitem()[1])
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return cpu.norm(rows, self.weight, self.epsilon)
+def projection(
+    norm: cpu.NormWeight,
+    qkv: Packed,
+    head_norms: tuple[cpu.NormWeight, cpu.NormWeight] | None,
+    num_heads: tuple[int, int, int],
+    head_dim: int,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function of rows and rotary factors, as `cpu.Projection`: `rotate(qkv(norm(rows)))`."""
+    queries, keys, values = num_heads
+    if qkv.native is not None:
+        return cpu.Projection(norm, qkv.native, queries, keys, head_dim, head_norms)
+
+    def project(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = qkv(cpu.norm(rows, norm)).view(len(rows), queries + keys + values, head_dim)
+        cpu.rotate(heads, queries, keys, cos, sin, head_norms)
+        return heads
+
+    return project
+
+
+def residual(output: Packed, norm: cpu.NormWeight, mlp: PackedMLP) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of attended and other rows, as `cpu.Residual`: `h = rows + output(attended)`, `h + mlp(norm(h))`."""
+    native = output.native, mlp.gate_up.native, mlp.down.native
+    if native[0] is not None and native[1] is not None and native[2] is not None:
+        return cpu.Residual(native[0], norm, native[1], native[2])
+
+    def add(attended: Tensor, rows: Tensor) -> Tensor:
+        rows = output.plus(attended, rows)
+        return mlp.plus(cpu.norm(rows, norm), rows)
+
+    return add
+
+
+class RotaryTable:
+    """A model's rotary embedding that computes the factors of a position once.
+
+    Args:
+        embedding: of hidden states and positions, `[1, T, *]` and `[1, T]`; factors depend on their position only.
+    """
+
+    def __init__(self, embedding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._embedding = embedding
+        self._tables: tuple[Tensor, ...] = ()
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, `[1, T, head_dim]` each."""
+        count = int(positions.max()) + 1 if positions.numel() else 0
+        if not self._tables or count > len(self._tables[0]):
+            known = torch.arange(max(1024, 1 << (count - 1).bit_length()), device=positions.device)
+            self._tables = tuple(factors[0] for factors in self._embedding(hidden, known[None]))
+        cos, sin = (table.index_select(0, positions[0])[None] for table in self._tables)
+        return cos, sin
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """`h = x + o(attention(qkv(norm(x))))`, then `h + mlp(norm(h))`.
+    """`project`, attention, `add`.
 
     Attributes:
         layer: its index in the packed step.
         params: of its attention.
-        head_norms: of each query and of each key, before rotation, with one epsilon; None without.
         num_heads: numbers of query, key and value heads.
+        head_dim: of all of them.
+        project, add: of `projection` and `residual`.
     """
 
     layer: int
     params: AttentionParams
-    attention_norm: Norm
-    qkv: Packed
-    head_norms: tuple[Norm, Norm] | None
-    output: Packed
-    mlp_norm: Norm
-    mlp: PackedMLP
     num_heads: tuple[int, int, int]
+    head_dim: int
+    project: Callable[[Tensor, Tensor, Tensor], Tensor]
+    add: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(
         self,
@@ -67,29 +116,24 @@ class DecoderLayer:
         Args:
             wanted: of these rows only, `[S]` int64; the keys and values of all are stored.
         """
-        rows = hidden[0]
-        queries, keys, values = self.num_heads
-        heads = self.qkv(self.attention_norm(rows)).view(len(rows), queries + keys + values, -1)
-        cos, sin = (part[0].contiguous() for part in embeddings)
+        rows = hidden[0].contiguous()
+        cos, sin = (factors.contiguous() for factors in embeddings)
         for factors in (cos, sin):
-            if factors.shape != (len(rows), heads.shape[2]) or factors.dtype != heads.dtype:
-                raise ValueError(f"rotary factors {list(factors.shape)} {factors.dtype} for heads {list(heads.shape)}")
-        if self.head_norms is None:
-            cpu.rotate(heads, queries, keys, cos, sin)
-        else:
-            query_norm, key_norm = self.head_norms
-            cpu.rotate(heads, queries, keys, cos, sin, (query_norm.weight, key_norm.weight), query_norm.epsilon)
-        parts = heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :]
+            if factors.shape != (1, len(rows), self.head_dim) or factors.dtype != rows.dtype:
+                raise ValueError(
+                    f"rotary factors {list(factors.shape)} {factors.dtype} for {len(rows)} rows with heads of "
+                    f"{self.head_dim} in {rows.dtype}"
+                )
+        query, key, value = self.project(rows, cos, sin).split_with_sizes(self.num_heads, 1)
         if wanted is None:
-            attended = step.attend(self.layer, *parts, self.params)
+            attended = step.attend(self.layer, query, key, value, self.params)
         else:
             rows = rows[wanted]
             if isinstance(step, packed.RowsStep):
-                attended = step.attend_rows(self.layer, *parts, self.params, wanted)
+                attended = step.attend_rows(self.layer, query, key, value, self.params, wanted)
             else:
-                attended = step.attend(self.layer, *parts, self.params)[wanted]
-        rows = self.output.plus(attended.flatten(1), rows)
-        return self.mlp.plus(self.mlp_norm(rows), rows)[None]
+                attended = step.attend(self.layer, query, key, value, self.params)[wanted]
+        return self.add(attended.flatten(1), rows)[None]
 
 
 class Recorder:

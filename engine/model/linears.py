@@ -21,31 +21,38 @@ _MOST_GATED_BYTES = 16 * 2**20
 
 
 class Packed:
-    """A linear layer over a weight `[out, in]` in bfloat16 that was packed once."""
+    """A linear layer over a weight `[out, in]` in bfloat16 that was packed once.
+
+    Attributes:
+        out: number of outputs.
+        native: for vattn's kernels; None where oneDNN computes.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._out, width = weight.shape
-        self._native = cpu.has_linear() and width % 2 == 0
-        pack = cpu.pack_weight if self._native else _pack_for_mkldnn
-        self.weight = pack(weight.detach())
-        self.bias = None if bias is None else bias.detach().contiguous()
+        weight, self._bias = weight.detach(), None if bias is None else bias.detach()
+        self.out = len(weight)
+        self.native: cpu.Weight | None = None
+        if cpu.has_linear() and weight.shape[1] % 2 == 0:
+            self.native = cpu.pack_weight(weight, self._bias)
+        else:
+            self._blocked = _pack_for_mkldnn(weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._native:
-            return self._linear(rows, None)
-        output: Tensor = _mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        if self.native is not None:
+            return self._linear(self.native, rows, None)
+        output: Tensor = _mkldnn._linear_pointwise(rows, self._blocked, self._bias, "none", [], "")
         return output
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The layer's output `+ other`."""
-        if self._native:
-            return self._linear(rows, other.reshape(-1, self._out).contiguous())
-        output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self.weight, self.bias, "add")
+        if self.native is not None:
+            return self._linear(self.native, rows, other.reshape(-1, self.out).contiguous())
+        output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self._blocked, self._bias, "add")
         return output
 
-    def _linear(self, rows: Tensor, other: Tensor | None) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        return cpu.linear(flat, self.weight, self._out, self.bias, other).view(*rows.shape[:-1], self._out)
+    @staticmethod
+    def _linear(weight: cpu.Weight, rows: Tensor, other: Tensor | None) -> Tensor:
+        return cpu.linear(rows.reshape(-1, weight.width), weight, other).view(*rows.shape[:-1], weight.out)
 
 
 def _pack_for_mkldnn(weight: Tensor) -> Tensor:
@@ -58,21 +65,21 @@ class PackedMLP:
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         both = torch.cat((gate.weight, up.weight))
-        self._both = Packed(both, None)
+        self.gate_up = Packed(both, None)
         self._most_rows = max(1, _MOST_GATED_BYTES // (len(both) * both.element_size()))
-        self._down = Packed(down.weight, None)
+        self.down = Packed(down.weight, None)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._down(self._gated(rows))
+        return self.down(self._gated(rows))
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The MLP's output `+ other`, both `[T, hidden_size]`; of many rows in several parts."""
         parts = zip(torch.split(rows, self._most_rows), torch.split(other, self._most_rows), strict=True)
-        outputs = [self._down.plus(self._gated(part), beside) for part, beside in parts]
+        outputs = [self.down.plus(self._gated(part), beside) for part, beside in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _gated(self, rows: Tensor) -> Tensor:
-        both = self._both(rows.reshape(-1, rows.shape[-1]))
+        both = self.gate_up(rows.reshape(-1, rows.shape[-1]))
         return cpu.gate(both).view(*rows.shape[:-1], both.shape[-1] // 2)
 
 

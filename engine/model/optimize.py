@@ -31,7 +31,7 @@ from vattn import cpu
 from vattn.attention import AttentionParams
 from vattn.packed import NAME, current_step, run_packed, wanted_rows
 
-from .decoder_layer import DecoderLayer, Norm, Recorder
+from .decoder_layer import DecoderLayer, Recorder, RotaryTable, norm_weight, projection, residual
 from .linears import Packed, PackedMLP, PackedTogether
 
 _mkldnn = torch.ops.mkldnn
@@ -39,6 +39,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_MOVING_ROTARY = {"dynamic", "longrope"}  # whose factors depend on other positions of the call
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
@@ -195,10 +196,13 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
     if decoder._modules.keys() != _DECODER or not all(layer in faster for layer in decoder.layers):
         return None
     try:
-        norm = Norm(decoder.norm)
+        norm = norm_weight(decoder.norm)
     except ValueError:
         return None
     plain = decoder.forward
+    rotary = decoder.rotary_emb
+    if getattr(rotary, "rope_type", None) not in _MOVING_ROTARY:
+        rotary = RotaryTable(rotary)
 
     def forward(
         input_ids: Tensor | None = None,
@@ -211,14 +215,14 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
         if current_step() is None or input_ids is None or position_ids is None or others:
             return plain(input_ids, *args, position_ids=position_ids, use_cache=use_cache, **keywords)
         hidden = decoder.embed_tokens(input_ids)
-        embeddings = decoder.rotary_emb(hidden, position_ids)
+        embeddings = rotary(hidden, position_ids)
         wanted = wanted_rows()
         if wanted is not None and len(wanted) >= hidden.shape[1]:
             wanted = None
         *others, last = decoder.layers
         for layer in others:
             hidden = layer(hidden, position_embeddings=embeddings)
-        output = norm(last(hidden, position_embeddings=embeddings, wanted=wanted)[0])
+        output = cpu.norm(last(hidden, position_embeddings=embeddings, wanted=wanted)[0], norm)
         if wanted is not None:
             # The model's head picks the wanted rows from all. Whatever reads the others is to see that it is wrong.
             output = hidden.new_full(hidden.shape[1:], math.nan).index_copy_(0, wanted, output)
@@ -256,21 +260,16 @@ def _decoder_layer(
     assert isinstance(qkv, PackedTogether)
     assert isinstance(output, Packed)
     assert isinstance(mlp, PackedMLP)
-    return DecoderLayer(
-        layer=layer,
-        params=params,
-        attention_norm=Norm(module.get_submodule("input_layernorm")),
-        qkv=qkv.product,
-        head_norms=_head_norms(attention) if norms else None,
-        output=output,
-        mlp_norm=Norm(module.get_submodule("post_attention_layernorm")),
-        mlp=mlp,
-        num_heads=num_heads,
-    )
+    before, after = (norm_weight(module.get_submodule(f"{name}_layernorm")) for name in ("input", "post_attention"))
+    head_dim, rest = divmod(qkv.product.out, sum(num_heads))
+    if rest:
+        raise ValueError(f"{qkv.product.out} elements are no heads of one size: {num_heads}")
+    project = projection(before, qkv.product, _head_norms(attention) if norms else None, num_heads, head_dim)
+    return DecoderLayer(layer, params, num_heads, head_dim, project, residual(output, after, mlp))
 
 
-def _head_norms(attention: nn.Module) -> tuple[Norm, Norm]:
-    query, key = (Norm(attention.get_submodule(name)) for name in ("q_norm", "k_norm"))
+def _head_norms(attention: nn.Module) -> tuple[cpu.NormWeight, cpu.NormWeight]:
+    query, key = (norm_weight(attention.get_submodule(name)) for name in ("q_norm", "k_norm"))
     head_dim = getattr(attention, "head_dim", None)
     if query.epsilon != key.epsilon or {*query.weight.shape, *key.weight.shape} != {head_dim}:
         raise ValueError("these are no norms of heads, or they differ")

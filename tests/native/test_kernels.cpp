@@ -240,7 +240,7 @@ void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std
       put(Type::kBFloat16, packed.data() + ((row / lanes * (in / 2) + i / 2) * lanes + row % lanes) * 4 + i % 2 * 2,
           row < out ? get(Type::kBFloat16, weight->data() + 2 * (row * in + i)) : 0.0f);
   const auto* words = reinterpret_cast<const std::uint32_t*>(packed.data());
-  compute(Linear{n, in, out, input->data(), in * 2, words, bias->data(), other->data(), output.data()}, kernels,
+  compute(Linear{n, input->data(), in * 2, {in, out, words, bias->data()}, other->data(), output.data()}, kernels,
           threads);
   for (std::int64_t r = 0; r < n; ++r)
     for (std::int64_t c = 0; c < out; ++c) {

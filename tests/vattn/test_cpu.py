@@ -66,7 +66,7 @@ def test_keys_are_taken_as_a_measurement_says_unless_one_way_is_asked_for(monkey
 
 def test_kernels_that_this_cpu_cannot_run() -> None:
     with asking_for("neon"):
-        for call in (cpu.chosen, lambda: cpu.norm(torch.ones(1, 8), torch.ones(8), EPSILON)):
+        for call in (cpu.chosen, lambda: cpu.norm(torch.ones(1, 8), cpu.NormWeight(torch.ones(8), EPSILON))):
             with pytest.raises(
                 ConfigError, match=f"'neon'; of what this build has, this CPU can run {', '.join(KERNELS)}"
             ):
@@ -103,7 +103,7 @@ def test_norm(kernels: str, width: int, dtype: torch.dtype) -> None:
         wide = rows.new_full((n, width + 12), math.nan)
         wide[:, 5 : 5 + width] = rows
         for given in (rows, wide[:, 5 : 5 + width]):
-            got = cpu.norm(given, weight, EPSILON)
+            got = cpu.norm(given, cpu.NormWeight(weight, EPSILON))
             assert got.is_contiguous()
             assert got.dtype == dtype
             assert_rounded_once(got, want)
@@ -122,7 +122,8 @@ def test_rotate(kernels: str, head_dim: int, head_norms: bool, dtype: torch.dtyp
         angles = torch.randn(n, head_dim) * 100
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         norms = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if head_norms else None
-        cpu.rotate(given, queries, keys, cos, sin, norms, EPSILON if head_norms else 0.0)
+        weights = (cpu.NormWeight(norms[0], EPSILON), cpu.NormWeight(norms[1], EPSILON)) if norms else None
+        cpu.rotate(given, queries, keys, cos, sin, weights)
         parts = before[:, : queries + keys].double().split([queries, keys], dim=1)
         if norms:
             parts = [
@@ -169,8 +170,8 @@ def test_linear(width: int, out: int) -> None:
     """Rows next to each other and rows of a wider tensor, with and without what is added."""
     torch.manual_seed(width + out)
     weight = torch.randn(out, width).bfloat16()
-    packed = cpu.pack_weight(weight)
     bias = torch.randn(out).bfloat16()
+    plain, biased = cpu.pack_weight(weight), cpu.pack_weight(weight, bias)
     for n in (0, 1, 7, 9, 65, 300):
         wide = torch.full((n, width + 6), math.nan).bfloat16()
         rows = wide[:, 2 : 2 + width]
@@ -178,9 +179,9 @@ def test_linear(width: int, out: int) -> None:
         product, terms = rows.double() @ weight.double().T, rows.double().abs() @ weight.double().abs().T
         other = torch.randn(n, out).bfloat16()
         # Up to 1,100 roundings in float32, of which few go the same way.
-        assert_rounded_once(cpu.linear(rows, packed, out), product, 4 * terms)
+        assert_rounded_once(cpu.linear(rows, plain), product, 4 * terms)
         added = product + bias.double() + other.double()
-        assert_rounded_once(cpu.linear(rows.contiguous(), packed, out, bias, other), added, 4 * (terms + 8))
+        assert_rounded_once(cpu.linear(rows.contiguous(), biased, other), added, 4 * (terms + 8))
 
 
 @pytest.mark.usefixtures("linear_kernels")
@@ -188,7 +189,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     rows = torch.randn(9, 64).bfloat16()
     weight = torch.randn(40, 64).bfloat16()
     rows[4, 3] = math.nan
-    got = cpu.linear(rows, cpu.pack_weight(weight), 40)
+    got = cpu.linear(rows, cpu.pack_weight(weight))
     assert got[4].isnan().all()
     assert got[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
@@ -197,9 +198,9 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 @pytest.mark.parametrize("width", [30, 576, 1100])
 def test_other_rows_do_not_change_a_row_of_a_linear_layer(width: int) -> None:
     rows, weight = torch.randn(300, width).bfloat16(), cpu.pack_weight(torch.randn(353, width).bfloat16())
-    together = cpu.linear(rows, weight, 353)
+    together = cpu.linear(rows, weight)
     for n in (1, 2, 5, 23, 127, 128, 129, 256, 260):
-        assert torch.equal(cpu.linear(rows[:n], weight, 353), together[:n])
+        assert torch.equal(cpu.linear(rows[:n], weight), together[:n])
 
 
 @pytest.mark.usefixtures("linear_kernels")
@@ -208,8 +209,51 @@ def test_threads_do_not_change_a_linear_layer() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = cpu.linear(rows, weight, 1000)
+        alone = cpu.linear(rows, weight)
         torch.set_num_threads(3)
-        assert torch.equal(cpu.linear(rows, weight, 1000), alone)
+        assert torch.equal(cpu.linear(rows, weight), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+def _norm_weight(width: int) -> cpu.NormWeight:
+    return cpu.NormWeight(torch.randn(width).bfloat16(), EPSILON)
+
+
+def _weight(out: int, width: int, bias: bool = False) -> cpu.Weight:
+    weight = torch.randn(out, width).bfloat16() * width**-0.5
+    return cpu.pack_weight(weight, torch.randn(out).bfloat16() if bias else None)
+
+
+@pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_a_projection_is_norm_product_and_rotation(head_norms: bool) -> None:
+    torch.manual_seed(0)
+    queries, keys, values, head_dim, width = 6, 2, 2, 24, 90
+    norm, weight = _norm_weight(width), _weight((queries + keys + values) * head_dim, width, bias=head_norms)
+    norms = (_norm_weight(head_dim), _norm_weight(head_dim)) if head_norms else None
+    project = cpu.Projection(norm, weight, queries, keys, head_dim, norms)
+    for n in (0, 1, 9, 300, 2):
+        rows, angles = torch.randn(n, width).bfloat16(), torch.randn(n, head_dim)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        want = cpu.linear(cpu.norm(rows, norm), weight).view(n, queries + keys + values, head_dim)
+        cpu.rotate(want, queries, keys, cos, sin, norms)
+        assert torch.equal(project(rows, cos, sin), want)
+
+
+@pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_residual_is_two_sums(bias: bool) -> None:
+    """Of more rows than pass the MLP together, too."""
+    torch.manual_seed(1)
+    width, inner, heads = 90, 200, 72
+    output, norm = _weight(width, heads, bias), _norm_weight(width)
+    gate_up, down = _weight(2 * inner, width), _weight(width, inner)
+    add = cpu.Residual(output, norm, gate_up, down)
+    for n in (0, 1, 9, 256, 257, 700, 3):
+        rows, attended = torch.randn(n, width).bfloat16(), torch.randn(n, heads).bfloat16()
+        before = rows.clone()
+        sums = cpu.linear(attended, output, rows)
+        want = cpu.linear(cpu.gate(cpu.linear(cpu.norm(sums, norm), gate_up)), down, sums)
+        assert torch.equal(add(attended, rows), want)
+        assert torch.equal(rows, before)

@@ -17,6 +17,7 @@ from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention
 from vattn.engine import LLM, SamplingParams
 from vattn.engine.model import linears
+from vattn.engine.model.decoder_layer import RotaryTable
 from vattn.engine.model.optimize import optimize, supported
 
 pytestmark = pytest.mark.skipif(
@@ -115,6 +116,46 @@ def test_the_same_in_packed_steps(family: str) -> None:
     assert torch.equal(_packed_logits(model), plain), "not as before"
     if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decoder_layers_where_torch_multiplies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs with AMX: each product is a call of its own, and the results are the same up to rounding."""
+    model = _packed(family)
+    exact = _packed_logits(_packed(family).float())
+    plain = _packed_logits(model)
+    monkeypatch.setattr(cpu, "has_linear", lambda: False)
+    optimize(model)
+    assert _fused_layers(model) == list(range(model.config.num_hidden_layers))
+    assert (_packed_logits(model) - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.parametrize("family", sorted(_USUAL))
+def test_rotary_factors_are_those_of_the_position(family: str) -> None:
+    """As the model's own embedding computes them, beyond what was asked for first, too."""
+    rotary = _packed(family).model.rotary_emb
+    table = RotaryTable(rotary)
+    hidden = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    for positions in ([], [0], [3, 3, 1], [1023, 1024], [7000, 2], [5]):
+        asked = torch.tensor([positions], dtype=torch.int64)
+        for factors, expected in zip(table(hidden, asked), rotary(hidden, asked), strict=True):
+            assert factors.dtype == torch.bfloat16
+            torch.testing.assert_close(factors, expected)
+
+
+def test_rotary_factors_that_other_positions_change() -> None:
+    """Dynamic scaling has other factors for all positions once one is past the original length: no table."""
+    config = copy.deepcopy(make_model("llama").config)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    config._attn_implementation = packed.NAME
+    packed.register()
+    model = type(make_model("llama"))(config).bfloat16().eval()
+    optimize(model)
+    assert "forward" in vars(model.model)
+    calls: list[torch.Tensor] = []
+    model.model.rotary_emb.register_forward_hook(lambda module, args, output: calls.append(args[1]))
+    _packed_logits(model)
+    assert [len(positions[0]) for positions in calls] == [23]
 
 
 @pytest.mark.parametrize("wanted", [[22], [20, 3, 21], [], [*range(23)]])
