@@ -524,6 +524,9 @@ class Projection:
         weight: of queries, keys and values together.
         num_queries, num_keys, head_dim: of heads; the others are of values.
         head_norms: of each query and of each key, as in `rotate`.
+
+    Attributes:
+        weight: as given.
     """
 
     def __init__(
@@ -535,7 +538,8 @@ class Projection:
         head_dim: int,
         head_norms: tuple[NormWeight, NormWeight] | None = None,
     ) -> None:
-        self._kept = norm, weight, head_norms
+        self.weight = weight
+        self._kept = norm, head_norms
         self._shape = weight.out // head_dim, head_dim
         self._native = _module()[0].Projection(
             norm.place, weight.place, num_queries, num_keys, head_dim, *_places(head_norms)
@@ -554,10 +558,14 @@ class Projection:
 class Residual:
     """A decoder layer after its attention in one call: `h = rows + output(attended)`, then
     `h + down(gate(gate_up(norm(h))))`. Nothing is checked.
+
+    Attributes:
+        weights: `output`, `gate_up` and `down`.
     """
 
     def __init__(self, output: Weight, norm: NormWeight, gate_up: Weight, down: Weight) -> None:
-        self._kept = output, norm, gate_up, down
+        self.weights = output, gate_up, down
+        self._kept = norm
         self._native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
 
     def __call__(self, attended: Tensor, rows: Tensor) -> Tensor:

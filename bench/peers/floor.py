@@ -54,15 +54,27 @@ def _note(llm: LLM, requests: list[dict[str, Any]]) -> Calls:
     per_product = _seconds(lambda: cpu.products(dtype, _MEASURED)) / _MEASURED
     per_byte = _seconds(lambda: cpu.read(memory)) / _MEASURED
     calls: Calls = []
-    operands: dict[torch.Size, Tensor] = {}
+    operands: dict[tuple[int, ...], Tensor] = {}
+
+    def operand(*shape: int) -> Tensor:
+        return operands.setdefault(shape, torch.randn(shape).to(dtype))
 
     def noting(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def product(self: Packed, *rows: Tensor) -> Tensor:
-            given = [operands.setdefault(part.shape, torch.randn(part.shape).to(part.dtype)) for part in rows]
-            calls.append(partial(original, self, *given))
+            calls.append(partial(original, self, *(operand(*part.shape) for part in rows)))
             return original(self, *rows)
 
         return product
+
+    def project(self: cpu.Projection, rows: Tensor, *factors: Tensor) -> Tensor:
+        calls.append(partial(cpu.linear, operand(len(rows), self.weight.width), self.weight))
+        return original_project(self, rows, *factors)
+
+    def add(self: cpu.Residual, attended: Tensor, rows: Tensor) -> Tensor:
+        for weight, other in zip(self.weights, (True, False, True), strict=True):
+            given = operand(len(rows), weight.width), weight, operand(len(rows), weight.out) if other else None
+            calls.append(partial(cpu.linear, *given))
+        return original_add(self, attended, rows)
 
     def attend(self: Any, query: Tensor, kv: Any, layer: int, batch: PackedBatch, params: Any) -> Tensor:
         heads, head_dim = query.shape[1:]
@@ -77,9 +89,12 @@ def _note(llm: LLM, requests: list[dict[str, Any]]) -> Calls:
         return original_attend(self, query, kv, layer, batch, params)
 
     original_attend: Callable[..., Tensor] = attention.__call__
+    original_project, original_add = cpu.Projection.__call__, cpu.Residual.__call__
     with (
         mock.patch.object(Packed, "__call__", noting(Packed.__call__)),
         mock.patch.object(Packed, "plus", noting(Packed.plus)),
+        mock.patch.object(cpu.Projection, "__call__", project),
+        mock.patch.object(cpu.Residual, "__call__", add),
         mock.patch.object(attention, "__call__", attend),
     ):
         generate(llm, requests)

@@ -10,9 +10,28 @@ namespace vattn::kernels {
 namespace {
 
 constexpr std::int64_t kSize = size_of(Type::kBFloat16);
-// At most, of tokens that pass an MLP together: what lies between its products stays in the caches, and a product reads
-// its weight once for as many.
+// At most, of tokens that are computed together: what lies between two products stays in the caches, and a product
+// reads its weight once for as many.
 constexpr std::int64_t kTokens = 256;
+
+// Tokens are computed in parts of nearly equal size: that of the largest,
+std::int64_t most_tokens(std::int64_t tokens) {
+  const std::int64_t parts = (tokens + kTokens - 1) / kTokens;
+  return parts ? (tokens + parts - 1) / parts : 0;
+}
+
+// and a call of a function with the first token and the number of each.
+template <class Function>
+void for_parts(std::int64_t tokens, const Function& function) {
+  const std::int64_t most = most_tokens(tokens);
+  for (std::int64_t first = 0; first < tokens; first += most) function(first, std::min(most, tokens - first));
+}
+
+// Token `index` of contiguous ones.
+template <class Bytes>
+Bytes* token(Bytes* tokens, std::int64_t index, std::int64_t width) {
+  return tokens + index * width * kSize;
+}
 
 std::size_t size(std::int64_t tokens, std::int64_t width) { return aligned(tokens * width * kSize); }
 
@@ -30,31 +49,33 @@ void multiply(const Weight& weight, std::int64_t tokens, const std::byte* input,
 
 void compute(const Projection& p, const ProjectionCall& call, const Kernels& kernels, int threads) {
   static thread_local Room room;
-  std::byte* normed = room.reserve(size(call.tokens, p.weight.in));
-  normalise(p.norm, call.tokens, p.weight.in, call.input, normed, kernels, threads);
-  multiply(p.weight, call.tokens, normed, nullptr, call.heads, kernels, threads);
-  compute(Rotation{Type::kBFloat16, call.tokens, p.weight.out, p.num_queries, p.num_keys, p.head_dim, call.heads,
-                   call.cos, call.sin, p.query_norm, p.key_norm, p.head_epsilon},
-          kernels, threads);
+  std::byte* normed = room.reserve(size(most_tokens(call.tokens), p.weight.in));
+  for_parts(call.tokens, [&](std::int64_t first, std::int64_t tokens) {
+    std::byte* heads = token(call.heads, first, p.weight.out);
+    normalise(p.norm, tokens, p.weight.in, token(call.input, first, p.weight.in), normed, kernels, threads);
+    multiply(p.weight, tokens, normed, nullptr, heads, kernels, threads);
+    compute(Rotation{Type::kBFloat16, tokens, p.weight.out, p.num_queries, p.num_keys, p.head_dim, heads,
+                     token(call.cos, first, p.head_dim), token(call.sin, first, p.head_dim), p.query_norm, p.key_norm,
+                     p.head_epsilon},
+            kernels, threads);
+  });
 }
 
 void compute(const Residual& r, const ResidualCall& call, const Kernels& kernels, int threads) {
-  if (!call.tokens) return;
-  const std::int64_t width = r.output.out;
-  const std::int64_t parts = (call.tokens + kTokens - 1) / kTokens, most = (call.tokens + parts - 1) / parts;
+  const std::int64_t width = r.output.out, most = most_tokens(call.tokens);
   static thread_local Room room;
   std::byte* normed = room.reserve(size(most, width) + size(most, r.gate_up.out) + size(most, r.down.in));
   std::byte* gate_up = normed + size(most, width);
   std::byte* gated = gate_up + size(most, r.gate_up.out);
-  multiply(r.output, call.tokens, call.attended, call.input, call.result, kernels, threads);
-  for (std::int64_t first = 0; first < call.tokens; first += most) {
-    const std::int64_t tokens = std::min(most, call.tokens - first);
-    std::byte* rows = call.result + first * width * kSize;
+  for_parts(call.tokens, [&](std::int64_t first, std::int64_t tokens) {
+    std::byte* rows = token(call.result, first, width);
+    multiply(r.output, tokens, token(call.attended, first, r.output.in), token(call.input, first, width), rows, kernels,
+             threads);
     normalise(r.norm, tokens, width, rows, normed, kernels, threads);
     multiply(r.gate_up, tokens, normed, nullptr, gate_up, kernels, threads);
     compute(Gate{Type::kBFloat16, tokens, r.down.in, gate_up, gated}, kernels, threads);
     multiply(r.down, tokens, gated, rows, rows, kernels, threads);
-  }
+  });
 }
 
 }  // namespace vattn::kernels

@@ -133,7 +133,7 @@ class DecoderLayer:
                 attended = step.attend_rows(self.layer, query, key, value, self.params, wanted)
             else:
                 attended = step.attend(self.layer, query, key, value, self.params)[wanted]
-        return self.add(attended.flatten(1), rows)[None]
+        return self.add(attended.flatten(1).contiguous(), rows)[None]
 
 
 class Recorder:

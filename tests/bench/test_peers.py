@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from bench import peers
 from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.workload import make_requests
+from vattn import cpu
+from vattn.engine import LLM
 
 LLAMACPP = os.environ.get("VATTN_LLAMACPP_PYTHON")
 
@@ -65,3 +67,26 @@ def _behind(model: Any, prompt: list[int], tokens: list[int]) -> float:
         logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return float(((logits.max(1).values - chosen) / logits.std(1)).max())
+
+
+@pytest.mark.skipif(not cpu.has_linear(), reason="torch multiplies on this CPU")
+def test_the_floor_has_the_products_of_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply-adds by weights, of every token of a prompt but for those that the last layer leaves out."""
+    monkeypatch.syspath_prepend(str(Path(peers.__file__).parent))
+    from bench.peers import floor  # a script: it imports its neighbours by their names
+
+    sizes = QWEN2 | TINY | {"num_hidden_layers": 3}
+    qwen2(**sizes).save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=64)
+    with llm:
+        calls = floor._note(llm, [{"prompt_token_ids": [*range(1, 41)], "max_tokens": 1}])
+    products = 0
+    for call in calls:
+        for given in (*call.args, *getattr(call.args[0], "__dict__", {}).values()):
+            if isinstance(given, cpu.Weight):
+                rows = next(part for part in call.args if isinstance(part, torch.Tensor))
+                products += rows.shape[0] * given.out * given.width
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    head = width // sizes["num_attention_heads"]
+    qkv, rest = width * (width + 2 * head * sizes["num_key_value_heads"]), width * width + 3 * width * inner
+    assert products == 40 * (3 * qkv + 2 * rest) + rest + width * sizes["vocab_size"]
