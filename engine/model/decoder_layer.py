@@ -41,6 +41,7 @@ def projection(
     """A function of rows and rotary factors, as `cpu.Projection`: `rotate(qkv(norm(rows)))`."""
     queries, keys, values = num_heads
     if qkv.native is not None:
+        _check_chain((len(norm.weight), qkv.native.width))
         return cpu.Projection(norm, qkv.native, queries, keys, head_dim, head_norms)
 
     def project(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -55,13 +56,23 @@ def residual(output: Packed, norm: cpu.NormWeight, mlp: PackedMLP) -> Callable[[
     """A function of attended and other rows, as `cpu.Residual`: `h = rows + output(attended)`, `h + mlp(norm(h))`."""
     native = output.native, mlp.gate_up.native, mlp.down.native
     if native[0] is not None and native[1] is not None and native[2] is not None:
-        return cpu.Residual(native[0], norm, native[1], native[2])
+        out, gate_up, down = native[0], native[1], native[2]
+        _check_chain(
+            (out.out, len(norm.weight)), (out.out, gate_up.width), (gate_up.out, 2 * down.width), (down.out, out.out)
+        )
+        return cpu.Residual(out, norm, gate_up, down)
 
     def add(attended: Tensor, rows: Tensor) -> Tensor:
         rows = output.plus(attended, rows)
         return mlp.plus(cpu.norm(rows, norm), rows)
 
     return add
+
+
+def _check_chain(*widths: tuple[int, int]) -> None:
+    """Refuses modules of which one gives more or less than the next one takes: native calls would read past them."""
+    if wrong := [pair for pair in widths if pair[0] != pair[1]]:
+        raise ValueError(f"widths {wrong} do not fit each other")
 
 
 class RotaryTable:

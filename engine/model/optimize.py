@@ -262,7 +262,8 @@ def _decoder_layer(
     assert isinstance(mlp, PackedMLP)
     before, after = (norm_weight(module.get_submodule(f"{name}_layernorm")) for name in ("input", "post_attention"))
     head_dim, rest = divmod(qkv.product.out, sum(num_heads))
-    if rest:
+    attended = attention.get_submodule("o_proj").in_features
+    if rest or attended != num_heads[0] * head_dim:
         raise ValueError(f"{qkv.product.out} elements are no heads of one size: {num_heads}")
     project = projection(before, qkv.product, _head_norms(attention) if norms else None, num_heads, head_dim)
     return DecoderLayer(layer, params, num_heads, head_dim, project, residual(output, after, mlp))
