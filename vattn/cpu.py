@@ -10,9 +10,10 @@ query rows are faster as they lie or in panels; `VATTN_CPU_KEYS` takes all keys 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,9 +232,7 @@ def attend(
         0 if slots is None else slots.data_ptr(),
         lengths.data_ptr(),
         0 if starts is None else starts.data_ptr(),
-        0 if block_table is None else block_table.data_ptr(),
-        0 if block_table is None else block_table.stride(0),
-        0 if block_table is None else key.shape[1],
+        *_table(block_table, key),
         head_dim**-0.5 if scale is None else scale,
         softcap or 0.0,
         0 if window is None else min(window, _MOST),
@@ -249,9 +248,9 @@ class Layer:
 
     Args:
         key, value: as `vattn.attention.attend` takes them, in the type of queries.
-        key_home, value_home: where new rows are stored, `[rows, num_kv_heads, dim]`: in the memory of `key` and
-            `value`, which may have other addresses there.
-        scale, softcap, window, sinks: as in `attend`.
+        key_home, value_home: where new rows are stored, `[rows, num_kv_heads, dim]` or `[slots, tokens, num_kv_heads,
+            dim]`: in the memory of `key` and `value`, which may have other addresses there.
+        block_table, scale, softcap, window, sinks: as in `attend`.
     """
 
     def __init__(
@@ -262,17 +261,18 @@ class Layer:
         key_home: Tensor,
         value_home: Tensor,
         *,
-        scale: float,
+        block_table: Tensor | None = None,
+        scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
-        self._kept = key, value, key_home, value_home, sinks
+        self._kept = key, value, key_home, value_home, block_table, sinks
         self._dtype = key.dtype
         self._size = key.element_size()
-        self._native = _module()[0].Layer(
+        self.native = _module()[0].Layer(
             _index(),
             _TYPES[key.dtype],
             num_heads,
@@ -280,8 +280,9 @@ class Layer:
             key.shape[3],
             value.shape[3],
             *map(_place, (key, value)),
-            *(_place(home.unsqueeze(1)) for home in (key_home, value_home)),
-            scale,
+            *map(_home, (key_home, value_home)),
+            *_table(block_table, key),
+            key.shape[3] ** -0.5 if scale is None else scale,
             softcap or 0.0,
             0 if window is None else min(window, _MOST),
             0 if sinks is None else sinks.data_ptr(),
@@ -318,7 +319,7 @@ class Layer:
         key_token, key_head, _ = key.stride()
         value_token, value_head, _ = value.stride()
         query_token, query_head, _ = query.stride()
-        self._native.step(
+        self.native.step(
             len(homes),
             key.data_ptr(),
             key_token * size,
@@ -377,8 +378,17 @@ def _new_rows(new: Tensor, stored: Tensor) -> tuple[int, int, int, int, tuple[in
     """Bytes of a row of a head, address, strides in bytes of a token and a head, and where they are stored."""
     size = new.element_size()
     token, head, _ = new.stride()
-    place = _place(stored if stored.ndim == 4 else stored.unsqueeze(1))
-    return new.shape[2] * size, new.data_ptr(), token * size, head * size, place
+    return new.shape[2] * size, new.data_ptr(), token * size, head * size, _home(stored)
+
+
+def _home(rows: Tensor) -> tuple[int, int, int, int]:
+    """`_place` of `[slots, tokens, heads, dim]` or `[slots, heads, dim]`."""
+    return _place(rows if rows.ndim == 4 else rows.unsqueeze(1))
+
+
+def _table(block_table: Tensor | None, key: Tensor) -> tuple[int, int, int]:
+    """Address and stride of a block table, and tokens of a block; zeros without one."""
+    return (0, 0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0), key.shape[1])
 
 
 def _place(rows: Tensor) -> tuple[int, int, int, int]:
@@ -541,7 +551,7 @@ class Projection:
         self.weight = weight
         self._kept = norm, head_norms
         self._shape = weight.out // head_dim, head_dim
-        self._native = _module()[0].Projection(
+        self.native = _module()[0].Projection(
             norm.place, weight.place, num_queries, num_keys, head_dim, *_places(head_norms)
         )
 
@@ -549,7 +559,7 @@ class Projection:
         """Heads `[n, heads, head_dim]` of `rows` `[n, width]`; all contiguous, in bfloat16; factors as in `rotate`."""
         n = rows.shape[0]
         heads = rows.new_empty(n, *self._shape)
-        self._native.compute(
+        self.native.compute(
             _index(), n, rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), torch.get_num_threads()
         )
         return heads
@@ -566,15 +576,81 @@ class Residual:
     def __init__(self, output: Weight, norm: NormWeight, gate_up: Weight, down: Weight) -> None:
         self.weights = output, gate_up, down
         self._kept = norm
-        self._native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
+        self.native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
 
     def __call__(self, attended: Tensor, rows: Tensor) -> Tensor:
         """`[n, width]`, as `rows`, of `attended` `[n, *]`; all contiguous, in bfloat16."""
         result = torch.empty_like(rows)
-        self._native.compute(
+        self.native.compute(
             _index(), len(rows), rows.data_ptr(), attended.data_ptr(), result.data_ptr(), torch.get_num_threads()
         )
         return result
+
+
+class LayerSeconds(NamedTuple):
+    """Where the time of `run_layers` went."""
+
+    projection: float
+    store: float
+    attention: float
+    residual: float
+
+
+def run_layers(
+    layers: Sequence[tuple[Projection, Layer, Residual]],
+    places: tuple[Tensor, Tensor | None],
+    rows: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    slots: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+) -> tuple[Tensor, LayerSeconds]:
+    """Decoder layers one after the other, in one call. Nothing is checked.
+
+    Args:
+        layers: each as many heads of one size in its parts.
+        places: where each layer stores the new keys and values: slots and positions, as in `store`.
+        rows: `[n, width]`, contiguous, in bfloat16; not changed.
+        cos, sin: as in `rotate`.
+        slots, lengths, starts: as in `attend`.
+
+    Returns:
+        `rows` after the last layer.
+    """
+    result = rows.clone()
+    homes, positions = places
+    seconds = _module()[0].run_layers(
+        _index(),
+        [(projection.native, layer.native, residual.native) for projection, layer, residual in layers],
+        homes.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
+        len(rows),
+        result.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        len(lengths),
+        slots.data_ptr(),
+        lengths.data_ptr(),
+        starts.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return result, LayerSeconds(*seconds)
+
+
+def largest(rows: Tensor) -> Tensor:
+    """Where the largest element of each row is, `[n]` int64: the first of equal ones; NaN is larger than all numbers.
+
+    Args:
+        rows: `[n, width]`, floats, whose last stride is 1; at least one in each row.
+    """
+    n, width = rows.shape
+    indices = torch.empty(n, dtype=torch.int64, device="cpu")
+    _module()[0].largest(
+        _TYPES[rows.dtype], n, width, rows.stride(0), rows.data_ptr(), indices.data_ptr(), torch.get_num_threads()
+    )
+    return indices
 
 
 def products(stored: torch.dtype, count: int) -> None:

@@ -1,6 +1,7 @@
 #include "decoder_layer.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "layers.h"
 #include "room.h"
@@ -76,6 +77,50 @@ void compute(const Residual& r, const ResidualCall& call, const Kernels& kernels
     compute(Gate{Type::kBFloat16, tokens, r.down.in, gate_up, gated}, kernels, threads);
     multiply(r.down, tokens, gated, rows, rows, kernels, threads);
   });
+}
+
+DecoderTimes compute(std::span<const DecoderLayer> layers, const DecoderCall& call, const Kernels& kernels,
+                     int threads) {
+  std::int64_t most = 0, attended_width = 0;
+  for (const DecoderLayer& layer : layers) {
+    most = std::max(most, layer.projection->weight.out);
+    attended_width = std::max(attended_width, layer.residual->output.in);
+  }
+  static thread_local Room room;
+  std::byte* heads = room.reserve(size(call.tokens, most) + size(call.tokens, attended_width));
+  std::byte* attended = heads + size(call.tokens, most);
+
+  DecoderTimes times;
+  auto since = std::chrono::steady_clock::now();
+  const auto count = [&](double& part) {
+    const auto now = std::chrono::steady_clock::now();
+    part += std::chrono::duration<double>(now - since).count();
+    since = now;
+  };
+  for (const auto& [projection, cache, residual] : layers) {
+    compute(*projection, {call.tokens, call.rows, call.cos, call.sin, heads}, kernels, threads);
+    count(times.projection);
+    const std::int64_t head = projection->head_dim * kSize, stride = projection->weight.out * kSize;
+    const std::byte* keys = heads + projection->num_queries * head;
+    const std::byte* values = keys + projection->num_keys * head;
+    const CacheCall rows{call.tokens,
+                         {heads, stride, head},
+                         {keys, stride, head},
+                         {values, stride, head},
+                         call.places,
+                         call.count,
+                         call.slots,
+                         call.lengths,
+                         call.starts,
+                         attended};
+    store(*cache, rows, threads);
+    count(times.store);
+    attend(*cache, rows, kernels, threads);
+    count(times.attention);
+    compute(*residual, {call.tokens, call.rows, attended, call.rows}, kernels, threads);
+    count(times.residual);
+  }
+  return times;
 }
 
 }  // namespace vattn::kernels

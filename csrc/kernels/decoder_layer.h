@@ -1,7 +1,10 @@
-// What a decoder layer computes before and after its attention, in one call each. All in bfloat16; a result of a step
-// in between is rounded to it, as where each step is a call of its own.
+// What a decoder layer computes before and after its attention, in one call each; or whole layers, one after the other.
+// All in bfloat16; a result of a step in between is rounded to it, as where each step is a call of its own.
 #pragma once
 
+#include <span>
+
+#include "cache_layer.h"
 #include "linear.h"
 
 namespace vattn::kernels {
@@ -43,5 +46,27 @@ struct ResidualCall {
 
 void compute(const Projection&, const ProjectionCall&, const Kernels&, int threads);
 void compute(const Residual&, const ResidualCall&, const Kernels&, int threads);
+
+struct DecoderLayer {
+  const Projection* projection;
+  const CacheLayer* cache;  // of as many heads of one size
+  const Residual* residual;
+};
+
+struct DecoderCall {
+  Places places;  // in every layer
+  std::int64_t tokens;
+  std::byte* rows;         // [tokens, in]: before the first layer, and then after the last one
+  const std::byte *cos, *sin;
+  int count;  // of requests, as in `CacheCall`
+  const std::int32_t *slots, *lengths, *starts;
+};
+
+// Seconds in each part of all layers.
+struct DecoderTimes {
+  double projection = 0, store = 0, attention = 0, residual = 0;
+};
+
+DecoderTimes compute(std::span<const DecoderLayer>, const DecoderCall&, const Kernels&, int threads);
 
 }  // namespace vattn::kernels

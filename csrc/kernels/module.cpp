@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "cache_layer.h"
 #include "decoder_layer.h"
+#include "largest.h"
 #include "layers.h"
 #include "linear.h"
 #include "roofline.h"
@@ -37,40 +39,27 @@ Rows rows(const Place& place) {
 
 const Kernels& find(int index) { return kernels()[index]; }
 
-// A layer whose memory does not move: what a step adds are the new rows and the requests.
+// A layer of a cache, with the kernels that read it.
 struct Layer {
   const Kernels* kernels;
-  Attention attention;
-  Store key, value;
+  CacheLayer layer;
 
-  // Stores new keys and values, each at its row of the homes, and attends. Keys and values of a head are contiguous.
   void step(std::int64_t tokens, std::uintptr_t new_key, std::int64_t key_token, std::int64_t key_head,
             std::uintptr_t new_value, std::int64_t value_token, std::int64_t value_head, std::uintptr_t homes,
             std::uintptr_t query, std::int64_t query_token, std::int64_t query_head, int count, std::uintptr_t slots,
             std::uintptr_t lengths, std::uintptr_t starts, std::uintptr_t output, int threads) const {
-    Store k = key, v = value;
-    k.tokens = v.tokens = tokens;
-    k.slots = v.slots = pointer<const std::int64_t>(homes);
-    k.source = pointer<const std::byte>(new_key);
-    k.source_token = key_token;
-    k.source_head = key_head;
-    v.source = pointer<const std::byte>(new_value);
-    v.source_token = value_token;
-    v.source_head = value_head;
-    store(k, threads);
-    store(v, threads);
-
-    Attention a = attention;
-    a.count = count;
-    a.slots = pointer<const std::int32_t>(slots);
-    a.lengths = pointer<const std::int32_t>(lengths);
-    a.starts = pointer<const std::int32_t>(starts);
-    a.query = pointer<const std::byte>(query);
-    a.query_token_stride = query_token;
-    a.query_head_stride = query_head;
-    a.output = pointer<std::byte>(output);
-    a.threads = threads;
-    attend(a, *kernels);
+    const CacheCall call{tokens,
+                         {pointer<const std::byte>(query), query_token, query_head},
+                         {pointer<const std::byte>(new_key), key_token, key_head},
+                         {pointer<const std::byte>(new_value), value_token, value_head},
+                         {pointer<const std::int64_t>(homes), nullptr},
+                         count,
+                         pointer<const std::int32_t>(slots),
+                         pointer<const std::int32_t>(lengths),
+                         pointer<const std::int32_t>(starts),
+                         pointer<std::byte>(output)};
+    store(layer, call, threads);
+    attend(layer, call, *kernels, threads);
   }
 };
 
@@ -78,6 +67,8 @@ struct Layer {
 using PackedWeight = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t>;
 // Address and epsilon.
 using PackedNorm = std::tuple<std::uintptr_t, float>;
+
+using LayerParts = std::tuple<const Projection*, const Layer*, const Residual*>;
 
 Weight weight(const PackedWeight& packed) {
   const auto [in, out, panels, bias] = packed;
@@ -185,8 +176,9 @@ NB_MODULE(_kernels, module) {
   nb::class_<Layer>(module, "Layer", "A layer whose memory does not move; see `vattn.cpu.Layer`.")
       .def("__init__",
            [](Layer* self, int kernel, int type, int num_heads, int num_kv_heads, int head_dim, int v_head_dim,
-              const Place& key, const Place& value, const Place& key_home, const Place& value_home, float scale,
-              float softcap, int window, std::uintptr_t sinks) {
+              const Place& key, const Place& value, const Place& key_home, const Place& value_home,
+              std::uintptr_t table, std::int64_t table_stride, int block_size, float scale, float softcap, int window,
+              std::uintptr_t sinks) {
              const auto stored = static_cast<Type>(type);
              const auto home = [&](const Place& place, int dim) {
                const auto [data, slot, token, head] = place;
@@ -205,11 +197,14 @@ NB_MODULE(_kernels, module) {
              attention.v_head_dim = v_head_dim;
              attention.key = rows(key);
              attention.value = rows(value);
+             attention.table = pointer<const std::int32_t>(table);
+             attention.table_stride = table_stride;
+             attention.block_size = block_size;
              attention.scale = scale;
              attention.softcap = softcap;
              attention.window = window;
              attention.sinks = pointer<const float>(sinks);
-             new (self) Layer{&find(kernel), attention, home(key_home, head_dim), home(value_home, v_head_dim)};
+             new (self) Layer{&find(kernel), {attention, home(key_home, head_dim), home(value_home, v_head_dim)}};
            })
       .def("step", &Layer::step, nb::call_guard<nb::gil_scoped_release>());
 
@@ -314,6 +309,44 @@ NB_MODULE(_kernels, module) {
                     find(kernel), threads);
           },
           nb::call_guard<nb::gil_scoped_release>());
+
+  module.def(
+      "run_layers",
+      [](int kernel, const std::vector<LayerParts>& parts, std::uintptr_t homes, std::uintptr_t positions,
+         std::int64_t tokens, std::uintptr_t rows, std::uintptr_t cos, std::uintptr_t sin, int count,
+         std::uintptr_t slots, std::uintptr_t lengths, std::uintptr_t starts, int threads) {
+        std::vector<DecoderLayer> layers;
+        layers.reserve(parts.size());
+        for (const auto& [projection, cache, residual] : parts) layers.push_back({projection, &cache->layer, residual});
+        const DecoderCall call{{pointer<const std::int64_t>(homes), pointer<const std::int64_t>(positions)},
+                               tokens,
+                               pointer<std::byte>(rows),
+                               pointer<const std::byte>(cos),
+                               pointer<const std::byte>(sin),
+                               count,
+                               pointer<const std::int32_t>(slots),
+                               pointer<const std::int32_t>(lengths),
+                               pointer<const std::int32_t>(starts)};
+        DecoderTimes times;
+        {
+          nb::gil_scoped_release release;
+          times = compute(layers, call, find(kernel), threads);
+        }
+        return std::tuple(times.projection, times.store, times.attention, times.residual);
+      },
+      "Decoder layers one after the other, over rows in place; returns the seconds in each of their parts. See "
+      "decoder_layer.h.");
+
+  module.def(
+      "largest",
+      [](int type, std::int64_t rows, std::int64_t width, std::int64_t stride, std::uintptr_t input,
+         std::uintptr_t indices, int threads) {
+        const Largest largest{static_cast<Type>(type), rows, width, stride, pointer<const std::byte>(input),
+                              pointer<std::int64_t>(indices)};
+        nb::gil_scoped_release release;
+        compute(largest, threads);
+      },
+      "Where the largest element of each row is; see largest.h. Strides are elements.");
 
   module.def(
       "products",

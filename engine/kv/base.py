@@ -289,6 +289,16 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def homes(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Where `write` stores keys and values, without changing them: `[slots, tokens, heads, dim]` or `[rows, heads,
+        dim]` each, which keep their addresses. None if it does otherwise.
+        """
+        ...
+
+    def places(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        """Slots and positions, or rows and None, of the batch's tokens in `homes`: `[num_tokens]` int64 each."""
+        ...
+
     def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
         """Copies in host memory of what is stored for tokens `[start, length)`, each `[tokens, ...]`."""
         ...
@@ -378,6 +388,12 @@ class PlainStore:
 
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
         raise NotImplementedError
+
+    def homes(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def places(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        return batch.slots, batch.positions
 
     def copy_out(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, ...]:
         return to_host(*self.read(layer, slot, length, start))

@@ -84,6 +84,8 @@ class BlockKV(PlainStore, ABC):
         self._slots: SlotBook[_Slot] = SlotBook(spec.max_num_seqs, spec.max_model_len)
         self._index: PrefixIndex[PoolBlock] = PrefixIndex()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
+        # Keys and values of each layer, `[rows, heads, dim]`; a row is a token of a block.
+        self._homes: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def from_spec(cls, spec: KVSpec) -> Self:
@@ -238,6 +240,21 @@ class BlockKV(PlainStore, ABC):
         rows = torch.tensor(slots, device=self.block_table.device)
         return torch.index_select(self.block_table[:, :used], 0, rows, out=view)
 
+    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
+        (keys, values), (rows, _) = self._homes[layer], self.places(batch)
+        if not cpu.store(key, value, keys, values, rows):
+            keys.index_copy_(0, rows, key)
+            values.index_copy_(0, rows, value)
+
+    def homes(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return self._homes[layer]
+
+    def places(self, batch: PackedBatch) -> tuple[Tensor, None]:
+        if self._scatter is None or self._scatter[0] is not batch:
+            blocks = self.block_table[batch.slots, batch.positions // self.block_size]
+            self._scatter = batch, blocks * self.block_size + batch.positions % self.block_size
+        return self._scatter[1], None
+
     @property
     def _block_bytes(self) -> int:
         return self.block_size * self.token_bytes
@@ -291,6 +308,7 @@ class BlockKV(PlainStore, ABC):
         self._slots.clear()
         self._index = PrefixIndex()
         self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._homes = []
 
     @abstractmethod
     def _copy_block(self, origin: int, target: int) -> None:
@@ -302,13 +320,6 @@ class BlockKV(PlainStore, ABC):
         if not 1 <= len(ids) <= self._slots.max_model_len:
             raise InvalidLength(f"{len(ids)} tokens; a request has from 1 to max_model_len={self._slots.max_model_len}")
         return ids, self._index.find(ids, self.block_size, salt)
-
-    def _rows(self, batch: PackedBatch) -> Tensor:
-        """Where the tokens of a batch are written: the number of a block, times its size, and the token's in it."""
-        if self._scatter is None or self._scatter[0] is not batch:
-            blocks = self.block_table[batch.slots, batch.positions // self.block_size]
-            self._scatter = batch, blocks * self.block_size + batch.positions % self.block_size
-        return self._scatter[1]
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -343,11 +354,3 @@ class BlockKV(PlainStore, ABC):
         slot.blocks += blocks
         numbers = [block.number for block in blocks]
         self.block_table[number, have : have + more] = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-
-
-def scatter(key: Tensor, value: Tensor, homes: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Writes new keys and values, `[n, heads, dim]`, to rows `[n]` int64 of `homes`, each `[tokens, heads, dim]`."""
-    keys, values = homes
-    if not cpu.store(key, value, keys, values, rows):
-        keys.index_copy_(0, rows, key)
-        values.index_copy_(0, rows, value)

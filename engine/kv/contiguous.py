@@ -40,7 +40,7 @@ class ContiguousKV(PlainStore):
     def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
         """As `KVBackend` says."""
         singles, (keys, values) = batch.num_singles, self._layers[layer]
-        if cpu.store(key, value, keys, values, batch.slots, batch.positions):
+        if cpu.store(key, value, keys, values, *self.places(batch)):
             return
         if singles == len(key):
             keys.index_put_(batch.single_places, key)
@@ -52,6 +52,10 @@ class ContiguousKV(PlainStore):
         for span, row in batch.chunks():
             for slots, rows in zip(self._slots[layer], (key, value), strict=True):
                 slots[span.slot][span.start : span.end] = rows[row : row + len(span)]
+
+    def homes(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """As `KVBackend` says."""
+        return self._layers[layer]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot to another one, which `prepare` has made writable."""

@@ -56,6 +56,9 @@ class QuantisedKV(VirtualKV):
         super().write(layer, batch, key, value)
         self._scales.write(layer, batch, key_scales, value_scales)
 
+    def homes(self, layer: int) -> None:
+        """As the protocol says: what is stored are codes."""
+
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         codes = super().read(layer, slot, length, start)
         scales = self._scales.read(layer, slot, length, start)

@@ -30,10 +30,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vattn.attention import Blocks, PackedBatch
+from vattn.attention import Blocks
 
 from .base import KVStats, StoredAs, register
-from .blocks import BlockKV, PoolBlock, scatter
+from .blocks import BlockKV, PoolBlock
 from .spec import KVSpec
 
 
@@ -65,7 +65,6 @@ class PagedKV(BlockKV):
                 pool.view(num_layers, num_kv_heads, num_blocks * block_size, dim).unbind()
                 for pool, dim in zip(pools, self._dims, strict=True)
             ]
-            # Keys and values of each layer, `[tokens, heads, dim]`.
             self._homes = [
                 (key.transpose(0, 1), value.transpose(0, 1)) for key, value in zip(*heads_first, strict=True)
             ]
@@ -77,9 +76,6 @@ class PagedKV(BlockKV):
             ]
         # Gather indices of each slot, by block range; kept until its blocks change.
         self._gather: dict[int, dict[tuple[int, int], Tensor]] = {}
-
-    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        scatter(key, value, self._homes[layer], self._rows(batch))
 
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As the protocol says: gathers the blocks that hold `[start, length)` into a buffer that is reused."""
@@ -112,7 +108,7 @@ class PagedKV(BlockKV):
 
     def close(self) -> None:
         super().close()
-        self._gather_pools, self._homes, self._stored, self._buffers = [], [], [], []
+        self._gather_pools, self._stored, self._buffers = [], [], []
 
     def _copy_block(self, origin: int, target: int) -> None:
         for layer in self._stored:

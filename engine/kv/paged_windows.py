@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vattn.attention import Contiguous, PackedBatch
+from vattn.attention import Contiguous
 from vattn.block_windows import BlockWindows
 from vattn.errors import ConfigError
 
 from .base import KVStats, StoredAs, mapping_calls, register
-from .blocks import BlockKV, PoolBlock, scatter
+from .blocks import BlockKV, PoolBlock
 from .contiguous import ContiguousKV
 from .spec import KVSpec
 
@@ -93,9 +93,6 @@ class PagedWindowsKV(BlockKV):
     def trim(self) -> int:
         return self.windows.trim(self._held())
 
-    def write(self, layer: int, batch: PackedBatch, key: Tensor, value: Tensor) -> None:
-        scatter(key, value, self._homes[layer], self._rows(batch))
-
     def read(self, layer: int, slot: int, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """As the protocol says: two views."""
         if self._behind:
@@ -132,7 +129,6 @@ class PagedWindowsKV(BlockKV):
     def close(self) -> None:
         super().close()
         self._views.close()
-        self._homes = []
         self.windows.close()
 
     def _grow(self, lengths: Mapping[int, int]) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn import cpu, packed
 from vattn.attention import AttentionParams
+from vattn.packed import current_step
 
 from .linears import Packed, PackedMLP
 
@@ -127,14 +129,7 @@ class DecoderLayer:
         Args:
             wanted: of these rows only, `[S]` int64; the keys and values of all are stored.
         """
-        rows = hidden[0].contiguous()
-        cos, sin = (factors.contiguous() for factors in embeddings)
-        for factors in (cos, sin):
-            if factors.shape != (1, len(rows), self.head_dim) or factors.dtype != rows.dtype:
-                raise ValueError(
-                    f"rotary factors {list(factors.shape)} {factors.dtype} for {len(rows)} rows with heads of "
-                    f"{self.head_dim} in {rows.dtype}"
-                )
+        rows, cos, sin = self.rows_and_factors(hidden, embeddings)
         query, key, value = self.project(rows, cos, sin).split_with_sizes(self.num_heads, 1)
         if wanted is None:
             attended = step.attend(self.layer, query, key, value, self.params)
@@ -145,6 +140,39 @@ class DecoderLayer:
             else:
                 attended = step.attend(self.layer, query, key, value, self.params)[wanted]
         return self.add(attended.flatten(1).contiguous(), rows)[None]
+
+    def rows_and_factors(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states `[T, hidden_size]`, and the rotary factors that fit them."""
+        rows = hidden[0].contiguous()
+        cos, sin = (factors.contiguous() for factors in embeddings)
+        for factors in (cos, sin):
+            if factors.shape != (1, len(rows), self.head_dim) or factors.dtype != rows.dtype:
+                raise ValueError(
+                    f"rotary factors {list(factors.shape)} {factors.dtype} for {len(rows)} rows with heads of "
+                    f"{self.head_dim} in {rows.dtype}"
+                )
+        return rows, cos, sin
+
+
+@dataclass(frozen=True, eq=False)
+class InSteps:
+    """The forward of a decoder layer's module: `layer` in packed steps, `plain` outside of them."""
+
+    layer: DecoderLayer
+    plain: Callable[..., Tensor]
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        wanted: Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        step = current_step()
+        if step is None or position_embeddings is None:
+            return self.plain(hidden_states, *args, position_embeddings=position_embeddings, **keywords)
+        return self.layer(step, hidden_states, position_embeddings, wanted)
 
 
 class Recorder:

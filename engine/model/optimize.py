@@ -31,8 +31,9 @@ from vattn import cpu
 from vattn.attention import AttentionParams
 from vattn.packed import NAME, current_step, run_packed, wanted_rows
 
-from .decoder_layer import DecoderLayer, Recorder, RotaryTable, norm_weight, projection, residual
+from .decoder_layer import DecoderLayer, InSteps, Recorder, RotaryTable, norm_weight, projection, residual
 from .linears import Packed, PackedMLP, PackedTogether
+from .native_layers import run_layers
 
 _mkldnn = torch.ops.mkldnn
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -176,7 +177,7 @@ def _decoder_layers(
         except (KeyError, TypeError, ValueError, RuntimeError):  # of another build
             return
         if all(map(_same, (output, *recorder.tensors), (expected, *recorded))):
-            forwards[module] = _in_steps(decoder_layer, module.forward)
+            forwards[module] = InSteps(decoder_layer, module.forward)
 
     candidates = [module for module in model.modules() if module._modules.keys() == _LAYER]
     hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in candidates]
@@ -212,7 +213,8 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
         **keywords: Any,
     ) -> Any:
         others = any(value is not None for value in (*args, *keywords.values()))
-        if current_step() is None or input_ids is None or position_ids is None or others:
+        step = current_step()
+        if step is None or input_ids is None or position_ids is None or others:
             return plain(input_ids, *args, position_ids=position_ids, use_cache=use_cache, **keywords)
         hidden = decoder.embed_tokens(input_ids)
         embeddings = rotary(hidden, position_ids)
@@ -220,8 +222,7 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
         if wanted is not None and len(wanted) >= hidden.shape[1]:
             wanted = None
         *others, last = decoder.layers
-        for layer in others:
-            hidden = layer(hidden, position_embeddings=embeddings)
+        hidden = run_layers(others, step, hidden, embeddings)
         output = cpu.norm(last(hidden, position_embeddings=embeddings, wanted=wanted)[0], norm)
         if wanted is not None:
             # The model's head picks the wanted rows from all. Whatever reads the others is to see that it is wrong.
@@ -275,24 +276,6 @@ def _head_norms(attention: nn.Module) -> tuple[cpu.NormWeight, cpu.NormWeight]:
     if query.epsilon != key.epsilon or {*query.weight.shape, *key.weight.shape} != {head_dim}:
         raise ValueError("these are no norms of heads, or they differ")
     return query, key
-
-
-def _in_steps(layer: DecoderLayer, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`layer` in packed steps, `plain` outside of them."""
-
-    def forward(
-        hidden_states: Tensor,
-        *args: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        wanted: Tensor | None = None,
-        **keywords: Any,
-    ) -> Tensor:
-        step = current_step()
-        if step is None or position_embeddings is None:
-            return plain(hidden_states, *args, position_embeddings=position_embeddings, **keywords)
-        return layer(step, hidden_states, position_embeddings, wanted)
-
-    return forward
 
 
 def _same(result: Tensor, expected: Tensor) -> bool:

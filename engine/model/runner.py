@@ -19,6 +19,7 @@ from ..scheduling.scheduler import Entry
 from .decoder_layer import Recorder
 from .forward import Forward, PromptRow, Row
 from .graphs import DecodeGraphs
+from .native_layers import CacheLayers
 
 # Of a span, attended for one by one: what is sampled, and drafts. More are log probabilities of a prompt, whose keys
 # would be read for each of its tokens.
@@ -30,6 +31,7 @@ class _Step:
     """What transformers' attention function calls: store the new keys and values, then attend.
 
     Attributes:
+        caches: of all layers but the last one, which alone may be watched.
         watched: a layer; None for none.
         finite: whether a token's keys and values in that layer are finite, `[T]` bool; None until it has run.
     """
@@ -38,6 +40,7 @@ class _Step:
     attention: Attention
     batch: PackedBatch
     latents: Mapping[int, LatentAttention]
+    caches: CacheLayers
     watched: int | None = None
     finite: Tensor | None = None
 
@@ -93,6 +96,7 @@ class ModelRunner:
         self.kv = kv
         self.attention = attention
         self.latents = latents or {}
+        self._caches = CacheLayers(kv, attention, besides=self.latents)
         self.launches = model.device.type == "cuda"
         if self.launches:
             # torch tries cuDNN first on Hopper, which plans anew, for 23 to 37 ms, for every shape: for every token.
@@ -149,7 +153,7 @@ class ModelRunner:
             if logits is not None:
                 return Forward(rows, logits, prompt_rows, logits[len(rows) :])
         device = self.model.device
-        step = _Step(self.kv, self.attention, batch, self.latents, self._last_layer if chunks else None)
+        step = self._step(batch, self._last_layer if chunks else None)
         logits = self._compute(
             step,
             torch.tensor(tokens, device=device),
@@ -159,7 +163,10 @@ class ModelRunner:
         return Forward(rows, logits[: len(rows)], prompt_rows, logits[len(rows) :], finite)
 
     def _forward(self, batch: PackedBatch, tokens: Tensor, rows: Tensor) -> Tensor:
-        return self._compute(_Step(self.kv, self.attention, batch, self.latents), tokens, rows)
+        return self._compute(self._step(batch), tokens, rows)
+
+    def _step(self, batch: PackedBatch, watched: int | None = None) -> _Step:
+        return _Step(self.kv, self.attention, batch, self.latents, self._caches, watched)
 
     def _compute(self, step: _Step, tokens: Tensor, rows: Tensor) -> Tensor:
         with handing_on(self.latents.values()):

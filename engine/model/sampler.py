@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vattn import cpu
 from vattn.integers import shown
 
 from ..requests.grammar import CannotGoOn, exclude
@@ -108,8 +109,10 @@ def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.device.type != "cpu":
         largest, tokens = logits.max(dim=-1)
         return largest, tokens
-    # A third of the time that torch takes, the conversion to float32 included.
-    tokens = torch.from_numpy(logits.float().numpy().argmax(axis=1))
+    if logits.dtype in cpu.FLOATS and logits.stride(1) == 1 and cpu.unusable() is None:
+        tokens = cpu.largest(logits)
+    else:  # a third of the time that torch takes, the conversion to float32 included
+        tokens = torch.from_numpy(logits.float().numpy().argmax(axis=1))
     return logits.gather(1, tokens[:, None])[:, 0], tokens
 
 

@@ -257,3 +257,74 @@ def test_a_residual_is_two_sums(bias: bool) -> None:
         want = cpu.linear(cpu.gate(cpu.linear(cpu.norm(sums, norm), gate_up)), down, sums)
         assert torch.equal(add(attended, rows), want)
         assert torch.equal(rows, before)
+
+
+@pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("paged", [False, True])
+def test_layers_in_one_call(paged: bool) -> None:
+    """The parts of each, one after the other, of which the second layer has a window, and sinks."""
+    torch.manual_seed(2)
+    queries, heads, dim, width, inner = 6, 2, 24, 90, 200
+    # Three requests: one new token after 69, 9 after none, and 300 after 11.
+    ends, counts, slots = torch.tensor([70, 9, 311]), torch.tensor([1, 9, 300]), torch.tensor([2, 0, 1])
+    n = int(counts.sum())
+    requests = {
+        "slots": slots.int(),
+        "lengths": ends.int(),
+        "starts": torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+    }
+    row_slots = slots.repeat_interleave(counts)
+    positions = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    table = torch.randperm(3 * 20).view(3, 20).int() if paged else None
+    places = (row_slots, positions)
+    if table is not None:
+        places = (table[row_slots, positions // 16] * 16 + positions % 16, None)
+
+    layers, caches, options = [], [], [{}, {"window": 30, "sinks": torch.randn(queries)}]
+    for each in options:
+        stored = torch.randn(2, *(60, 16) if paged else (3, 320), heads, dim).bfloat16()
+        homes = [rows.flatten(0, 1) if paged else rows for rows in stored]
+        layers.append(
+            (
+                cpu.Projection(_norm_weight(width), _weight((queries + 2 * heads) * dim, width), queries, heads, dim),
+                cpu.Layer(queries, *stored, *homes, block_table=table, **each),
+                cpu.Residual(
+                    _weight(width, queries * dim), _norm_weight(width), _weight(2 * inner, width), _weight(width, inner)
+                ),
+            )
+        )
+        caches.append((stored, stored.clone()))
+    rows, angles = torch.randn(n, width).bfloat16(), torch.randn(n, dim)
+    before, cos, sin = rows.clone(), angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    found, seconds = cpu.run_layers(layers, places, rows, cos, sin, **requests)
+
+    want = rows
+    for (project, _, add), (stored, stored_one_by_one), each in zip(layers, caches, options, strict=True):
+        query, key, value = project(want, cos, sin).split_with_sizes((queries, heads, heads), 1)
+        assert cpu.store(key, value, *(r.flatten(0, 1) if paged else r for r in stored_one_by_one), *places)
+        attended = cpu.attend(query, *stored_one_by_one, block_table=table, **requests, **each)
+        want = add(attended.flatten(1), want)
+        assert torch.equal(stored, stored_one_by_one)
+    assert torch.equal(found, want)
+    assert torch.equal(rows, before)
+    assert min(seconds) > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 511, 512, 513, 3000])
+def test_the_largest_of_a_row(dtype: torch.dtype, width: int) -> None:
+    """As numpy finds it: the first of equal ones, whatever the signs of zeros, and NaN before infinities."""
+    torch.manual_seed(width)
+    rows = torch.randn(40, width + 3).to(dtype)[:, :width]
+    rows[5:] = rows[5:].round()  # with many that are equal
+    special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, torch.finfo(dtype).tiny, -torch.finfo(dtype).max]
+    for row, value in enumerate(special, 10):
+        rows[row] = -1
+        rows[row, width // 2 :: 7] = value
+    rows[20], rows[21] = -math.inf, -0.0
+    rows[21, width // 3] = 0.0
+    rows[22, [0, -1]] = torch.tensor([math.inf, math.nan], dtype=dtype)
+    want = rows.float().numpy().argmax(axis=1)
+    assert cpu.largest(rows).tolist() == want.tolist()
+    assert cpu.largest(rows[:0]).tolist() == []

@@ -58,17 +58,13 @@ class Native:
         table = stored.table if isinstance(stored, Blocks) else None
         scales = stored.scales if isinstance(stored, Contiguous) else None
         rows, heads, head_dim = query.shape
-        num_slots, tokens, kv_heads, key_dim = key.shape
+        kv_heads, key_dim = key.shape[2:]
         if (scales is None and query.dtype != key.dtype) or head_dim != key_dim or heads % kv_heads:
             raise ConfigError(
                 f"queries {list(query.shape)} {query.dtype} do not fit keys of {kv_heads} heads of {key_dim} "
                 f"{key.dtype}: they have the same type and size, and each KV head as many query heads"
             )
-        # Layers store alike, but for windows: their caches may differ in tokens per slot.
-        batch.once(
-            (Native, rows, num_slots, tokens, id(table)),
-            lambda: check_requests(query, key, group.lengths, group.slots, group.starts, table),
-        )
+        self.check(rows, stored, batch)
         return cpu.attend(
             query,
             key,
@@ -82,4 +78,20 @@ class Native:
             softcap=params.softcap,
             window=params.window,
             sinks=params.sinks,
+        )
+
+    @staticmethod
+    def check(rows: int, stored: Contiguous | Blocks, batch: PackedBatch) -> None:
+        """Checks the batch, and a block table, against the memory of a layer and the number of queries; once for all
+        layers that store alike.
+
+        Raises:
+            ConfigError: spans, slots or blocks that are not there.
+        """
+        group, key = batch.together, stored.key
+        table = stored.table if isinstance(stored, Blocks) else None
+        # Layers store alike, but for windows: their caches may differ in tokens per slot.
+        batch.once(
+            (Native, rows, *key.shape[:2], id(table)),
+            lambda: check_requests(rows, key, group.lengths, group.slots, group.starts, table),
         )

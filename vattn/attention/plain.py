@@ -71,7 +71,7 @@ def attend(
             if tensor is not None or name not in optional:
                 _check_memory(name, tensor)
         _check_shapes(query, key, value, lengths, slots, starts, block_table, pair, sinks, out)
-        check_requests(query, key, lengths, slots, starts, block_table)
+        check_requests(query.shape[0], key, lengths, slots, starts, block_table)
         if out is not None:
             _check_out(out, query, read)
         attended = cpu.attend(
@@ -227,18 +227,16 @@ def _check_shapes(
 
 
 def check_requests(
-    query: Tensor, key: Tensor, lengths: Tensor, slots: Tensor | None, starts: Tensor | None, block_table: Tensor | None
+    num_rows: int, key: Tensor, lengths: Tensor, slots: Tensor | None, starts: Tensor | None, block_table: Tensor | None
 ) -> None:
-    """Refuses rows, lengths, slots and blocks that are not there."""
-    wrong = cpu.check_requests(
-        key, query.shape[0], lengths=lengths, slots=slots, starts=starts, block_table=block_table
-    )
+    """Refuses rows of queries, lengths, slots and blocks that are not there."""
+    wrong = cpu.check_requests(key, num_rows, lengths=lengths, slots=slots, starts=starts, block_table=block_table)
     if wrong is None:
         return
     what, least, most = wrong
     if what == "starts":
         raise ConfigError(
-            f"{len(query)} rows of queries, but {len(lengths)} requests have rows {least} to {most}; each request has "
+            f"{num_rows} rows of queries, but {len(lengths)} requests have rows {least} to {most}; each request has "
             "one or more, and they follow each other"
         )
     num_slots, room = key.shape[:2] if block_table is None else block_table.shape

@@ -1,0 +1,105 @@
+"""Decoder layers in one native call: as one by one, over each backend; and where there is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.tiny_models import make_model
+from vattn import cpu
+from vattn.engine import LLM, SamplingParams
+from vattn.engine.model.native_layers import CacheLayers
+
+pytestmark = pytest.mark.skipif(
+    cpu.unusable() is not None or not cpu.has_linear(), reason="these kernels have no linear layers"
+)
+
+_BACKENDS: dict[str, dict[str, Any]] = {
+    "virtual": {"kv": "virtual"},
+    "fused": {"kv": "virtual", "kv_options": {"layout": "fused"}},
+    "paged": {"kv": "paged"},
+    "windows": {"kv": "paged", "block_size": 64, "kv_options": {"windows": True}},
+    "static": {"kv": "static"},
+}
+# Stored in another way.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "dynamic": {"kv": "dynamic"},
+    "int8": {"kv": "virtual", "kv_cache_dtype": "int8"},
+    "another kernel": {"kv": "virtual", "attention": "torch_sdpa"},
+}
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    """The number of layers of each native call."""
+    calls: list[int] = []
+    original = cpu.run_layers
+
+    def run_layers(layers: Any, *args: Any, **keywords: Any) -> Any:
+        calls.append(len(layers))
+        return original(layers, *args, **keywords)
+
+    with mock.patch.object(cpu, "run_layers", run_layers):
+        yield calls
+
+
+def _model(family: str) -> PreTrainedModel:
+    return copy.deepcopy(make_model(family)).bfloat16()
+
+
+def _generate(model: PreTrainedModel, **options: Any) -> list[tuple[list[int], float]]:
+    """Tokens and their probability, of requests that share steps: prompts in chunks beside decodes, and a fork."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(2, 60, (count,), generator=generator).tolist() for count in (3, 40, 17, 70)]
+    params = [
+        SamplingParams(seed=number, max_tokens=12, ignore_eos=True, logprobs=0, n=1 + (number == 2))
+        for number in range(len(prompts))
+    ]
+    with LLM(model, max_num_batched_tokens=24, max_num_seqs=8, max_model_len=128, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.core.check()
+    return [
+        (list(completion.token_ids), completion.cumulative_logprob or 0.0)
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("backend", _BACKENDS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral-window"])
+def test_as_layers_one_by_one(family: str, backend: str) -> None:
+    """Bit by bit."""
+    if family == "mistral-window" and backend == "fused":
+        pytest.skip("layers with windows are not fused")
+    model = _model(family)
+    with mock.patch.object(CacheLayers, "parts", return_value=None), _counting() as calls:
+        expected = _generate(model, **_BACKENDS[backend])
+    assert not calls
+    with _counting() as calls:
+        assert _generate(model, **_BACKENDS[backend]) == expected
+    assert len(calls) > 10
+    assert set(calls) == {model.config.num_hidden_layers - 1}
+
+
+@pytest.mark.parametrize("other", _OTHERS)
+def test_layers_that_are_stored_or_attended_to_in_another_way(other: str) -> None:
+    with _counting() as calls:
+        assert _generate(_model("qwen2"), **_OTHERS[other])
+    assert not calls
+
+
+def test_layers_with_hooks_are_called() -> None:
+    model = _model("qwen2")
+    seen: list[torch.Size] = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    with _counting() as calls:
+        _generate(model, kv="virtual")
+    assert not calls
+    assert len(seen) > 10
