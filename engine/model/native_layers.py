@@ -6,7 +6,8 @@ want the interpreter, each return to it may have to wait.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,10 +29,12 @@ class CacheStep(PackedStep, Protocol):
     Attributes:
         batch: its tokens.
         caches: the backend's layers.
+        watched: a layer whose keys and values it looks at; None for none.
     """
 
     batch: PackedBatch
     caches: CacheLayers
+    watched: int | None
 
 
 Parts = tuple[cpu.Projection, cpu.Layer, cpu.Residual]
@@ -105,29 +108,32 @@ def run_layers(
 ) -> Tensor:
     """Hidden states `[1, T, hidden_size]` after decoder layers, of those before.
 
-    In one call, if the layers have forwards of `InSteps` and no hooks, and the step's cache allows it.
+    In one call up to the first layer that has no forward of `InSteps`, or hooks, or is watched, if the step's cache
+    allows it.
     """
-    forwards = [found for module in modules if (found := _alone(module))]
-    if forwards and len(forwards) == len(modules) and isinstance(step, CacheStep):
-        batch, group = step.batch, step.batch.together
-        parts = step.caches.parts(forwards, batch)
+    if isinstance(step, CacheStep):
+        forwards = list(itertools.takewhile(lambda each: each.layer.layer != step.watched, _forwards(modules)))
+        parts = step.caches.parts(forwards, step.batch)
         if parts is not None:
+            group = step.batch.together
             rows, _ = cpu.run_layers(
                 parts,
-                step.caches.places(batch),
+                step.caches.places(step.batch),
                 *forwards[0].layer.rows_and_factors(hidden, embeddings),
                 slots=group.slots,
                 lengths=group.lengths,
                 starts=group.starts,
             )
-            return rows[None]
+            hidden, modules = rows[None], modules[len(forwards) :]
     for module in modules:
         hidden = module(hidden, position_embeddings=embeddings)
     return hidden
 
 
-def _alone(module: nn.Module) -> InSteps | None:
-    """The forward of a module, if a call of the module is a call of it and nothing else."""
-    forward = vars(module).get("forward")
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return forward if isinstance(forward, InSteps) and not hooked else None
+def _forwards(modules: Iterable[nn.Module]) -> Iterator[InSteps]:
+    """Those of the first modules of which a call is a call of it and nothing else."""
+    for module in modules:
+        forward = vars(module).get("forward")
+        if not isinstance(forward, InSteps) or module._forward_hooks or module._forward_pre_hooks:
+            return
+        yield forward

@@ -1,6 +1,6 @@
 """The same model, faster on a CPU: weights laid out once, fewer products, and less between them.
 
-Five changes, each to the `forward` of single modules, which keep their names and types:
+Six changes, each to the `forward` of single modules, which keep their names and types:
 
     linear          the weight in the layout of its product, instead of being reordered at every call
     q, k, v         one product for the three projections of an attention module
@@ -8,6 +8,7 @@ Five changes, each to the `forward` of single modules, which keep their names an
     decoder layer   in packed steps, what `vattn.engine.model.decoder_layer` makes of it
     decoder         in packed steps, its layers and the norm after them, without what is for other callers; the last
                     layer stores the keys and values of all rows, and attends for those whose logits are asked for
+    model           in packed steps, its decoder and its head, likewise
 
 docs/measurements.md says what each of them is worth.
 
@@ -20,16 +21,17 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from vattn import cpu
 from vattn.attention import AttentionParams
-from vattn.packed import NAME, current_step, run_packed, wanted_rows
+from vattn.packed import NAME, PackedStep, current_step, run_packed, wanted_rows
 
 from .decoder_layer import DecoderLayer, InSteps, Recorder, RotaryTable, norm_weight, projection, residual
 from .linears import Packed, PackedMLP, PackedTogether
@@ -83,7 +85,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
     Returns:
         A function that undoes the change; with `keep_weights=False` it must not be called.
     """
-    faster: dict[nn.Module, Callable[..., Tensor]] = {}
+    faster: dict[nn.Module, Callable[..., Any]] = {}
     packed: dict[nn.Module, Packed | PackedMLP | PackedTogether] = {}
     with torch.inference_mode():
         for module in model.modules():
@@ -107,14 +109,18 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Callable[[
         for module, forward in faster.items():
             module.forward = forward
         decoder = cast(Any, model).get_decoder()
-        in_steps = _decoder(decoder, faster)
-        if in_steps is not None:
+        makers: dict[nn.Module, Callable[..., Callable[..., Any] | None]] = {decoder: _decoder, model: _model}
+        for module, make in makers.items():
+            in_steps = make(module, faster)
+            if in_steps is None:
+                break
             expected = _example(model)
-            faster[decoder] = in_steps  # first, for `restore`
-            decoder.forward = in_steps
+            faster[module] = in_steps  # first, for `restore`
+            module.forward = in_steps
             if not _computes(model, expected):
-                del decoder.forward
-                del faster[decoder]
+                del module.forward
+                del faster[module]
+                break
     except BaseException:
         restore()
         raise
@@ -189,7 +195,7 @@ def _decoder_layers(
     return forwards
 
 
-def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any] | None:
+def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> _Decoder | None:
     """A faster forward of a model's decoder, where all its layers have one.
 
     Embeddings may be scaled, or layers called in another way: again results have to decide.
@@ -200,12 +206,23 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
         norm = norm_weight(decoder.norm)
     except ValueError:
         return None
-    plain = decoder.forward
     rotary = decoder.rotary_emb
     if getattr(rotary, "rope_type", None) not in _MOVING_ROTARY:
         rotary = RotaryTable(rotary)
+    return _Decoder(decoder, rotary, norm, decoder.forward)
 
-    def forward(
+
+@dataclass(frozen=True)
+class _Decoder:
+    """The forward of a decoder, whose rotary factors and last norm are given."""
+
+    module: Any
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm: cpu.NormWeight
+    plain: Callable[..., Any]
+
+    def __call__(
+        self,
         input_ids: Tensor | None = None,
         *args: Any,
         position_ids: Tensor | None = None,
@@ -215,19 +232,73 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any
         others = any(value is not None for value in (*args, *keywords.values()))
         step = current_step()
         if step is None or input_ids is None or position_ids is None or others:
-            return plain(input_ids, *args, position_ids=position_ids, use_cache=use_cache, **keywords)
-        hidden = decoder.embed_tokens(input_ids)
-        embeddings = rotary(hidden, position_ids)
+            return self.plain(input_ids, *args, position_ids=position_ids, use_cache=use_cache, **keywords)
         wanted = wanted_rows()
-        if wanted is not None and len(wanted) >= hidden.shape[1]:
-            wanted = None
-        *others, last = decoder.layers
-        hidden = run_layers(others, step, hidden, embeddings)
-        output = cpu.norm(last(hidden, position_embeddings=embeddings, wanted=wanted)[0], norm)
-        if wanted is not None:
+        output = self.rows(step, input_ids, position_ids, wanted)
+        if wanted is not None and len(output) < input_ids.shape[1]:
             # The model's head picks the wanted rows from all. Whatever reads the others is to see that it is wrong.
-            output = hidden.new_full(hidden.shape[1:], math.nan).index_copy_(0, wanted, output)
+            every = output.new_full((input_ids.shape[1], output.shape[1]), math.nan)
+            output = every.index_copy_(0, wanted, output)
         return BaseModelOutputWithPast(last_hidden_state=output[None])
+
+    def rows(self, step: PackedStep, input_ids: Tensor, position_ids: Tensor, wanted: Tensor | None) -> Tensor:
+        """Hidden states of the wanted rows, `[S, hidden_size]`; of all, in order, where these are as many or more."""
+        hidden = self.module.embed_tokens(input_ids)
+        embeddings = self.rotary(hidden, position_ids)
+        layers = self.module.layers
+        if wanted is not None and len(wanted) < hidden.shape[1]:
+            *others, last = layers
+            hidden = last(run_layers(others, step, hidden, embeddings), position_embeddings=embeddings, wanted=wanted)
+        else:
+            hidden = run_layers(layers, step, hidden, embeddings)
+        return cpu.norm(hidden[0], self.norm)
+
+
+def _model(model: Any, faster: Mapping[nn.Module, Any]) -> Callable[..., Any] | None:
+    """A faster forward of a model whose logits are what its head makes of its decoder's rows, bit by bit."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    in_steps, plain = faster.get(decoder), model.forward
+    if not isinstance(in_steps, _Decoder) or head not in faster:
+        return None
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.append((output.last_hidden_state if module is decoder else output).clone())
+
+    hooks = [module.register_forward_hook(note) for module in (decoder, head)]
+    try:
+        logits = _example(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != 2 or not torch.equal(head(seen[0])[0], logits) or not torch.equal(seen[1][0], logits):
+        return None
+
+    def forward(
+        input_ids: Tensor | None = None,
+        *args: Any,
+        position_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **keywords: Any,
+    ) -> Any:
+        step, wanted = current_step(), wanted_rows()
+        others = any(value is not None for value in (*args, *keywords.values()))
+        hooked = decoder._forward_hooks or decoder._forward_pre_hooks
+        asked = wanted is not None and logits_to_keep is wanted
+        if step is None or wanted is None or input_ids is None or position_ids is None or others or hooked or not asked:
+            return plain(
+                input_ids,
+                *args,
+                position_ids=position_ids,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **keywords,
+            )
+        rows = in_steps.rows(step, input_ids, position_ids, wanted)
+        if len(wanted) >= input_ids.shape[1]:
+            rows = rows[wanted]
+        return CausalLMOutputWithPast(logits=head(rows)[None])
 
     return forward
 

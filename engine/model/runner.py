@@ -31,7 +31,6 @@ class _Step:
     """What transformers' attention function calls: store the new keys and values, then attend.
 
     Attributes:
-        caches: of all layers but the last one, which alone may be watched.
         watched: a layer; None for none.
         finite: whether a token's keys and values in that layer are finite, `[T]` bool; None until it has run.
     """

@@ -85,7 +85,7 @@ def test_as_layers_one_by_one(family: str, backend: str) -> None:
     with _counting() as calls:
         assert _generate(model, **_BACKENDS[backend]) == expected
     assert len(calls) > 10
-    assert set(calls) == {model.config.num_hidden_layers - 1}
+    assert set(calls) == {model.config.num_hidden_layers - 1, model.config.num_hidden_layers}
 
 
 @pytest.mark.parametrize("other", _OTHERS)
@@ -103,3 +103,26 @@ def test_layers_with_hooks_are_called() -> None:
         _generate(model, kv="virtual")
     assert not calls
     assert len(seen) > 10
+
+
+def test_layers_up_to_one_with_hooks() -> None:
+    model = _model("qwen2")
+    expected = _generate(model, kv="virtual")
+    seen: list[torch.Size] = []
+    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    with _counting() as calls:
+        assert _generate(model, kv="virtual") == expected
+    assert set(calls) == {1}
+    assert len(seen) >= len(calls)  # loading runs the layer, too
+
+
+def test_what_drafts_store_is_looked_at() -> None:
+    """The keys and values of a request that publishes, in the last layer, whose rows are all asked for."""
+    model = _model("qwen2")
+    prompt = [5, 6, 7, 8] * 6
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with _counting() as calls, LLM(model, speculative_config=drafts, enable_prefix_caching=True) as llm:
+        llm.generate([prompt], params, use_tqdm=False)
+        assert llm.core.speculation.num_drafts
+    assert model.config.num_hidden_layers - 1 in calls

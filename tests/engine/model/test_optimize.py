@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Model
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Model
 
 from tests.support.tiny_models import FAMILIES, make_model
 from vattn import cpu, packed
@@ -111,6 +111,7 @@ def test_the_same_in_packed_steps(family: str) -> None:
     if family != "opt":
         assert _fused_layers(model) == (list(range(model.config.num_hidden_layers)) if family in _USUAL else [])
         assert ("forward" in vars(model.get_decoder())) == (family in _USUAL)
+        assert ("forward" in vars(model)) == (family in _USUAL)
     fast = _packed_logits(model)
     restore()
     assert torch.equal(_packed_logits(model), plain), "not as before"
@@ -169,11 +170,13 @@ def test_the_last_layer_goes_on_with_the_wanted_rows(family: str, wanted: list[i
     all_rows, some_rows = _Recording(), _Recording()
     expected = packed.run_packed(model, all_rows, ids, positions, positions)[wanted]
     seen: list[torch.Tensor] = []
+    alone = packed.run_packed(model, _Recording(), ids, positions, torch.tensor(wanted, dtype=torch.int64))
     model.get_decoder().register_forward_hook(lambda module, args, output: seen.append(output[0][0]))
     logits = packed.run_packed(model, some_rows, ids, positions, torch.tensor(wanted, dtype=torch.int64))
     assert all(map(torch.equal, some_rows.stored, all_rows.stored))
     assert len(some_rows.stored) == model.config.num_hidden_layers
     assert seen[0].isnan().all(dim=1).tolist() == [row not in wanted for row in range(23)]
+    assert torch.equal(alone, logits)  # without the decoder's output between
     torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)
     if cpu.has_linear():
         assert torch.equal(logits, expected)
@@ -231,6 +234,37 @@ def test_a_decoder_that_only_looks_usual() -> None:
     assert "forward" not in vars(model.model)
     fast = _packed_logits(model)
     assert (fast - plain).norm() <= 0.05 * plain.norm()
+
+
+class _Capped(LlamaForCausalLM):
+    """The modules of the usual model, and other logits: nearly the same ones where they are small."""
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        output = super().forward(*args, **keywords)
+        output.logits = 1000 * (output.logits / 1000).tanh()
+        return output
+
+
+def test_a_model_that_only_looks_usual() -> None:
+    model = _packed("llama")
+    model.__class__ = _Capped
+    restore = optimize(model)
+    assert "forward" in vars(model.model)
+    assert "forward" not in vars(model)
+    restore()
+    model.__class__ = LlamaForCausalLM
+    optimize(model)
+    assert "forward" in vars(model)
+
+
+def test_rows_in_another_order() -> None:
+    """All of them, and one twice: as the model's own forward picks them."""
+    model = _packed("llama")
+    optimize(model)
+    rows = torch.tensor([3, 0, 4, 1, 2, 2])
+    ids, positions = torch.arange(7, 12), torch.arange(5)
+    in_order = packed.run_packed(model, _OneRequest(), ids, positions, positions)
+    assert torch.equal(packed.run_packed(model, _OneRequest(), ids, positions, rows), in_order[rows])
 
 
 def test_a_decoder_called_outside_of_steps() -> None:
