@@ -297,16 +297,24 @@ thread_local State* forking = nullptr;  // locked by the fork that the calling t
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
-// Keeps a new mapping out of children and of core dumps. It cannot fail: the range is one mapping, so nothing has to be
-// split.
+// Keeps new mappings out of children and of core dumps. It cannot fail: they are whole, so nothing has to be split.
 void keep_to_this_process(void* address, std::size_t size) {
   madvise(address, size, MADV_DONTFORK);
   madvise(address, size, MADV_DONTDUMP);
 }
 
-// The advice belongs to the mapping that MAP_FIXED replaces, so each new one asks for it again.
+// The advice belongs to the mapping that this replaces, so each new one asks for it again.
 bool map_fixed(Address address, std::size_t size, int protection, int flags, int fd, off_t offset) {
-  if (mmap(pointer(address), size, protection, MAP_FIXED | flags, fd, offset) == MAP_FAILED) return false;
+  return mmap(pointer(address), size, protection, MAP_FIXED | flags, fd, offset) != MAP_FAILED;
+}
+
+constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
+
+// Makes a range reserved again, whatever was there.
+bool reserve_again(Address address, std::size_t size, bool strict) {
+  if (!map_fixed(address, size, reservation_protection(strict), kReservationFlags, -1, 0)) return false;
   keep_to_this_process(pointer(address), size);
   return true;
 }
@@ -324,10 +332,6 @@ Result populate(int fd, off_t offset, std::size_t size) {
   }
   return kSuccess;
 }
-
-constexpr int kReservationFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-int reservation_protection(bool strict) { return strict ? PROT_NONE : PROT_READ; }
 
 // What is mapped without access can be read as what is not mapped can: kernels read past what they use while the worker
 // is between its calls.
@@ -570,8 +574,7 @@ Result unmap(Address address, std::size_t size) {
   if (!whole_mappings(reservation, address, size, &first, &last)) return kInvalidValue;
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   const bool entered = std::any_of(first, last, [](const auto& mapping) { return mapping.second.entered; });
-  if (entered && !map_fixed(address, size, reservation_protection(reservation.strict), kReservationFlags, -1, 0))
-    return from_errno();
+  if (entered && !reserve_again(address, size, reservation.strict)) return from_errno();
   for (auto mapping = first; mapping != last; ++mapping) {
     const PhysicalTable::Found memory = s.physical.at(mapping->second.handle);
     memory.counts->mappings -= 1;
@@ -599,7 +602,7 @@ struct Piece {
     if (mapping().entered)
       mprotect(pointer(first->first), size, protection_of(mapping().access, strict));
     else
-      map_fixed(first->first, size, reservation_protection(strict), kReservationFlags, -1, 0);
+      reserve_again(first->first, size, strict);
   }
 };
 
@@ -638,6 +641,8 @@ Result set_access(Address address, std::size_t size, const AccessDesc* descs, st
     while (piece != all.begin()) (--piece)->change_back(reservation.strict);
     return failed;
   }
+  // Once for all pieces: with few pages in each, it takes as long as mapping them.
+  if (access != Access::kNone) keep_to_this_process(pointer(address), size);
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   for (auto mapping = first; mapping != last; ++mapping) {
     mapping->second.access = access;

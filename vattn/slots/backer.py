@@ -266,11 +266,15 @@ class Backer(Decisions):
         if slot is None:
             return
         pages = self._bands.eager_growth(slot, pages_per_run)
-        if not pages or self._ledger.free - pages < self._low_water:
+        if not pages or not self.can_spare(pages):
             return
 
         if ticket := self.in_background(lambda change: self._bands.grow_eagerly(change, slot, pages_per_run)):
             self._slots.growing([slot], ticket)
+
+    def can_spare(self, pages: int) -> bool:
+        """Whether so many pages are free beyond those that are kept free: for what is mapped on a guess."""
+        return self._ledger.free - pages >= self._low_water
 
     # For any call
 

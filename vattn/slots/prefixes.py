@@ -107,7 +107,8 @@ class Prefixes(Decisions):
 
     def look_ahead(self) -> None:
         """Maps a prefix that running requests share in idle slots, as many as requests took it since the last step:
-        more of them are likely to come with it. Slots with blocks, which others may find there, are left as they are.
+        more of them are likely to come with it. A block for their own tokens follows, if pages can be spared. Slots
+        with blocks, which others may find there, are left as they are.
         """
         count, self._demand = self._demand, 0
         if not count or not self._config.overlap:
@@ -124,9 +125,15 @@ class Prefixes(Decisions):
             if not slots.idle[slot].blocks and slot not in slots.leaving and self._fences.passed(slot)
         ]
 
+        end = slots.backed((prefix.count + 1) * bands.block_tokens)
+        # With windows, what follows depends on where queries start.
+        grows = self._config.eager_pages and not bands.windowed and end <= self._config.max_context_len
+
         def plan(change: Change) -> None:
             for slot in taken:
                 self._put(change, slot, prefix)
+                if grows and self._backer.can_spare(bands.growth(slot, end, 0)):
+                    self._backer.grow(change, {slot: end})
 
         if ticket := self._backer.in_background(plan):
             self._ahead = ticket

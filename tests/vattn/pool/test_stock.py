@@ -149,6 +149,27 @@ def test_a_prefix_that_requests_share_is_mapped_ahead() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(("budget", "grows"), [(64, True), (16, False)])
+def test_a_block_for_a_requests_own_tokens_follows_the_prefix(budget: int, grows: bool) -> None:
+    """With `eager_pages`, as far as pages are left: the next request's first step then makes no driver call."""
+    cache, pool = make(budget, eager_pages=1, watermark=0.25)
+    tokens = list(range(300))
+    first = cache.alloc_reqid()
+    cache.step({first: 256})
+    cache.commit(first, tokens[:256])
+    cache.step({cache.admit(tokens).reqid: 300})
+    cache.check()  # waits for the worker
+    before, waits = cache.stats().calls["cuMemMap"].count, cache.stats().waits
+    third = cache.admit(tokens)
+    assert third.cached_tokens == 256
+    cache.step({third.reqid: 300}, look_ahead=False)
+    assert (cache.stats().calls["cuMemMap"].count == before) == grows
+    assert (cache.stats().waits == waits) == grows
+    cache.check()
+    cache.close()
+    pool.close()
+
+
 def test_a_prefix_that_could_not_be_mapped_ahead_is_mapped_by_the_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     table = FaultyTable()
     cache, pool = make(64, table, watermark=0)
