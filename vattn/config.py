@@ -93,8 +93,8 @@ class KVConfig:
             such a read is always an error of the kernel.
         overlap: map the pages for coming steps while this one computes.
         deferred_reclamation: leave a finished request's pages mapped for the next request in that slot.
-        eager_pages: pages per run mapped ahead in one idle slot for the next request, and a token block in those in which
-            a shared prefix is mapped ahead; 0 for none.
+        eager_pages: pages per run mapped ahead in one idle slot for the next request, and a token block in idle slots
+            where a shared prefix is mapped ahead; 0 for none.
         zero_on_free: zero the pages of a request before another one gets them; docs/security.md describes scope and
             cost. Of a finished request, only cached token blocks then stay mapped.
         watermark: share of the budget below which free pages are replenished from finished requests, and up to which

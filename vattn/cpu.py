@@ -639,18 +639,20 @@ def run_layers(
     return result, LayerSeconds(*seconds)
 
 
-def largest(rows: Tensor) -> Tensor:
-    """Where the largest element of each row is, `[n]` int64: the first of equal ones; NaN is larger than all numbers.
+def largest(rows: Tensor) -> tuple[Tensor, bool]:
+    """Where the largest element of each row is, `[n]` int64, and whether all of these are finite.
+
+    It is the first of equal ones; NaN is larger than all numbers.
 
     Args:
         rows: `[n, width]`, floats, whose last stride is 1; at least one in each row.
     """
     n, width = rows.shape
     indices = torch.empty(n, dtype=torch.int64, device="cpu")
-    _module()[0].largest(
+    finite: bool = _module()[0].largest(
         _TYPES[rows.dtype], n, width, rows.stride(0), rows.data_ptr(), indices.data_ptr(), torch.get_num_threads()
     )
-    return indices
+    return indices, finite
 
 
 def products(stored: torch.dtype, count: int) -> None:

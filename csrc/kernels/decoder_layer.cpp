@@ -103,16 +103,11 @@ DecoderTimes compute(std::span<const DecoderLayer> layers, const DecoderCall& ca
     const std::int64_t head = projection->head_dim * kSize, stride = projection->weight.out * kSize;
     const std::byte* keys = heads + projection->num_queries * head;
     const std::byte* values = keys + projection->num_keys * head;
-    const CacheCall rows{call.tokens,
-                         {heads, stride, head},
-                         {keys, stride, head},
-                         {values, stride, head},
-                         call.places,
-                         call.count,
-                         call.slots,
-                         call.lengths,
-                         call.starts,
-                         attended};
+    const CacheCall rows{call.tokens,          {heads, stride, head},
+                         {keys, stride, head}, {values, stride, head},
+                         call.places,          call.count,
+                         call.slots,           call.lengths,
+                         call.starts,          attended};
     store(*cache, rows, threads);
     count(times.store);
     attend(*cache, rows, kernels, threads);

@@ -56,7 +56,7 @@ struct DecoderLayer {
 struct DecoderCall {
   Places places;  // in every layer
   std::int64_t tokens;
-  std::byte* rows;         // [tokens, in]: before the first layer, and then after the last one
+  std::byte* rows;  // [tokens, in]: before the first layer, and then after the last one
   const std::byte *cos, *sin;
   int count;  // of requests, as in `CacheCall`
   const std::int32_t *slots, *lengths, *starts;

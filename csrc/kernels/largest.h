@@ -14,6 +14,7 @@ struct Largest {
   std::int64_t* indices;
 };
 
-void compute(const Largest&, int threads);
+// Whether all of them are finite.
+bool compute(const Largest&, int threads);
 
 }  // namespace vattn::kernels

@@ -174,38 +174,38 @@ NB_MODULE(_kernels, module) {
       "Stores new keys and values; see store.h. Addresses are integers, strides bytes.");
 
   nb::class_<Layer>(module, "Layer", "A layer whose memory does not move; see `vattn.cpu.Layer`.")
-      .def("__init__",
-           [](Layer* self, int kernel, int type, int num_heads, int num_kv_heads, int head_dim, int v_head_dim,
-              const Place& key, const Place& value, const Place& key_home, const Place& value_home,
-              std::uintptr_t table, std::int64_t table_stride, int block_size, float scale, float softcap, int window,
-              std::uintptr_t sinks) {
-             const auto stored = static_cast<Type>(type);
-             const auto home = [&](const Place& place, int dim) {
-               const auto [data, slot, token, head] = place;
-               return Store{.heads = num_kv_heads,
-                            .bytes = dim * size_of(stored),
-                            .target = pointer<std::byte>(data),
-                            .target_slot = slot,
-                            .target_token = token,
-                            .target_head = head};
-             };
-             Attention attention{};
-             attention.query_type = attention.stored_type = stored;
-             attention.num_heads = num_heads;
-             attention.num_kv_heads = num_kv_heads;
-             attention.head_dim = head_dim;
-             attention.v_head_dim = v_head_dim;
-             attention.key = rows(key);
-             attention.value = rows(value);
-             attention.table = pointer<const std::int32_t>(table);
-             attention.table_stride = table_stride;
-             attention.block_size = block_size;
-             attention.scale = scale;
-             attention.softcap = softcap;
-             attention.window = window;
-             attention.sinks = pointer<const float>(sinks);
-             new (self) Layer{&find(kernel), {attention, home(key_home, head_dim), home(value_home, v_head_dim)}};
-           })
+      .def(
+          "__init__",
+          [](Layer* self, int kernel, int type, int num_heads, int num_kv_heads, int head_dim, int v_head_dim,
+             const Place& key, const Place& value, const Place& key_home, const Place& value_home, std::uintptr_t table,
+             std::int64_t table_stride, int block_size, float scale, float softcap, int window, std::uintptr_t sinks) {
+            const auto stored = static_cast<Type>(type);
+            const auto home = [&](const Place& place, int dim) {
+              const auto [data, slot, token, head] = place;
+              return Store{.heads = num_kv_heads,
+                           .bytes = dim * size_of(stored),
+                           .target = pointer<std::byte>(data),
+                           .target_slot = slot,
+                           .target_token = token,
+                           .target_head = head};
+            };
+            Attention attention{};
+            attention.query_type = attention.stored_type = stored;
+            attention.num_heads = num_heads;
+            attention.num_kv_heads = num_kv_heads;
+            attention.head_dim = head_dim;
+            attention.v_head_dim = v_head_dim;
+            attention.key = rows(key);
+            attention.value = rows(value);
+            attention.table = pointer<const std::int32_t>(table);
+            attention.table_stride = table_stride;
+            attention.block_size = block_size;
+            attention.scale = scale;
+            attention.softcap = softcap;
+            attention.window = window;
+            attention.sinks = pointer<const float>(sinks);
+            new (self) Layer{&find(kernel), {attention, home(key_home, head_dim), home(value_home, v_head_dim)}};
+          })
       .def("step", &Layer::step, nb::call_guard<nb::gil_scoped_release>());
 
   module.def(
@@ -341,12 +341,12 @@ NB_MODULE(_kernels, module) {
       "largest",
       [](int type, std::int64_t rows, std::int64_t width, std::int64_t stride, std::uintptr_t input,
          std::uintptr_t indices, int threads) {
-        const Largest largest{static_cast<Type>(type), rows, width, stride, pointer<const std::byte>(input),
+        const Largest largest{static_cast<Type>(type),       rows, width, stride, pointer<const std::byte>(input),
                               pointer<std::int64_t>(indices)};
         nb::gil_scoped_release release;
-        compute(largest, threads);
+        return compute(largest, threads);
       },
-      "Where the largest element of each row is; see largest.h. Strides are elements.");
+      "Where the largest element of each row is, and whether all are finite; see largest.h. Strides are elements.");
 
   module.def(
       "products",

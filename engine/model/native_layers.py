@@ -37,6 +37,9 @@ class CacheStep(PackedStep, Protocol):
     watched: int | None
 
 
+# Rows times layers of one call, during which nothing can interrupt the thread.
+_MOST_ROWS = 1024
+
 Parts = tuple[cpu.Projection, cpu.Layer, cpu.Residual]
 
 
@@ -108,22 +111,27 @@ def run_layers(
 ) -> Tensor:
     """Hidden states `[1, T, hidden_size]` after decoder layers, of those before.
 
-    In one call up to the first layer that has no forward of `InSteps`, or hooks, or is watched, if the step's cache
-    allows it.
+    In one call, or several for many rows, up to the first layer that has no forward of `InSteps`, or hooks, or is
+    watched, if the step's cache allows it.
     """
     if isinstance(step, CacheStep):
         forwards = list(itertools.takewhile(lambda each: each.layer.layer != step.watched, _forwards(modules)))
         parts = step.caches.parts(forwards, step.batch)
         if parts is not None:
             group = step.batch.together
-            rows, _ = cpu.run_layers(
-                parts,
-                step.caches.places(step.batch),
-                *forwards[0].layer.rows_and_factors(hidden, embeddings),
-                slots=group.slots,
-                lengths=group.lengths,
-                starts=group.starts,
-            )
+            rows, cos, sin = forwards[0].layer.rows_and_factors(hidden, embeddings)
+            count = max(1, _MOST_ROWS // len(rows))
+            for first in range(0, len(parts), count):
+                rows, _ = cpu.run_layers(
+                    parts[first : first + count],
+                    step.caches.places(step.batch),
+                    rows,
+                    cos,
+                    sin,
+                    slots=group.slots,
+                    lengths=group.lengths,
+                    starts=group.starts,
+                )
             hidden, modules = rows[None], modules[len(forwards) :]
     for module in modules:
         hidden = module(hidden, position_embeddings=embeddings)

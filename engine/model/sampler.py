@@ -68,13 +68,14 @@ class Sampler:
             batch.edit(logits)
             self.failures = batch.process(logits)
             batch.mask(logits)
-        largest, tokens = _most_probable(logits)
+        tokens, finite = _likeliest(logits)
         if len(batch.drawn):
-            tokens[batch.drawn] = self._draw(batch, logits, largest)
+            tokens[batch.drawn] = self._draw(batch, logits, tokens)
         batch.append(tokens)
-        usable = torch.isfinite(largest)
-        if usable.all():
+        if finite:
             return cast(list[int | None], tokens.tolist())
+        largest = logits.max(dim=1).values
+        usable = largest.isfinite()
         for row in torch.nonzero(~usable).flatten().tolist() if logits is not given else ():
             if row in self.failures or not math.isfinite(given[row].max()):
                 continue
@@ -89,31 +90,27 @@ class Sampler:
                 )
         return [token if good else None for token, good in zip(tokens.tolist(), usable.tolist(), strict=True)]
 
-    def _draw(self, batch: Batch, logits: Tensor, largest: Tensor) -> Tensor:
-        """Tokens `[D]` of the rows that are not greedy."""
+    def _draw(self, batch: Batch, logits: Tensor, likeliest: Tensor) -> Tensor:
+        """Tokens `[D]` of the rows that are not greedy, of the likeliest token of every row."""
         count, vocab_size = len(batch.drawn), logits.shape[1]
         if count < len(logits):
-            logits, largest = logits[batch.drawn], largest[batch.drawn]
+            logits, likeliest = logits[batch.drawn], likeliest[batch.drawn]
         padding = -vocab_size % _BLOCK
         weights = self._weights.rows(count, vocab_size + padding, logits.device)
         weights[:, vocab_size:] = 0
         scaled = weights[:, :vocab_size].copy_(logits)
         # The largest logit becomes 0 first: a tiny temperature must not overflow the others.
-        scaled.sub_(largest.float()[:, None]).div_(batch.temperatures).exp_()
+        scaled.sub_(logits.gather(1, likeliest[:, None]).float()).div_(batch.temperatures).exp_()
         filter_weights(scaled, batch.min_p, batch.top_k, batch.top_p)
         return draw(weights, torch.from_numpy(uniform(batch.seeds, batch.num_tokens)).to(logits.device))
 
 
-def _most_probable(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, NaN where there is one, and its token."""
-    if logits.device.type != "cpu":
-        largest, tokens = logits.max(dim=-1)
-        return largest, tokens
-    if logits.dtype in cpu.FLOATS and logits.stride(1) == 1 and cpu.unusable() is None:
-        tokens = cpu.largest(logits)
-    else:  # a third of the time that torch takes, the conversion to float32 included
-        tokens = torch.from_numpy(logits.float().numpy().argmax(axis=1))
-    return logits.gather(1, tokens[:, None])[:, 0], tokens
+def _likeliest(logits: Tensor) -> tuple[Tensor, bool]:
+    """The token of each row with the largest logit, or NaN where there is one, and whether all these are finite."""
+    if logits.device.type == "cpu" and logits.dtype in cpu.FLOATS and logits.stride(1) == 1 and cpu.unusable() is None:
+        return cpu.largest(logits)
+    largest, tokens = logits.max(dim=1)
+    return tokens, bool(largest.isfinite().all())
 
 
 class _Scratch:

@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "kernels/attention.h"
+#include "kernels/largest.h"
 #include "kernels/linear.h"
 #include "kernels/roofline.h"
 
@@ -288,4 +289,19 @@ TEST(limits) {
     }
   }
 }
+TEST(largest) {
+  constexpr std::int64_t kRows = 3;
+  for (const Type type : {Type::kFloat32, Type::kBFloat16, Type::kFloat16})
+    for (const std::int64_t width : {1, 2, 511, 512, 513, 1025, 40000})
+      for (const std::int64_t place : {std::int64_t{0}, width / 2, width - 1}) {
+        const Guarded rows(static_cast<std::size_t>(kRows * width * size_of(type)));
+        for (std::int64_t i = 0; i < kRows * width; ++i) put(type, rows.data() + i * size_of(type), -2);
+        for (std::int64_t row = 0; row < kRows; ++row)
+          put(type, rows.data() + (row * width + place) * size_of(type), row == 1 ? -1.5F : 3);
+        std::vector<std::int64_t> indices(kRows, -1);
+        CHECK(vattn::kernels::compute(Largest{type, kRows, width, width, rows.data(), indices.data()}, 2));
+        CHECK(indices == std::vector<std::int64_t>(kRows, place));
+      }
+}
+
 TEST(the_last_one_runs_everywhere) { CHECK(vattn::kernels::kernels().back().supported()); }

@@ -325,6 +325,17 @@ def test_the_largest_of_a_row(dtype: torch.dtype, width: int) -> None:
     rows[20], rows[21] = -math.inf, -0.0
     rows[21, width // 3] = 0.0
     rows[22, [0, -1]] = torch.tensor([math.inf, math.nan], dtype=dtype)
-    want = rows.float().numpy().argmax(axis=1)
-    assert cpu.largest(rows).tolist() == want.tolist()
-    assert cpu.largest(rows[:0]).tolist() == []
+    want = torch.from_numpy(rows.float().numpy().argmax(axis=1))
+    for number, row in enumerate(rows):
+        found, finite = cpu.largest(row[None])
+        assert found.tolist() == [want[number]]
+        assert finite == bool(row[want[number]].isfinite())
+    found, finite = cpu.largest(rows)
+    assert torch.equal(found, want)
+    assert not finite
+    found, finite = cpu.largest(rows[:10])
+    assert torch.equal(found, want[:10])
+    assert finite
+    found, finite = cpu.largest(rows[:0])
+    assert found.tolist() == []
+    assert finite

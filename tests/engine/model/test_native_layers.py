@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tests.support.tiny_models import make_model
 from vattn import cpu
 from vattn.engine import LLM, SamplingParams
+from vattn.engine.model import native_layers
 from vattn.engine.model.native_layers import CacheLayers
 
 pytestmark = pytest.mark.skipif(
@@ -103,6 +104,17 @@ def test_layers_with_hooks_are_called() -> None:
         _generate(model, kv="virtual")
     assert not calls
     assert len(seen) > 10
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, {1}), (20, {1, 3}), (10**6, {2, 3})])
+def test_many_rows_are_several_calls(monkeypatch: pytest.MonkeyPatch, most: int, expected: set[int]) -> None:
+    """So that a long step of a large model can be interrupted."""
+    model = _model("qwen2")
+    with_one = _generate(model, kv="virtual")
+    monkeypatch.setattr(native_layers, "_MOST_ROWS", most)
+    with _counting() as calls:
+        assert _generate(model, kv="virtual") == with_one
+    assert set(calls) == expected
 
 
 def test_layers_up_to_one_with_hooks() -> None:
