@@ -74,21 +74,24 @@ class _Steps:
         while len(self._taken) > 2 * _STEPS and self._seconds - self._taken[0][0] > 2 * _LONG:
             self._forget(1)
 
-    def starved(self) -> bool:
-        """Whether the last of them got less of the CPU and took longer than those before, which are then forgotten."""
+    def starved(self) -> float:
+        """How many times as long the last of them took as those before, which are then forgotten; 0 unless they got
+        less of the CPU, too.
+        """
         recent, seconds, cpu_seconds = 0, 0.0, 0.0
         for taken in reversed(self._taken):
             recent, seconds, cpu_seconds = recent + 1, seconds + taken[0], cpu_seconds + taken[1]
             if recent > 1 and seconds >= _SECONDS / 2:
                 break
         before, seconds_before = len(self._taken) - recent, self._seconds - seconds
-        if not _enough(before, seconds_before) or seconds / recent < _SLOWER * seconds_before / before:
-            return False
+        if not _enough(before, seconds_before):
+            return 0.0
+        slower = (seconds / recent) / (seconds_before / before)
         cpu_before = sum(taken[1] for taken in self._taken) - cpu_seconds
-        if cpu_seconds / seconds > _STARVED * cpu_before / seconds_before:
-            return False
+        if slower < _SLOWER or cpu_seconds / seconds > _STARVED * cpu_before / seconds_before:
+            return 0.0
         self._forget(before)
-        return True
+        return slower
 
     def _forget(self, count: int) -> None:
         for _ in range(count):
@@ -119,6 +122,7 @@ class Tuner:
 
     Attributes:
         count: the present choice.
+        slowdown: how many times as long steps took when cores were lost last.
     """
 
     def __init__(
@@ -140,12 +144,23 @@ class Tuner:
         self._due = 0.0
         self._factors: dict[int, float] = {}  # seconds with another number over those with the present one, if known
         self._credit = 0.0  # seconds that the next trial may cost
+        self._given_up = 0  # the number before it followed another kind
+        self.slowdown = 1.0
         self.count = self._counts[-1]
 
     def follow(self, other: Tuner) -> None:
-        """Takes over what steps of another kind have just found: that cores were lost, or that more are there."""
+        """Takes over what steps of another kind have just found: that cores were lost, or that more are there.
+
+        Decodes wait for memory, so that a moment's noise makes fewer threads the faster ones: prompts, which do not,
+        give cores up only for a loss that costs more than computing with fewer threads does.
+        """
         if other.count < self.count:
-            self.choose(other.count)
+            if other.slowdown > self._factors.get(other.count, self.count / other.count):
+                given_up = max(self.count, self._given_up)
+                self.choose(other.count)
+                self._given_up = given_up
+        elif self.count < self._given_up <= other.count:
+            self.choose(self._given_up)
         elif other.count > self.count:
             self._changed(up=True)
 
@@ -155,7 +170,7 @@ class Tuner:
         Args:
             seconds: what a step takes, by number of threads.
         """
-        self.count, self._trial, self._pause = count, None, _PAUSE
+        self.count, self._trial, self._pause, self._given_up = count, None, _PAUSE, 0
         self._factors = {other: taken / seconds[count] for other, taken in seconds.items()} if seconds else {}
         self._credit = 0.0
         self._steps.clear()
@@ -204,9 +219,9 @@ class Tuner:
         steps = self._steps.setdefault(self._size, _Steps())
         steps.add(seconds, cpu_seconds, now)
         self._credit += _TRIAL_SHARE * seconds
-        if self.count > self._counts[0] and steps.starved():
+        if self.count > self._counts[0] and (slowdown := steps.starved()):
             self._steps = {self._size: steps}
-            self._starved = True
+            self._starved, self.slowdown = True, slowdown
             self._changed(up=False)
         return False
 

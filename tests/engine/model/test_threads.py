@@ -136,18 +136,37 @@ def test_a_core_that_was_lost_for_a_moment_is_used_again_by_the_next_long_steps(
     assert [machine.step(2048) for _ in range(5)] == [1, 2, 2, 2, 2]
 
 
+def _lose_a_core(machine: Machine, slow: float) -> None:
+    """Steps take so long on two threads, beside another program, until one thread computes."""
+    machine.run(5)
+    machine.others = 1
+    while machine.tuner.count == 2:
+        machine.tuner.next(8)
+        machine.tuner.took(*((slow, slow) if machine.tuner._trial is None else (machine.alone[1],) * 2))
+        machine.now += slow
+
+
 def test_what_one_kind_of_step_finds_is_told_to_the_others() -> None:
     machine = Machine(LARGE)
     prefill = Tuner([1, 2], clock=lambda: machine.now, free=machine.free)
-    machine.run(5)
-    machine.others = 1
-    told = 0
-    while not told:
-        machine.tuner.next(8)
-        told = machine.tuner.took(*((0.12, 0.066) if machine.tuner._trial is None else (0.06, 0.06)))
-        machine.now += 0.12
+    _lose_a_core(machine, 0.12)
     prefill.follow(machine.tuner)
     assert machine.tuner.count == prefill.count == 1
+    machine.others = 0
+    machine.run(5)
+    prefill.follow(machine.tuner)
+    assert machine.tuner.count == prefill.count == 2
+
+
+def test_a_core_that_costs_less_than_half_of_the_threads_is_not_given_up() -> None:
+    """By steps that gain nothing by a second thread: others, which are twice as fast with it, keep it."""
+    machine = Machine({1: 0.034, 2: 0.033})
+    prefill = Tuner([1, 2], clock=lambda: machine.now, free=machine.free)
+    prefill.choose(2, {1: 0.08, 2: 0.044})
+    _lose_a_core(machine, 0.055)
+    prefill.follow(machine.tuner)
+    assert machine.tuner.count == 1
+    assert prefill.count == 2
 
 
 def test_the_numbers_that_are_tried_leave_cores_to_the_worker_and_the_server() -> None:
