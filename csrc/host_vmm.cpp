@@ -641,7 +641,7 @@ Result set_access(Address address, std::size_t size, const AccessDesc* descs, st
     while (piece != all.begin()) (--piece)->change_back(reservation.strict);
     return failed;
   }
-  // Once for all pieces: with few pages in each, it takes as long as mapping them.
+  // Once for all pieces, of which each would take two calls more.
   if (access != Access::kNone) keep_to_this_process(pointer(address), size);
   const std::size_t seams_before = seams(it->first, reservation, address, address + size);
   for (auto mapping = first; mapping != last; ++mapping) {

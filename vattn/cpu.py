@@ -272,7 +272,7 @@ class Layer:
         self._kept = key, value, key_home, value_home, block_table, sinks
         self._dtype = key.dtype
         self._size = key.element_size()
-        self.native = _module()[0].Layer(
+        self._native = _module()[0].Layer(
             _index(),
             _TYPES[key.dtype],
             num_heads,
@@ -319,7 +319,7 @@ class Layer:
         key_token, key_head, _ = key.stride()
         value_token, value_head, _ = value.stride()
         query_token, query_head, _ = query.stride()
-        self.native.step(
+        self._native.step(
             len(homes),
             key.data_ptr(),
             key_token * size,
@@ -551,7 +551,7 @@ class Projection:
         self.weight = weight
         self._kept = norm, head_norms
         self._shape = weight.out // head_dim, head_dim
-        self.native = _module()[0].Projection(
+        self._native = _module()[0].Projection(
             norm.place, weight.place, num_queries, num_keys, head_dim, *_places(head_norms)
         )
 
@@ -559,7 +559,7 @@ class Projection:
         """Heads `[n, heads, head_dim]` of `rows` `[n, width]`; all contiguous, in bfloat16; factors as in `rotate`."""
         n = rows.shape[0]
         heads = rows.new_empty(n, *self._shape)
-        self.native.compute(
+        self._native.compute(
             _index(), n, rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), heads.data_ptr(), torch.get_num_threads()
         )
         return heads
@@ -576,12 +576,12 @@ class Residual:
     def __init__(self, output: Weight, norm: NormWeight, gate_up: Weight, down: Weight) -> None:
         self.weights = output, gate_up, down
         self._kept = norm
-        self.native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
+        self._native = _module()[0].Residual(output.place, norm.place, gate_up.place, down.place)
 
     def __call__(self, attended: Tensor, rows: Tensor) -> Tensor:
         """`[n, width]`, as `rows`, of `attended` `[n, *]`; all contiguous, in bfloat16."""
         result = torch.empty_like(rows)
-        self.native.compute(
+        self._native.compute(
             _index(), len(rows), rows.data_ptr(), attended.data_ptr(), result.data_ptr(), torch.get_num_threads()
         )
         return result
@@ -606,28 +606,24 @@ def run_layers(
     slots: Tensor,
     lengths: Tensor,
     starts: Tensor,
-) -> tuple[Tensor, LayerSeconds]:
+) -> LayerSeconds:
     """Decoder layers one after the other, in one call. Nothing is checked.
 
     Args:
         layers: each as many heads of one size in its parts.
         places: where each layer stores the new keys and values: slots and positions, as in `store`.
-        rows: `[n, width]`, contiguous, in bfloat16; not changed.
+        rows: `[n, width]`, contiguous, in bfloat16; changed to those after the last layer.
         cos, sin: as in `rotate`.
         slots, lengths, starts: as in `attend`.
-
-    Returns:
-        `rows` after the last layer.
     """
-    result = rows.clone()
     homes, positions = places
     seconds = _module()[0].run_layers(
         _index(),
-        [(projection.native, layer.native, residual.native) for projection, layer, residual in layers],
+        [tuple(part._native for part in parts) for parts in layers],
         homes.data_ptr(),
         0 if positions is None else positions.data_ptr(),
         len(rows),
-        result.data_ptr(),
+        rows.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
         len(lengths),
@@ -636,7 +632,7 @@ def run_layers(
         starts.data_ptr(),
         torch.get_num_threads(),
     )
-    return result, LayerSeconds(*seconds)
+    return LayerSeconds(*seconds)
 
 
 def largest(rows: Tensor) -> tuple[Tensor, bool]:

@@ -73,7 +73,7 @@ class _Clock:
         original = cpu.run_layers
 
         def timed(*args: Any, **keywords: Any) -> Any:
-            rows, spent = original(*args, **keywords)
+            spent = original(*args, **keywords)
             for part, seconds in {
                 "matrix products": spent.projection + spent.residual,
                 "KV writes": spent.store,
@@ -81,7 +81,7 @@ class _Clock:
             }.items():
                 self.seconds[part] = self.seconds.get(part, 0.0) + seconds
             self._since += sum(spent)
-            return rows, spent
+            return spent
 
         with mock.patch.object(cpu, "run_layers", timed):
             yield

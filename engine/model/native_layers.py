@@ -118,13 +118,14 @@ def run_layers(
         forwards = list(itertools.takewhile(lambda each: each.layer.layer != step.watched, _forwards(modules)))
         parts = step.caches.parts(forwards, step.batch)
         if parts is not None:
-            group = step.batch.together
+            group, places = step.batch.together, step.caches.places(step.batch)
             rows, cos, sin = forwards[0].layer.rows_and_factors(hidden, embeddings)
+            rows = rows.clone()
             count = max(1, _MOST_ROWS // len(rows))
             for first in range(0, len(parts), count):
-                rows, _ = cpu.run_layers(
+                cpu.run_layers(
                     parts[first : first + count],
-                    step.caches.places(step.batch),
+                    places,
                     rows,
                     cos,
                     sin,

@@ -289,6 +289,7 @@ TEST(limits) {
     }
   }
 }
+
 TEST(largest) {
   constexpr std::int64_t kRows = 3;
   for (const Type type : {Type::kFloat32, Type::kBFloat16, Type::kFloat16})

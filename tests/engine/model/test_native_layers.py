@@ -77,8 +77,6 @@ def _generate(model: PreTrainedModel, **options: Any) -> list[tuple[list[int], f
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral-window"])
 def test_as_layers_one_by_one(family: str, backend: str) -> None:
     """Bit by bit."""
-    if family == "mistral-window" and backend == "fused":
-        pytest.skip("layers with windows are not fused")
     model = _model(family)
     with mock.patch.object(CacheLayers, "parts", return_value=None), _counting() as calls:
         expected = _generate(model, **_BACKENDS[backend])
