@@ -372,6 +372,8 @@ class EngineCore:
                 self._rows = None
                 for source in self.scheduler.sources:
                     source.stop()
+        if not self.loaded.is_ours:
+            self.loaded.pack_again()
         return not self.scheduler.running
 
     def _preempt_all(self) -> None:

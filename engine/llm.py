@@ -381,6 +381,10 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget what earlier requests have computed, so that later ones compute their prompts anew.
 
+        Of a model that was given as an object, the weights are packed again: call it after changing them, as
+        `load_state_dict` does or otherwise. Modules that have been replaced since, or got hooks or another `forward`,
+        are seen with `enforce_eager=True` only.
+
         Args:
             reset_running_requests: preempt requests that run, which are then computed again from their first token.
 
@@ -389,6 +393,7 @@ class LLM:
 
         Raises:
             EngineBusy, EngineClosed: as for `generate`.
+            ConfigError: the weights of the model that was given have other shapes or another type by now.
         """
         return self.core.reset_prefix_cache(reset_running_requests)
 

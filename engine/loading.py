@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -32,8 +34,30 @@ from .model import optimize
 from .requests.sampling import SamplingParams
 
 
+@dataclass
+class _Changes:
+    """What engines have changed of a model.
+
+    Attributes:
+        users: a token of each of them.
+        undo: the changes, the latest last; for when the last one leaves.
+        optimized: what can be done with packed weights.
+    """
+
+    users: set[object] = field(default_factory=set)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    optimized: optimize.Optimized | None = None
+
+
+_changes: weakref.WeakKeyDictionary[PreTrainedModel, _Changes] = weakref.WeakKeyDictionary()
+# Reentrant, since a finalizer may leave a model at any moment.
+_changing = threading.RLock()
+
+
 class LoadedModel:
     """A model whose attention implementation is `"vattn"` until `close`, and what the engine needs to know of it.
+
+    Engines that were given the same object share the changes to it; the last one that closes undoes them.
 
     Attributes:
         tokenizer: None without one.
@@ -75,8 +99,8 @@ class LoadedModel:
             optimize.keep_freed_memory()
         packed.register()
         try:
-            self._undo.append(partial(self.model.set_attn_implementation, self.model.config._attn_implementation))
-            self.model.set_attn_implementation(packed.NAME)
+            self._undo.append(partial(_leave, self.model, user := object()))
+            _attend_by_vattn(self.model, user)
             self.shape = packed.kv_shape(self.model)
             if not config.enforce_eager:
                 self.latents = packed.find_latents(self.model, self.shape)
@@ -87,11 +111,21 @@ class LoadedModel:
             raise
 
     def optimize(self) -> None:
-        """Pack the weights, where that helps here; a model that was given as an object gets them back in `close`."""
-        if optimize.supported(self.model):
-            restore = optimize.optimize(self.model, keep_weights=not self.is_ours)
-            if not self.is_ours:
-                self._undo.append(restore)
+        """Pack the weights, where that helps here and no other engine has."""
+        with _changing:
+            changes = _changes[self.model]
+            if changes.optimized is None and optimize.supported(self.model):
+                optimized = optimize.optimize(self.model, keep_weights=not self.is_ours)
+                if not self.is_ours:
+                    changes.undo.append(optimized.restore)
+                changes.optimized = optimized
+
+    def pack_again(self) -> None:
+        """Pack the weights that a model that was given as an object has now."""
+        for latent in self.latents.values():
+            latent.pack()
+        if (optimized := _changes[self.model].optimized) is not None:
+            optimized.pack()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; a ConfigError where there is none."""
@@ -100,8 +134,29 @@ class LoadedModel:
         return self.tokenizer
 
     def close(self) -> None:
-        """Leave a model that was given as an object as it was. Idempotent."""
+        """Leave a model that was given as an object as it was, unless other engines use it. Idempotent."""
         _undo_all(self._undo)
+
+
+def _attend_by_vattn(model: PreTrainedModel, user: object) -> None:
+    with _changing:
+        changes = _changes.setdefault(model, _Changes())
+        changes.users.add(user)
+        previous = model.config._attn_implementation
+        if previous != packed.NAME:
+            changes.undo.append(partial(model.set_attn_implementation, previous))
+            model.set_attn_implementation(packed.NAME)
+
+
+def _leave(model: PreTrainedModel, user: object) -> None:
+    with _changing:
+        changes = _changes.get(model)
+        if changes is None:
+            return
+        changes.users.discard(user)
+        if not changes.users:
+            _undo_all(changes.undo)
+            del _changes[model]
 
 
 def _undo_all(undo: list[Callable[[], None]]) -> None:

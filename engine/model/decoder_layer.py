@@ -18,11 +18,14 @@ from vattn import cpu, packed
 from vattn.attention import AttentionParams
 from vattn.packed import current_step
 
+from .calls import untouched
 from .linears import Packed, PackedMLP
 
 
 def norm_weight(module: nn.Module) -> cpu.NormWeight:
-    """Weight and epsilon of a transformers module that is an RMS norm over the last dimension."""
+    """Weight and epsilon of a transformers module that looks like an RMS norm over the last dimension."""
+    if not untouched(module):
+        raise ValueError(f"{type(module).__name__} has hooks, or a forward of its own")
     parameters = dict(module.named_parameters())
     epsilons = {name: value for name, value in vars(module).items() if name in ("variance_epsilon", "eps")}
     if list(parameters) != ["weight"] or len(epsilons) != 1:
@@ -146,10 +149,10 @@ class DecoderLayer:
         rows = hidden[0].contiguous()
         cos, sin = (factors.contiguous() for factors in embeddings)
         for factors in (cos, sin):
-            if factors.shape != (1, len(rows), self.head_dim) or factors.dtype != rows.dtype:
+            if factors.shape != (1, len(rows), self.head_dim) or {factors.dtype, rows.dtype} != {torch.bfloat16}:
                 raise ValueError(
-                    f"rotary factors {list(factors.shape)} {factors.dtype} for {len(rows)} rows with heads of "
-                    f"{self.head_dim} in {rows.dtype}"
+                    f"rotary factors {list(factors.shape)} {factors.dtype} for {len(rows)} rows in {rows.dtype}; the "
+                    f"layer was packed for heads of {self.head_dim} in bfloat16"
                 )
         return rows, cos, sin
 

@@ -6,12 +6,14 @@ without another pass over memory. The products are vattn's own; on CPUs with AMX
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from vattn import cpu
+from vattn.errors import ConfigError
 
 _mkldnn = torch.ops.mkldnn
 # The number of rows that oneDNN chooses a layout for. From 1 to 2048 rows no other choice was faster.
@@ -21,21 +23,44 @@ _MOST_GATED_BYTES = 16 * 2**20
 
 
 class Packed:
-    """A linear layer over a weight `[out, in]` in bfloat16 that was packed once.
+    """Linear layers over one input, in bfloat16, as a single one whose weight was packed once.
 
     Attributes:
-        out: number of outputs.
+        out: number of outputs, of all together.
         native: for vattn's kernels; None where oneDNN computes.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        weight, self._bias = weight.detach(), None if bias is None else bias.detach()
-        self.out = len(weight)
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._linears = linears
+        self.out = sum(linear.out_features for linear in linears)
         self.native: cpu.Weight | None = None
-        if cpu.has_linear() and weight.shape[1] % 2 == 0:
-            self.native = cpu.pack_weight(weight, self._bias)
-        else:
+        self.pack()
+
+    def pack(self) -> None:
+        """Packs the weights and biases that the layers have now. Where they lie stays: native calls have addresses.
+
+        Raises:
+            ConfigError: they are no longer of the shape and type that the layers had.
+        """
+        weight = _together([linear.weight for linear in self._linears])
+        shape = self.out, self._linears[0].in_features
+        if weight.shape != shape or weight.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"weights {list(shape)} in bfloat16 are now {list(weight.shape)} in "
+                f"{str(weight.dtype).removeprefix('torch.')}; close this LLM and make another one"
+            )
+        biases: list[Tensor] = [linear.bias for linear in self._linears if linear.bias is not None]
+        self._bias = _together(biases) if biases else None
+        if not cpu.has_linear() or weight.shape[1] % 2:
             self._blocked = _pack_for_mkldnn(weight)
+            return
+        packed = cpu.pack_weight(weight, self._bias)
+        if self.native is None:
+            self.native = packed
+            return
+        self.native.panels.copy_(packed.panels)
+        if self.native.bias is not None and packed.bias is not None:
+            self.native.bias.copy_(packed.bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.native is not None:
@@ -55,6 +80,10 @@ class Packed:
         return cpu.linear(rows.reshape(-1, weight.width), weight, other).view(*rows.shape[:-1], weight.out)
 
 
+def _together(tensors: list[Tensor]) -> Tensor:
+    return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).detach()
+
+
 def _pack_for_mkldnn(weight: Tensor) -> Tensor:
     packed: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     return packed
@@ -64,10 +93,13 @@ class PackedMLP:
     """`down(silu(gate(x)) * up(x))`; gate and up are one product, since two take 1.4 x as long for 21 rows."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
-        both = torch.cat((gate.weight, up.weight))
-        self.gate_up = Packed(both, None)
-        self._most_rows = max(1, _MOST_GATED_BYTES // (len(both) * both.element_size()))
-        self.down = Packed(down.weight, None)
+        self.gate_up = Packed([gate, up])
+        self._most_rows = max(1, _MOST_GATED_BYTES // (self.gate_up.out * gate.weight.element_size()))
+        self.down = Packed([down])
+
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.down(self._gated(rows))
@@ -86,24 +118,33 @@ class PackedMLP:
 class PackedTogether:
     """Several linear layers that share their input, as one product; right but slow if inputs differ."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        weights: list[Tensor] = [linear.weight for linear in linears]
-        self.product = Packed(torch.cat(weights), torch.cat(biases) if biases else None)
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.product = Packed(linears)
         self._sizes = [linear.out_features for linear in linears]
-        self._rows: Tensor | None = None
-        self._outputs: dict[int, Tensor] = {}
+        self._last = _LastProduct()
+
+    def pack(self) -> None:
+        self.product.pack()
 
     def part(self, index: int) -> Callable[[Tensor], Tensor]:
         """The layer number `index`."""
 
         def forward(rows: Tensor) -> Tensor:
-            if self._rows is not rows or index not in self._outputs:
-                self._rows = rows
-                self._outputs = dict(enumerate(torch.split(self.product(rows), self._sizes, dim=-1)))
-            output = self._outputs.pop(index)
-            if not self._outputs:
-                self._rows = None
+            last = self._last
+            if last.rows is not rows or index not in last.outputs:
+                last.rows = rows
+                last.outputs = dict(enumerate(torch.split(self.product(rows), self._sizes, dim=-1)))
+            output = last.outputs.pop(index)
+            if not last.outputs:
+                last.rows = None
             return output
 
         return forward
+
+
+class _LastProduct(threading.local):
+    """Of each thread: engines of several may share a model."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}

@@ -19,6 +19,7 @@ from vattn.attention.native import Native
 from vattn.packed import PackedStep
 
 from ..kv.base import KVBackend
+from .calls import only_forward
 from .decoder_layer import DecoderLayer, InSteps
 
 
@@ -143,6 +144,6 @@ def _forwards(modules: Iterable[nn.Module]) -> Iterator[InSteps]:
     """Those of the first modules of which a call is a call of it and nothing else."""
     for module in modules:
         forward = vars(module).get("forward")
-        if not isinstance(forward, InSteps) or module._forward_hooks or module._forward_pre_hooks:
+        if not isinstance(forward, InSteps) or not only_forward(module):
             return
         yield forward

@@ -50,8 +50,14 @@ class LatentAttention:
         # Products per query and stored token that expansion saves, to make up for those of expanding the token.
         saved = 2 * width - (self._nope + rope + v_head_dim)
         self.expand_from = self._rank * (self._nope + v_head_dim) / saved if saved > 0 else math.inf
-        weight = module.kv_b_proj.weight.detach().view(-1, self._nope + v_head_dim, self._rank)
-        to_keys, to_values = torch.split(weight, [self._nope, v_head_dim], dim=1)
+        self._v_head_dim = v_head_dim
+        self.pack()
+
+    def pack(self) -> None:
+        """Takes the weights that the module has now."""
+        sizes = [self._nope, self._v_head_dim]
+        weight = self._module.kv_b_proj.weight.detach().view(-1, sum(sizes), self._rank)
+        to_keys, to_values = torch.split(weight, sizes, dim=1)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]. Copies, since a product
         # of a batch with a part of the weight is slow: for one row in bfloat16 1015 us where a copy takes 80.
         self._to_keys, self._to_values = to_keys.contiguous(), to_values.transpose(1, 2).contiguous()

@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from tests.support.tiny_models import make_model
 from vattn import cpu
@@ -102,6 +104,42 @@ def test_layers_with_hooks_are_called() -> None:
         _generate(model, kv="virtual")
     assert not calls
     assert len(seen) > 10
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    """Those that came after the weights were packed, too."""
+    seen: list[str] = []
+    model = _model("qwen2")
+    prompt, params = [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(model) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        hook = register_module_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+        try:
+            with _counting() as calls:
+                assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+        finally:
+            hook.remove()
+    assert not calls
+    assert seen.count("Qwen2DecoderLayer") == 4 * model.config.num_hidden_layers
+
+
+class _Called(Qwen2DecoderLayer):
+    """A layer whose call does more than its forward."""
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return 2 * super().__call__(*args, **keywords)
+
+
+def test_a_call_that_is_more_than_a_forward() -> None:
+    model = _model("qwen2")
+    model.model.layers[1].__class__ = _Called
+    prompt, params = [[3, 4, 5]], SamplingParams(max_tokens=1, logprobs=3, temperature=0)
+    reports = []
+    for eager in (True, False):
+        with LLM(model, enforce_eager=eager) as llm:
+            (report,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].logprobs or ()
+            reports.append({token: each.logprob for token, each in report.items()})
+    assert reports[0] == pytest.approx(reports[1], abs=0.1)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(1, {1}), (20, {1, 3}), (10**6, {2, 3})])

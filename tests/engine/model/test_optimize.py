@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Model
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.support.tiny_models import FAMILIES, make_model
+from tests.support.tiny_models import FAMILIES, make_model, random_model
 from vattn import cpu, packed
 from vattn.attention import AttentionParams
 from vattn.attention.torch_sdpa import plain_attention
@@ -93,9 +96,9 @@ def test_the_same_up_to_rounding(family: str) -> None:
     model = copy.deepcopy(make_model(family)).bfloat16()
     assert supported(model)
     plain = _logits(model)
-    restore = optimize(model)
+    optimized = optimize(model)
     fast = _logits(model)
-    restore()
+    optimized.restore()
     assert torch.equal(_logits(model), plain), "not as before"
     if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
@@ -107,13 +110,13 @@ def test_the_same_in_packed_steps(family: str) -> None:
     model = _packed(family)
     plain = _packed_logits(model)
     exact = _packed_logits(_packed(family).float())
-    restore = optimize(model)
+    optimized = optimize(model)
     if family != "opt":
         assert _fused_layers(model) == (list(range(model.config.num_hidden_layers)) if family in _USUAL else [])
         assert ("forward" in vars(model.get_decoder())) == (family in _USUAL)
         assert ("forward" in vars(model)) == (family in _USUAL)
     fast = _packed_logits(model)
-    restore()
+    optimized.restore()
     assert torch.equal(_packed_logits(model), plain), "not as before"
     if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
@@ -248,10 +251,10 @@ class _Capped(LlamaForCausalLM):
 def test_a_model_that_only_looks_usual() -> None:
     model = _packed("llama")
     model.__class__ = _Capped
-    restore = optimize(model)
+    optimized = optimize(model)
     assert "forward" in vars(model.model)
     assert "forward" not in vars(model)
-    restore()
+    optimized.restore()
     model.__class__ = LlamaForCausalLM
     optimize(model)
     assert "forward" in vars(model)
@@ -281,11 +284,11 @@ def test_a_decoder_called_outside_of_steps() -> None:
 
 def test_what_is_changed() -> None:
     model = copy.deepcopy(make_model("llama")).bfloat16()
-    restore = optimize(model)
+    optimized = optimize(model)
     changed = {name for name, module in model.named_modules() if "forward" in vars(module)}
     layer = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp"}
     assert {f"model.layers.0.{name}" for name in layer} | {"lm_head"} <= changed
-    restore()
+    optimized.restore()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -311,6 +314,144 @@ def test_a_module_that_only_looks_like_a_gated_mlp() -> None:
     assert "forward" in vars(model.model.layers[0].mlp.gate_proj)
 
 
+class _Clamped(_LooksGated):
+    """A gated MLP but for large values."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.silu(self.gate_proj(rows)).clamp(max=7)
+        return self.down_proj(gate * self.up_proj(rows))
+
+
+def test_an_mlp_that_clamps_large_values() -> None:
+    model = copy.deepcopy(make_model("llama")).bfloat16()
+    model.model.layers[0].mlp = _Clamped().bfloat16()
+    optimize(model)
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert "forward" in vars(model.model.layers[1].mlp)
+
+
+class _LateScale(LlamaDecoderLayer):
+    """The usual layer, until a position from which on it scales queries and keys."""
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> Any:
+        late = keywords["position_ids"] > 100
+        cos, sin = (factors * (1 + 0.1 * late[..., None]) for factors in keywords.pop("position_embeddings"))
+        return super().forward(hidden_states, position_embeddings=(cos.bfloat16(), sin.bfloat16()), **keywords)
+
+
+def test_a_layer_that_scales_queries_from_a_position_on() -> None:
+    model = _packed("llama")
+    model.model.layers[1].__class__ = _LateScale
+    optimize(model)
+    assert _fused_layers(model) == [0, *range(2, model.config.num_hidden_layers)]
+
+
+def test_a_norm_that_subtracts_a_mean() -> None:
+    """In a model so wide that random rows have hardly any."""
+    wide = {"hidden_size": 8192, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = random_model("LlamaConfig", vocab_size=64, head_dim=8, num_hidden_layers=2, **wide).bfloat16()
+    packed.register()
+    model.set_attn_implementation(packed.NAME)
+    model.model.layers[0].input_layernorm = nn.LayerNorm(8192, eps=1e-6, bias=False, dtype=torch.bfloat16)
+    optimize(model)
+    assert _fused_layers(model) == [1]
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward", "hook of all modules"])
+@pytest.mark.parametrize(
+    "name", ["lm_head", "model", "model.norm", "layers.1", "mlp", "self_attn", "q_proj", "down_proj", "input_layernorm"]
+)
+def test_modules_that_somebody_changed_before(name: str, how: str) -> None:
+    """What hooks and other forwards do is still done, and they are still there afterwards."""
+    model = _packed("llama")
+    module = dict(model.named_modules()).get(name) or next(
+        module for path, module in model.named_modules() if path.endswith(name) and "1" in path
+    )
+    calls: list[nn.Module] = []
+
+    def seen(called: nn.Module, *_: Any) -> None:
+        if called is module:
+            calls.append(called)
+
+    own = module.forward
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        calls.append(module)
+        return own(*args, **keywords)
+
+    if how == "forward":
+        module.forward = forward
+        removed = None
+    elif how == "hook of all modules":
+        removed = register_module_forward_hook(seen)
+    else:
+        removed = module.register_forward_hook(seen) if how == "hook" else module.register_forward_pre_hook(seen)
+    try:
+        plain = _packed_logits(model)
+        calls.clear()
+        optimized = optimize(model)
+        calls.clear()
+        assert (_packed_logits(model) - plain).norm() <= 0.05 * plain.norm()
+        assert len(calls) == 1
+        optimized.restore()
+        assert torch.equal(_packed_logits(model), plain)
+        assert [name for name, each in model.named_modules() if "forward" in vars(each)] == (
+            [next(path for path, each in model.named_modules() if each is module)] if how == "forward" else []
+        )
+    finally:
+        if removed is not None:
+            removed.remove()
+
+
+def test_a_forward_set_afterwards_is_left() -> None:
+    model = _packed("llama")
+    optimized = optimize(model)
+    model.lm_head.forward = forward = lambda rows: rows
+    optimized.restore()
+    assert vars(model.lm_head)["forward"] is forward
+
+
+@pytest.mark.parametrize("multiplies", ["vattn", "torch"])
+def test_weights_are_packed_again(multiplies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same memory, of parameters that were changed, and of others in their places."""
+    if multiplies == "torch":
+        monkeypatch.setattr(cpu, "has_linear", lambda: False)
+    model, other = _packed("qwen3"), _packed("qwen3")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + torch.rand(parameter.shape, generator=generator).bfloat16())
+    optimize(other)
+    expected = _packed_logits(other)
+    for assign in (False, True):
+        optimized = optimize(model)
+        before = _packed_logits(model)
+        assert not torch.equal(before, expected)
+        first = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        model.load_state_dict(other.state_dict(), assign=assign)
+        optimized.pack()
+        assert torch.equal(_packed_logits(model), expected)
+        model.load_state_dict(first, assign=True)
+        optimized.restore()
+
+
+def test_a_model_of_few_tokens() -> None:
+    small = {"vocab_size": 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    packed.register()
+    model = random_model("LlamaConfig", num_attention_heads=4, **small).bfloat16()
+    model.set_attn_implementation(packed.NAME)
+    optimize(model)
+    assert _fused_layers(model) == [0, 1]
+
+
+def test_a_model_that_is_no_longer_in_bfloat16() -> None:
+    model = _packed("llama")
+    optimize(model)
+    model.float()
+    with pytest.raises(ValueError, match="float32; the layer was packed for heads of 8 in bfloat16"):
+        _packed_logits(model)
+
+
 def test_projections_of_different_rows() -> None:
     """The three projections are one product; each is right alone, too, in any order."""
     model = copy.deepcopy(make_model("qwen2")).bfloat16()
@@ -322,6 +463,34 @@ def test_projections_of_different_rows() -> None:
         optimize(model)
         for name, i in [("v_proj", 0), ("q_proj", 0), ("q_proj", 1), ("q_proj", 1), ("k_proj", 2), ("v_proj", 1)]:
             torch.testing.assert_close(getattr(attention, name)(rows[i]), want[name, i], rtol=0.02, atol=0.02)
+
+
+def test_projections_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of engines that share a model: each gets the other parts of its own product."""
+    layers = [nn.Linear(32, 16, dtype=torch.bfloat16) for _ in range(2)]
+    together = linears.PackedTogether(layers)
+    first, second = (together.part(number) for number in range(2))
+    rows, others = (torch.randn(3, 32).bfloat16() for _ in range(2))
+    product, got = together.product, []
+
+    def other_thread() -> None:
+        with torch.inference_mode():
+            got.append(first(others))
+
+    def interrupted(tensor: torch.Tensor) -> torch.Tensor:
+        together.product = product
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        return product(tensor)
+
+    monkeypatch.setattr(together, "product", interrupted)
+    with torch.inference_mode():
+        got += [first(rows), second(rows)]
+        for result, (layer, given) in zip(
+            got, ((layers[0], others), (layers[0], rows), (layers[1], rows)), strict=True
+        ):
+            torch.testing.assert_close(result, layer(given), rtol=0.02, atol=0.02)
 
 
 def test_weights_given_back() -> None:

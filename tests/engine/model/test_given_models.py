@@ -1,0 +1,78 @@
+"""Models that were given as objects: changed while engines use them, and shared by several."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.tiny_models import make_model
+from vattn.engine import LLM, SamplingParams
+from vattn.errors import ConfigError
+
+_PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+_PROMPTS = [[3, 4, 5], [7] * 40]
+
+Report = list[tuple[list[int], float]]
+
+
+def _model(family: str) -> PreTrainedModel:
+    return copy.deepcopy(make_model(family)).bfloat16()
+
+
+def _generate(llm: LLM) -> Report:
+    outputs = (each.outputs[0] for each in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False))
+    return [(list(output.token_ids), output.cumulative_logprob or 0.0) for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "deepseek-v3"])
+def test_weights_that_change_count_after_a_reset(family: str) -> None:
+    """As for an engine that is made over them. The latents of deepseek are made of weights, too."""
+    model, other = _model(family), _model(family)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.75)
+    with LLM(copy.deepcopy(other)) as llm:
+        expected = _generate(llm)
+    with LLM(model) as llm:
+        assert _generate(llm) != expected
+        model.load_state_dict(other.state_dict())
+        llm.reset_prefix_cache()
+        assert _generate(llm) == expected
+
+
+def test_weights_that_become_others() -> None:
+    model = _model("qwen2")
+    with LLM(model) as llm:
+        model.float()
+        with pytest.raises(ConfigError, match=r"are now \[64, 32\] in float32; close this LLM and make another"):
+            llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+@pytest.mark.parametrize("eager", [(False, False), (True, False), (False, True)])
+def test_two_engines_over_a_model(eager: tuple[bool, bool], first_to_close: int) -> None:
+    """Whichever is closed first, the other goes on; the last one gives the model back as it was."""
+    model = _model("qwen2")
+    before = model.config._attn_implementation
+    engines = [LLM(model, enforce_eager=each, max_num_seqs=4) for each in eager]
+    expected = [_generate(llm) for llm in engines]
+    engines[first_to_close].close()
+    assert _generate(engines[1 - first_to_close]) == expected[1 - first_to_close]
+    engines[1 - first_to_close].close()
+    assert model.config._attn_implementation == before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_engine_that_is_dropped_leaves_the_model_to_the_other() -> None:
+    model = _model("qwen2")
+    with LLM(model, max_num_seqs=4) as llm:
+        expected = _generate(llm)
+        dropped = LLM(model, max_num_seqs=4)
+        del dropped
+        gc.collect()
+        assert _generate(llm) == expected
+    assert not any("forward" in vars(module) for module in model.modules())
