@@ -14,7 +14,6 @@ Decode = Callable[[list[int]], str]
 
 _WINDOW = 8  # tokens that are decoded together, and the maximum that waits for the end of a character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_MOST_BYTES = 3  # that are shown as one replacement character, or are one
 _MOST_UNFINISHED = 3  # bytes of a character, each of which some tokenizers show as one
 
 
@@ -92,13 +91,10 @@ class Detokenizer:
         """The text that one more token completes."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        self._pending = text[self._length :]
-        if not self._pending:
-            # A special token that is left out. At the very beginning it may be a space that is taken away: that counts.
-            if self._length or len(self._window) > _WINDOW:
-                self._window.pop()
-            else:
-                self._piece = len(self._window)
+        before, self._pending = self._pending, text[self._length :]
+        # A part of a character may add nothing either, nor a space that comes first; two of them alone are text.
+        if self._pending == before and not self._decode([token_id, token_id]):
+            self._window.pop()  # a special token, which is left out
             return ""
         if text.endswith(_INCOMPLETE):
             return "" if len(self._window) - self._piece < _WINDOW else self._next_of_many(text)
@@ -120,10 +116,7 @@ class Detokenizer:
         unfinished = _INCOMPLETE * min(_MOST_UNFINISHED, len(text) - len(text.rstrip(_INCOMPLETE)))
         new = text[self._length : len(text) - len(unfinished)]
         if not new:
-            if len(self._window) - self._piece <= _MOST_UNFINISHED * _MOST_BYTES:
-                return ""  # each may be one byte of these characters
-            # Tokens without a text follow: the character is not completed any more.
-            new, unfinished = self._pending, ""
+            return ""
         self._pending = unfinished
         # The window may be cut inside a character: what comes of that was handed out before.
         end = self._window[-_WINDOW // 2 :]

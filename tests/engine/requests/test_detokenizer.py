@@ -20,6 +20,7 @@ TEXTS = [
     "naïve café — 中文字符 混在 english, 👩‍👩‍👧‍👦 and 🇩🇪!",
     "한국어 텍스트와 עברית and \N{REPLACEMENT CHARACTER} itself",
     " leading space",
+    "  two leading spaces",
 ]
 
 
@@ -226,10 +227,18 @@ def _read(chunks: list[bytes]) -> str:
         [*[b"\xe4\xb8"] * 20, b"\xad", b"!"],
         [bytes([byte]) for byte in b"\xf0\x9f" + "\ufffd😀".encode()],
         [bytes([byte]) for byte in "\ufffd\ufffd😀!".encode()],
+        [
+            b"\xc3",
+            *[b"\xa9\xc3"] * 6,
+            b"\xa9\xf0",
+            *(bytes([byte]) for byte in b"\x9f\x98\xf0\x9f\x98\xf0\x9f\x98\x80"),
+        ],
+        *([*[b"\x80"] * stray, *[b""] * 7, b"\xc3", b"\xa9", b"!"] for stray in range(4)),
+        [b"\xf0", *[b""] * 7, b"\x9f", *[b""] * 7, b"\x98", *[b""] * 20, b"\x80!"],
     ],
 )
 def test_characters_among_bytes_that_are_none(chunks: list[bytes]) -> None:
-    """Each token may end in a character that the next one completes."""
+    """Each token may end in a character that the next one completes; tokens without a text are between some."""
     assert _read(chunks) == b"".join(chunks).decode(errors="replace")
 
 
@@ -241,7 +250,7 @@ _PARTS: list[str | bytes] = ["é", "中", "😀", "a", b"\x80", b"\xff", b"\xe4"
     text=st.lists(
         st.sampled_from(["é", "中", "😀", "a", b"\x80", b"\xff", b"\xe4", b"\xf0\x9f", "\ufffd"]), max_size=60
     ),
-    sizes=st.lists(st.integers(1, 4), min_size=1),
+    sizes=st.lists(st.integers(0, 4), min_size=1).filter(any),
 )
 def test_bytes_cut_anywhere(text: list[str | bytes], sizes: list[int]) -> None:
     whole = b"".join(part if isinstance(part, bytes) else part.encode() for part in text)
