@@ -19,7 +19,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -135,6 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._offers():
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _UntilClose
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 
@@ -229,6 +231,15 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline:
             return True
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+
+class _UntilClose(RequestResponseCycle):
+    """Of HTTP/1.0, which knows no chunks: uvicorn closes the connection after the answer, and the body ends there."""
+
+    async def send(self, message: Any) -> None:
+        self.chunked_encoding = False
+        self.expected_content_length = len(message.get("body", b""))  # uvicorn refuses more than was announced
+        await super().send(message)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:

@@ -332,6 +332,27 @@ def test_a_half_closed_client_that_cannot_be_answered(server: Server, sent: str)
     wait_until_idle(server)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"stream": True}, {"logprobs": 20, "max_tokens": 200, "ignore_eos": True}],
+    ids=["whole", "stream", "parts"],
+)
+def test_http_1_0_knows_no_chunks(server: Server, fields: dict[str, Any]) -> None:
+    """An answer whose length is not known when it begins ends with the connection."""
+    with send(server, {**SHORT, **fields}, "1.0") as connection:
+        head, body = read(connection).split(b"\r\n\r\n", maxsplit=1)
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert (b"content-length: %d" % len(body) in head) == (not fields)
+    if "stream" in fields:
+        *events, done, _ = body.split(b"\n\n")
+        assert done == b"data: [DONE]"
+        assert all(json.loads(event.removeprefix(b"data: ")) for event in events)
+    else:
+        assert json.loads(body)["choices"][0]["text"].startswith(ANSWER)
+
+
 @pytest.mark.parametrize("how", ["close", "both sides", "half, then close"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server, how: str, stream: bool) -> None:
