@@ -58,7 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
       time while the connection answers an earlier request,
     - or has read nothing for `MOST_STALLED_SECONDS`, while more of its answer waits than the kernel takes.
 
-    A client that closes its sending side gets its answer, unless it is gone altogether.
+    A client that closes its sending side gets its answers, unless it is gone altogether.
     """
 
     receive_timeout: ClassVar[float]
@@ -107,9 +107,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Whether the connection stays open, for an answer."""
-        if self.transport.get_extra_info("sslcontext") is not None or not self._answers():
+        if self.transport.get_extra_info("sslcontext") is not None or not self._answers() or self.cycle.more_body:
             return False
-        if self.pipeline or self.cycle.scope["http_version"] != "1.1":
+        if any(cycle.scope["http_version"] != "1.1" for cycle in self._cycles):
             return False
         self.cycle.keep_alive = False
         if self._looking is None:
@@ -194,7 +194,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
             self.transport.abort()
             return
-        if number % _LOOKS == 0 and not self.cycle.response_started:
+        begun = any(cycle.response_started and not cycle.response_complete for cycle in self._cycles)
+        if number % _LOOKS == 0 and not begun:
             self.transport.write(_CONTINUE)
         self._looking = self.loop.call_later(_LOOK_SECONDS, self._look, number + 1)
 

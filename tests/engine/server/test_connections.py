@@ -60,20 +60,52 @@ def connect() -> tuple[Any, Transport, Timers]:
     timers = Timers()
     transport = Transport(timers)
     connection: Any = LimitedProtocol.__new__(LimitedProtocol)
-    connection.loop, connection.transport, connection.pipeline = timers, transport, []
+    connection.loop, connection.transport = timers, transport
     connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
     return connection, transport, timers
+
+
+def ask(connection: Any, count: int = 1) -> list[SimpleNamespace]:
+    """Whole requests of the client, the first of which is being answered."""
+    cycles = [
+        SimpleNamespace(scope={"http_version": "1.1"}, more_body=False, response_complete=False, response_started=False)
+        for _ in range(count)
+    ]
+    connection._cycles, connection.cycle, connection.pipeline = cycles, cycles[-1], cycles[:0:-1]
+    return cycles
 
 
 def test_a_half_closed_client_is_asked_every_second_whether_it_is_there() -> None:
     """A write is what makes the kernel tell that a client has closed the other side too."""
     connection, transport, timers = connect()
-    connection.cycle = SimpleNamespace(
-        scope={"http_version": "1.1"}, more_body=False, response_complete=False, response_started=False
-    )
+    ask(connection)
     assert connection.eof_received()
     timers.until(29.5)
     assert transport.written == pytest.approx(list(range(30)))
+
+
+def test_a_half_closed_client_is_asked_between_answers_to_what_it_sent_ahead() -> None:
+    """In the middle of one, it would take the question for a part of it."""
+    connection, transport, timers = connect()
+    first, last = ask(connection, 2)
+    assert connection.eof_received()
+    first.response_started = True
+    timers.until(9.5)
+    assert transport.written == [0]
+    first.response_complete = True
+    timers.until(12.5)
+    assert transport.written == pytest.approx([0, 10, 11, 12])
+    last.response_started = True
+    timers.until(20)
+    assert len(transport.written) == 4
+
+
+@pytest.mark.parametrize("kept", [{"more_body": True}, {"scope": {"http_version": "1.0"}}])
+def test_a_half_closed_client_whose_last_request_has_no_answer(kept: dict[str, Any]) -> None:
+    """The rest of its body will never come, or nothing tells whether the client is still there."""
+    connection, _, _ = connect()
+    vars(ask(connection, 2)[-1]).update(kept)
+    assert not connection.eof_received()
 
 
 def test_a_client_that_reads_nothing_loses_its_connection() -> None:

@@ -315,6 +315,16 @@ def test_a_half_closed_client_gets_its_answer(server: Server, stream: bool) -> N
     assert (b"data: [DONE]" if stream else ANSWER.encode()) in body
 
 
+def test_a_half_closed_client_gets_all_answers_to_what_it_sent_ahead(server: Server) -> None:
+    content = json.dumps(SHORT).encode()
+    with send(server, {**LONG, "max_tokens": 100}) as connection:
+        connection.sendall((POST + b"Content-Length: %d\r\n\r\n" % len(content) + content) * 2)
+        connection.shutdown(socket.SHUT_WR)
+        _, *answers = read(connection).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").split(b"HTTP/1.1 200 OK\r\n")
+    texts = [json.loads(answer.split(b"\r\n\r\n", maxsplit=1)[1])["choices"][0]["text"] for answer in answers]
+    assert [text == ANSWER for text in texts] == [False, True, True]
+
+
 @pytest.mark.parametrize("sent", ["1.0", "head"])
 def test_a_half_closed_client_that_cannot_be_answered(server: Server, sent: str) -> None:
     """HTTP/1.0 has no interim answers, by which a client that is gone is known; and half a request has no answer."""
@@ -372,11 +382,14 @@ def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server,
     connection.close()
 
 
-def test_requests_that_are_sent_ahead_end_with_their_client(server: Server) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_requests_that_are_sent_ahead_end_with_their_client(server: Server, half: bool) -> None:
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
     with send(server, LONG) as connection:
         content = json.dumps(LONG).encode()
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        if half:
+            connection.shutdown(socket.SHUT_WR)
         wait_until_unfinished(server, 1)
     wait_until_idle(server)
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
