@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
             )
             prompts = _prompts(body)
             service.check_size(len(prompts), params)
-            read = service.prompts.read(prompts, body, body.max_tokens, check)
+            read = service.prompts.read(prompts, body, body.max_tokens, check, default=_DEFAULT_TOKENS)
             service.check_logprobs(read, params)
             texts = [_text(service, prompt) for prompt in read] if body.echo else []
             return params, read, _Completion(service, body, texts)
@@ -67,7 +67,7 @@ def router(service: Service) -> APIRouter:
             max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
             params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=None, echo=False)
             service.check_size(1, params)
-            prompts = service.prompts.read([body.prompt], body, body.max_tokens, check)
+            prompts = service.prompts.read([body.prompt], body, body.max_tokens, check, default=_DEFAULT_TOKENS)
             return body, params, prompts, _text(service, prompts[0])
 
         body, params, prompts, text = await service.bodies.read(request, GenerateRequest, use)

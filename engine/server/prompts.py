@@ -44,9 +44,12 @@ class Prompts:
         self._chat_template = chat_template
 
     def read(
-        self, prompts: Sequence[str | list[int]], body: Sampling, max_tokens: int | None, check: Check
+        self, prompts: Sequence[str | list[int]], body: Sampling, max_tokens: int | None, check: Check, *, default: int
     ) -> list[TokenizedPrompt]:
         """Prompts as token ids, of a length that leaves room for `max_tokens`.
+
+        Args:
+            default: tokens of an answer where `max_tokens` is None; prompts that are cut to fit leave room for them.
 
         Raises:
             InvalidRequest, ApiError: 400, one of them is not possible.
@@ -55,7 +58,7 @@ class Prompts:
         room = self._limits.tokens
         for prompt in prompts:
             check()
-            read.append(self._read(prompt, body, max_tokens, check, special=special_tokens(body)))
+            read.append(self._read(prompt, body, max_tokens, check, default=default, special=special_tokens(body)))
             room -= len(read[-1].token_ids)
             if room < 0:
                 raise bad(
@@ -69,7 +72,7 @@ class Prompts:
         """As `read`, for the prompt that the chat template makes of a conversation."""
         text = self.render(body.messages, body)
         check()
-        return replace(self._read(text, body, max_tokens, check, special=False), text=text)
+        return replace(self._read(text, body, max_tokens, check, default=1, special=False), text=text)
 
     def render(self, messages: Sequence[Message], how: Templated) -> str:
         """The text that the chat template makes of a conversation.
@@ -120,13 +123,21 @@ class Prompts:
         self._reader.check_token_ids("tokens", token_ids, param="tokens")
 
     def _read(
-        self, prompt: str | list[int], body: Sampling, max_tokens: int | None, check: Check, *, special: bool
+        self,
+        prompt: str | list[int],
+        body: Sampling,
+        max_tokens: int | None,
+        check: Check,
+        *,
+        default: int,
+        special: bool,
     ) -> TokenizedPrompt:
         text = prompt if isinstance(prompt, str) else None
         if body.truncate_prompt_tokens is None:
             token_ids = prompt if isinstance(prompt, list) else self._fitting_ids(prompt, check, special=special)
         else:
-            token_ids, cut = self._last_ids(prompt, body.truncate_prompt_tokens, max_tokens, check, special=special)
+            keep = self._kept(body.truncate_prompt_tokens, max_tokens, default)
+            token_ids, cut = self._last_ids(prompt, keep, check, special=special)
             text = None if cut else text
         read = self._reader.read({"prompt": text, "prompt_token_ids": token_ids, "cache_salt": body.cache_salt})
         token_ids = read.token_ids
@@ -156,16 +167,29 @@ class Prompts:
                     )
         return self._token_ids(text, check, special=special)
 
-    def _last_ids(
-        self, prompt: str | list[int], keep: int, max_tokens: int | None, check: Check, *, special: bool
-    ) -> tuple[list[int], bool]:
-        """The last token ids of a prompt, -1 for as many as fit, and whether there are others before them."""
-        if keep == 0:
+    def _kept(self, asked: int, max_tokens: int | None, default: int) -> int:
+        """How many tokens of a prompt are kept at most, where `truncate_prompt_tokens` is `asked`."""
+        if asked == 0:
             raise bad("truncate_prompt_tokens is 0; give how many tokens to keep, or -1", "truncate_prompt_tokens")
+        if max_tokens is not None and max_tokens >= self._max_model_len:
+            raise bad(
+                f"max_tokens is {max_tokens}, but this model's maximum context length is {self._max_model_len} tokens, "
+                f"of which the prompt has at least one; lower max_tokens to {self._max_model_len - 1} or less",
+                "max_tokens",
+                "context_length_exceeded",
+            )
         room = self._max_model_len - max(1, max_tokens or 0)
-        if keep > room:
-            raise bad(f"truncate_prompt_tokens is {keep}, but there is room for {room}", "truncate_prompt_tokens")
-        keep = room if keep < 0 else keep
+        if asked > room:
+            raise bad(
+                f"truncate_prompt_tokens is {asked}, but there is room for {room}; give at most that, or -1",
+                "truncate_prompt_tokens",
+            )
+        if asked > 0:
+            return asked
+        return max(1, self._max_model_len - default) if max_tokens is None else room
+
+    def _last_ids(self, prompt: str | list[int], keep: int, check: Check, *, special: bool) -> tuple[list[int], bool]:
+        """The last token ids of a prompt, and whether there are others before them."""
         if isinstance(prompt, str):
             start, count = len(prompt), 0
             while start > 0 and count < keep + _MARGIN:

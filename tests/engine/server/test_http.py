@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -301,6 +302,46 @@ def test_special_tokens_can_be_left_out() -> None:
                 assert answer["choices"][0]["prompt_token_ids"] == want
                 body = {"prompt": "w", **{name: fields[name] for name in fields if name == "add_special_tokens"}}
                 assert (await http.post("/tokenize", json=body)).json()["tokens"] == want
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_answer(path: str) -> None:
+    async def test() -> None:
+        async with client(config={"max_model_len": 64}) as (http, _):
+            prompt, answer = 0.0, 0.0
+            for fields, kept, generated in (
+                ({}, 48, 16),
+                ({"max_tokens": 40}, 24, 40),
+                ({"max_tokens": 63}, 1, 63),
+                ({"truncate_prompt_tokens": 60}, 60, 4),
+            ):
+                body = {"prompt": "x " * 300, "truncate_prompt_tokens": -1, "ignore_eos": True, **fields}
+                assert (await http.post(path, json=body)).status_code == 200
+                metrics = (await http.get("/metrics")).text
+                prompt, answer = prompt + kept, answer + generated
+                assert metric(metrics, "vllm:prompt_tokens_total") == prompt
+                assert metric(metrics, "vllm:generation_tokens_total") == answer
+
+    run(test())
+
+
+def test_an_answer_that_leaves_no_room_for_a_prompt() -> None:
+    async def test() -> None:
+        async with client(config={"max_model_len": 64}) as (http, _):
+            chat = {"messages": [{"role": "user", "content": "x"}]}
+            for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat)):
+                for asked, keep in itertools.product((64, 100), (-1, 5)):
+                    fields = {"max_tokens": asked, "truncate_prompt_tokens": keep}
+                    error = error_of(await http.post(path, json={**body, **fields}))
+                    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+                    assert error["message"].startswith(f"max_tokens is {asked}, but this model's maximum context")
+                    assert error["message"].endswith("lower max_tokens to 63 or less")
+            fields = {"max_tokens": 60, "truncate_prompt_tokens": 5}
+            error = error_of(await http.post("/v1/completions", json={"prompt": "x", **fields}))
+            assert error["param"] == "truncate_prompt_tokens"
+            assert "there is room for 4" in error["message"]
 
     run(test())
 
