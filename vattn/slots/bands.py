@@ -358,21 +358,27 @@ class Bands:
         self.use(change, slot, max(count, self.used(slot)))
         self._changed(slot)
 
-    def publish(self, change: Change, slot: int, keys: Sequence[Key], origin: int) -> Published:
+    def publish(self, change: Change, slot: int, keys: Sequence[Key], known: int, origin: int) -> Published:
         """Publishes those of the used blocks for which there are keys.
 
         Args:
             keys: the keys of the slot's blocks, from depth 0 on.
+            known: the depth up to which the blocks had their keys before.
             origin: the depth before which blocks of bands with windows may lack tokens that were never copied in.
 
         Returns:
             The newly published blocks, without those whose keys were in the index before.
         """
-        return tuple(
+        published = tuple(
             (band.shared, block)
             for band in self._bands
             for block in band.shared.publish(change, slot, keys, 0 if band.band.window is None else origin)
         )
+        # Idle slots that share blocks are found by the key of their last one.
+        named = (block for band in self._bands for block in band.shared[slot].after(known))
+        for other in {other for block in named for other in block.slots if other != slot}:
+            self._changed(other)
+        return published
 
     def grow(self, change: Change, slot: int, tokens: int, start: int) -> None:
         """Plans the growth that `growth` counts."""

@@ -95,6 +95,10 @@ class SlotBlocks:
         """The blocks before this depth."""
         return self.blocks[: max(0, depth - self.start)]
 
+    def after(self, depth: int) -> list[PageBlock]:
+        """The blocks from this depth on."""
+        return self.blocks[max(0, depth - self.start) :]
+
 
 class SharedBlocks:
     """The blocks of one band; used under its pool's lock.

@@ -177,7 +177,7 @@ class Prefixes(Decisions):
         bands.adopt(change, slot, count)
         # In bands with windows, tokens before the origin may never have been copied in.
         origin = -(-self._slots.origin.get(slot, 0) // bands.block_tokens)
-        new = bands.publish(change, slot, keys, origin)
+        new = bands.publish(change, slot, keys, len(known.keys), origin)
         published = known.published + new
         if self.exchange is not None:
             self.exchange.offer([block for _, block in new], token_ids)

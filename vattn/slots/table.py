@@ -246,9 +246,10 @@ class SlotTable:
 
     def retracted(self, change: Change, block: PageBlock) -> None:
         """Notes that a block is cached no more: nothing of it may stay in idle slots that are zeroed."""
-        if self._config.zero_on_free:
-            for slot in filter(self.idle.__contains__, block.slots):
+        for slot in filter(self.idle.__contains__, block.slots):
+            if self._config.zero_on_free:
                 self.vacate(change, slot)
+            self.changed(slot)
 
     def vacated(self, change: Change, slot: int) -> None:
         """Notes that they have left it, with this change."""
@@ -350,8 +351,8 @@ class SlotTable:
         assert set(self.origin) <= active, "an origin is that of an idle slot"
         assert set(bands.used_tokens) <= active, "an idle slot uses blocks"
         for slot in idle:
-            entry, facts = self.idle[slot], bands.facts(slot)
-            same = (entry.blocks, entry.extent, entry.pages, entry.private) == facts[:4]
+            entry = self.idle[slot]
+            same = (entry.blocks, entry.extent, entry.pages, entry.private, entry.tail) == bands.facts(slot)
             assert same, "an idle slot is chosen by what it does not have"
         self.kept.check()
         for slot, left in self.kept.rows.items():

@@ -167,6 +167,37 @@ def test_what_was_taken_back_is_not_kept() -> None:
         cache.check()
 
 
+def test_rows_behind_retracted_blocks_are_forgotten() -> None:
+    with make() as cache:
+        first = run(cache, PROMPT[: WHOLE + 1])
+        cache.commit(first, PROMPT[:WHOLE])
+        second, cached = cache.admit(PROMPT)
+        assert cached == WHOLE
+        cache.step({second: len(PROMPT)})
+        cache.free_reqid(second, token_ids=PROMPT)
+        assert cache.find_prefix(MORE, rows=True) == len(PROMPT)
+        cache.retract(first)
+        cache.check()
+        with pytest.raises(vattn.TokenMismatch):  # a call that is taken back derives the books anew
+            cache.commit(first, PROMPT)
+        cache.check()
+        assert cache.find_prefix(MORE, rows=True) == 0
+
+
+def test_an_idle_slot_is_found_by_a_block_that_was_committed_later() -> None:
+    with make() as cache:
+        first = cache.alloc_reqid()
+        cache.step({first: WHOLE})
+        fork = cache.fork(first)
+        cache.free_reqid(fork)
+        cache.check()
+        cache.commit(first, PROMPT[:WHOLE])
+        cache.check()
+        before = memory_calls(cache.stats())
+        assert cache.admit(PROMPT) == (fork, WHOLE)
+        assert memory_calls(cache.stats()) == before
+
+
 def test_tokens_behind_the_length_are_refused() -> None:
     with make() as cache:
         reqid = run(cache, PROMPT)
