@@ -213,8 +213,10 @@ class KVCache(PoolMember):
     def retract(self, reqid: int) -> None:
         """Takes back what a request has committed, because its K and V are wrong (for example, not finite).
 
-        Blocks that it was the first to commit can no longer be found; blocks that it was admitted with, or that another
-        request had committed before, stay cached. Running requests that were admitted with a retracted block keep it.
+        Blocks that it was the first to commit can no longer be found, nor can those that were computed on blocks that
+        it committed, by whichever request; blocks that it was admitted with, or that another request had committed
+        before, stay cached. Running requests that were admitted with a retracted block keep it. Neither they nor
+        `reqid` publish what follows such a block, unless their length first goes back to before it.
 
         Raises:
             InvalidSlot: the slot is not allocated.

@@ -17,7 +17,7 @@ import heapq
 import itertools
 import time
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -143,6 +143,43 @@ def check_extension(known: TokenIds, token_ids: TokenIds, length: int) -> None:
     if token_ids[: len(known)] != known:
         at = next(i for i, (old, new) in enumerate(zip(known, token_ids, strict=False)) if old != new)
         raise TokenMismatch(f"token {at} is {token_ids[at]}, but {known[at]} was admitted or committed there")
+
+
+class Ancestry:
+    """Which key each key was made from: what was computed on a block is found by this, if the block is wrong.
+
+    The ancestors of a cached block are known even if they are evicted. All of this follows from what keys are, so a
+    call that fails takes none of it back.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[Key, Key] = {}  # of a parent before those of its children
+        self._most = 1024
+
+    def note(self, parent: Key, keys: Sequence[Key], live: Callable[[], Iterable[Key]]) -> None:
+        """Notes a chain of keys.
+
+        Args:
+            parent: as for `block_keys`, which returned the keys.
+            live: returns the keys whose ancestors must stay known; called rarely.
+        """
+        self._parents.update(zip(keys, itertools.chain((parent,), keys), strict=False))
+        if len(self._parents) > self._most:
+            kept = set[Key]()
+            for key in live():
+                while key in self._parents and key not in kept:
+                    kept.add(key)
+                    key = self._parents[key]
+            self._parents = {key: parent for key, parent in self._parents.items() if key in kept}
+            self._most = 2 * len(kept) + 1024
+
+    def descendants(self, keys: Iterable[Key]) -> set[Key]:
+        """These keys, and all that were made from them."""
+        found = set(keys)
+        for key, parent in self._parents.items():
+            if parent in found:
+                found.add(key)
+        return found
 
 
 class PrefixIndex(Generic[B]):

@@ -189,7 +189,8 @@ class KVBackend(KVSource, Protocol):
     def retract(self, slot: int) -> None:
         """Withdraw the blocks that this slot published, so that later requests do not find them.
 
-        Blocks that other requests published stay, and running requests keep blocks that they share.
+        Blocks that were computed on blocks of this slot go too, and none that is computed on them is published; others
+        stay, and running requests keep blocks that they share.
 
         Raises:
             InvalidSlot: it is not allocated.

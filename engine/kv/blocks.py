@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -16,7 +16,18 @@ from vattn import cpu
 from vattn.attention import PackedBatch
 from vattn.config import budget_bytes
 from vattn.errors import ConfigError, InvalidLength, OutOfPages, TokenMismatch
-from vattn.prefix import Admission, Block, PrefixIndex, TokenIds, as_ids, block_keys, check_extension, root_key
+from vattn.prefix import (
+    Admission,
+    Ancestry,
+    Block,
+    Key,
+    PrefixIndex,
+    TokenIds,
+    as_ids,
+    block_keys,
+    check_extension,
+    root_key,
+)
 from vattn.units import format_bytes
 
 from ..checks import checked_whole
@@ -29,28 +40,27 @@ _OPTIONS = ("num_blocks", "windows")
 
 @dataclass(eq=False, kw_only=True)
 class PoolBlock(Block):
-    """A block of the pool that is in use or cached.
-
-    A `retracted` block is never published again, whoever still uses it.
-    """
+    """A block of the pool that is in use or cached."""
 
     number: int
-    retracted: bool = False
 
 
 @dataclass
 class _Slot:
     """Blocks of one request, in the order of its tokens: token t is in `blocks[t // block_size]`.
 
-    `tokens` are the known ids, of whole blocks, whose keys start from `salt`. `published` are the blocks that this slot
-    published.
+    `tokens` are the known ids, of whole blocks, whose keys start from `salt`. The first `admitted` blocks were found,
+    and `published` are those that this slot published. If what follows was retracted or computed on what was, only the
+    first `sound` blocks may be published.
     """
 
     blocks: list[PoolBlock] = field(default_factory=list)
     length: int = 0
     tokens: TokenIds = field(default_factory=lambda: array("q"))
     salt: bytes = b""
+    admitted: int = 0
     published: list[PoolBlock] = field(default_factory=list)
+    sound: int | None = None
 
 
 class BlockKV(PlainStore, ABC):
@@ -83,6 +93,7 @@ class BlockKV(PlainStore, ABC):
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slots: SlotBook[_Slot] = SlotBook(spec.max_num_seqs, spec.max_model_len)
         self._index: PrefixIndex[PoolBlock] = PrefixIndex()
+        self._ancestry = Ancestry()
         self._scatter: tuple[PackedBatch, Tensor] | None = None
         # Keys and values of each layer, `[rows, heads, dim]`; a row is a token of a block.
         self._homes: list[tuple[Tensor, Tensor]] = []
@@ -117,7 +128,7 @@ class BlockKV(PlainStore, ABC):
         self._index.acquire(blocks)
         self._append(number, blocks)
         slot.length = len(blocks) * self.block_size
-        slot.tokens, slot.salt = ids[: slot.length], salt
+        slot.tokens, slot.salt, slot.admitted = ids[: slot.length], salt, len(blocks)
         return Admission(number, slot.length)
 
     def find(self, token_ids: Sequence[int], salt: bytes = b"", *, rows: bool = False) -> int:
@@ -126,24 +137,51 @@ class BlockKV(PlainStore, ABC):
     def commit(self, slot: int, token_ids: Sequence[int]) -> None:
         ids, mine = as_ids(token_ids), self._slots[self._slots.checked(slot)]
         check_extension(mine.tokens, ids, mine.length)
-        known, whole = len(mine.tokens), len(ids) // self.block_size * self.block_size
+        known, count = len(mine.tokens), len(ids) // self.block_size
+        if mine.sound is not None:
+            count = min(count, mine.sound)
+        ids = ids[: count * self.block_size]
         parent = mine.blocks[known // self.block_size - 1].key if known else root_key(mine.salt)
         assert parent is not None
         blocks = mine.blocks[known // self.block_size :]
         keys = list(block_keys(parent, ids[known:], self.block_size))
+        self._ancestry.note(parent, keys, self._live_keys)
         for block, key in zip(blocks, keys, strict=False):
             if block.key not in (None, key):
                 raise TokenMismatch(f"block {block.depth} was committed with other tokens by a request that shares it")
         for block, key in zip(blocks, keys, strict=False):
-            if not block.published and not block.retracted and self._index.publish(block, key):
+            if not block.published and self._index.publish(block, key):
                 mine.published.append(block)
-        mine.tokens = ids[:whole]
+        mine.tokens = ids
 
     def retract(self, slot: int) -> None:
-        for block in self._slots[self._slots.checked(slot)].published:
-            block.retracted = True
-            if block.published:
-                self._index.withdraw(block)
+        mine = self._slots[self._slots.checked(slot)]
+        committed = {block.key for block in mine.blocks[mine.admitted : len(mine.tokens) // self.block_size]}
+        # Of these the index has blocks that others published.
+        right = committed - {block.key for block in mine.published}
+        wrong = self._ancestry.descendants(key for key in committed if key is not None) - right
+        for block in [block for block in self._index if block.key in wrong]:
+            self._index.withdraw(block)
+            if not block.users:
+                self._free.append(block.number)
+        for other in self._slots.values():
+            depth = next((block.depth for block in other.blocks if block.key in wrong), None)
+            if depth is not None:
+                self._distrust(other, depth)
+        self._distrust(mine, mine.admitted)
+        mine.published = []
+
+    def _distrust(self, slot: _Slot, count: int) -> None:
+        """Publish nothing that a slot has behind its first `count` blocks."""
+        slot.sound = count if slot.sound is None else min(count, slot.sound)
+        slot.tokens = slot.tokens[: slot.sound * self.block_size]
+
+    def _live_keys(self) -> Iterator[Key]:
+        """The keys of cached blocks, and those that the next blocks of requests follow."""
+        yield from (block.key for block in self._index if block.key is not None)
+        for slot in self._slots.values():
+            if slot.tokens and (key := slot.blocks[len(slot.tokens) // self.block_size - 1].key) is not None:
+                yield key
 
     def fork(self, slot: int) -> int:
         source = self._slots[self._slots.checked(slot)]
@@ -160,6 +198,7 @@ class BlockKV(PlainStore, ABC):
             self._copy_block(origin, target)
         child = self._slots[number]
         child.length, child.salt, child.tokens = source.length, source.salt, source.tokens[:]
+        child.admitted, child.sound = len(source.tokens) // self.block_size, source.sound
         return number
 
     def evict_prefixes(self) -> int:
@@ -203,12 +242,12 @@ class BlockKV(PlainStore, ABC):
     def retain(self, slots: Collection[int]) -> None:
         """As the protocol says; rebuilds all state from the slots that stay. Cached prefixes are dropped."""
         self._slots.retain(slots)
-        self._index, self._scatter = PrefixIndex(), None
+        self._index, self._ancestry, self._scatter = PrefixIndex(), Ancestry(), None
         for slot in self._slots.values():
             slot.blocks = [PoolBlock(depth=block.depth, number=block.number) for block in slot.blocks]
         held: dict[int, PoolBlock] = {}
         for number, slot in self._slots.items():
-            slot.tokens, slot.published = array("q"), []
+            slot.tokens, slot.published, slot.admitted = array("q"), [], 0
             blocks = [held.setdefault(block.number, block) for block in slot.blocks]
             slot.blocks = []
             self._index.acquire(blocks)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vattn import InvalidTokens, TokenMismatch
-from vattn.prefix import Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
+from vattn.prefix import Ancestry, Block, PrefixIndex, as_ids, block_keys, check_extension, root_key
 
 
 class Naive:
@@ -155,3 +155,20 @@ def test_token_ids_that_cannot_be_a_request() -> None:
     for ids, reason in (([1], "1 token ids"), ([1, 2, 3, 4], "4 token ids"), ([1, 5, 3], "token 1 is 5")):
         with pytest.raises(TokenMismatch, match=reason):
             check_extension(as_ids([1, 2]), as_ids(ids), 3)
+
+
+def test_descendants_are_found_however_many_keys_are_forgotten() -> None:
+    ancestry, salt = Ancestry(), root_key(b"")
+    trunk = list(block_keys(salt, range(100), 1))
+    ancestry.note(salt, trunk, tuple)
+    live = [trunk[-1]]
+    for branch in range(5000):
+        keys = list(block_keys(trunk[branch % 50], [1000 + branch] * 3, 1))
+        ancestry.note(trunk[branch % 50], keys, lambda: live)
+        if branch % 100 == 0:
+            live.append(keys[-1])
+            assert ancestry.descendants(keys[:1]) == set(keys)
+            assert ancestry.descendants(keys) == set(keys)
+    assert set(live) | set(trunk) <= ancestry.descendants(trunk[:1])
+    assert len(ancestry.descendants(trunk[:1])) < 3000
+    assert ancestry.descendants([]) == set()

@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -379,6 +379,23 @@ class Bands:
         for other in {other for block in named for other in block.slots if other != slot}:
             self._changed(other)
         return published
+
+    def committed(self, slot: int, first: int) -> Published:
+        """The blocks of the slot's request that have keys, from depth `first` on."""
+        return tuple(
+            (band.shared, block)
+            for band in self._bands
+            for block in band.shared.used(slot)
+            if block.depth >= first and block.key is not None
+        )
+
+    def with_keys(self, keys: Set[Key]) -> Published:
+        """The blocks with one of these keys, in an index or in slots."""
+        return tuple((band.shared, block) for band in self._bands for block in band.shared.with_keys(keys))
+
+    def published_keys(self) -> Iterator[Key]:
+        """The keys of all published blocks."""
+        return (block.key for band in self._bands for block in band.shared.index if block.key is not None)
 
     def grow(self, change: Change, slot: int, tokens: int, start: int) -> None:
         """Plans the growth that `growth` counts."""

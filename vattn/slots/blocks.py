@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -162,6 +162,11 @@ class SharedBlocks:
     def shared_pages(self) -> int:
         """Pages that several running requests use, each counted once."""
         return self.block_pages * self._several
+
+    def with_keys(self, keys: Set[Key]) -> set[PageBlock]:
+        """The blocks with one of these keys, in the index or in slots."""
+        everything = itertools.chain(self.index, *(slot.blocks for slot in self._slots))
+        return {block for block in everything if block.key in keys}
 
     def common(self, slot: int, blocks: Sequence[PageBlock]) -> int:
         """How many of these blocks, from the first on, are in place in the slot; equal keys mean equal values."""
@@ -302,13 +307,16 @@ class SharedBlocks:
             self._withdraw(change, block)
 
     def retract(self, change: Change, block: PageBlock) -> None:
-        """Removes a block with wrong contents, which may be in use, from the index for good."""
-        change.on_revert(self.index.put_back, block)
-        self.index.withdraw(block)
+        """Has a block with wrong contents, which may be in use, not found any more, in the index or in a slot."""
+        published = block.published
+        if published:
+            change.on_revert(self.index.put_back, block)
+            self.index.withdraw(block)
         change.set(block, "key", None)
         change.set(block, "retracted", True)
         self._recount(block)
-        self._let_go(change, block)
+        if published:
+            self._let_go(change, block)
 
     def evict(self, change: Change, block: PageBlock) -> None:
         """Plans to evict a cached block that no slot has mapped, which frees its pages."""

@@ -93,6 +93,7 @@ class Exchange(Decisions):
                 }
                 self._foreign[foreign] = blocks
                 keys = [*itertools.islice(rest, len(blocks))]
+                self._slots.ancestry.note(found[-1] if found else root_key(salt), keys, self._slots.live_keys)
                 self._band.shared.insert(change, foreign, [*blocks.values()], keys)
                 found += keys
             if len(found) < end:
@@ -118,7 +119,7 @@ class Exchange(Decisions):
                 self._band.shared.unpublish(change, block)
         for _, _, block in self._blocks():
             if block.published:
-                self._retract(change, block)
+                self._slots.withdraw(change, self._band.shared, block)
 
     def close(self) -> None:
         """Its cache has gone."""
@@ -133,19 +134,18 @@ class Exchange(Decisions):
             if count == peer.withdrawals:
                 continue
             change.set(peer, "withdrawals", count)
+            wrong = set[Key]()
             for foreign, depth, block in self._blocks():
-                if foreign.peer is peer and block.published:
+                if foreign.peer is peer and block.published and block.key is not None:
                     entry = peer.directory.read(foreign.entry(depth))
                     if entry is None or entry.key != block.key:
-                        self._retract(change, block)
+                        wrong.add(block.key)
+            if wrong:
+                self._slots.retract(change, self._slots.ancestry.descendants(wrong))
 
     def _blocks(self) -> Iterator[tuple[Foreign, int, PageBlock]]:
         """The blocks of other processes, with their depths."""
         return ((foreign, depth, block) for foreign, blocks in self._foreign.items() for depth, block in blocks.items())
-
-    def _retract(self, change: Change, block: PageBlock) -> None:
-        self._band.shared.retract(change, block)
-        self._slots.retracted(change, block)
 
     # For the borrower's thread, between calls
 

@@ -169,10 +169,14 @@ class Prefixes(Decisions):
         bands, known = self._bands, self._slots.known[slot]
         check_extension(known.tokens, token_ids, self._slots.length[slot])
         count = len(token_ids) // bands.block_tokens
+        if known.sound is not None:
+            count = min(count, known.sound)
         if count == len(known.keys):
             return
-        parent = known.keys[-1] if known.keys else root_key(known.salt)
-        keys = known.keys + list(block_keys(parent, token_ids[len(known.tokens) :], bands.block_tokens))
+        parent, tokens = known.keys[-1] if known.keys else root_key(known.salt), token_ids[: count * bands.block_tokens]
+        more = list(block_keys(parent, tokens[len(known.tokens) :], bands.block_tokens))
+        self._slots.ancestry.note(parent, more, self._slots.live_keys)
+        keys = known.keys + more
         bands.check_keys(slot, keys)
         bands.adopt(change, slot, count)
         # In bands with windows, tokens before the origin may never have been copied in.
@@ -181,26 +185,28 @@ class Prefixes(Decisions):
         published = known.published + new
         if self.exchange is not None:
             self.exchange.offer([block for _, block in new], token_ids)
-        tokens = token_ids[: count * bands.block_tokens]
         self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=published))
 
     def kept(self, slot: int, token_ids: TokenIds) -> Kept | None:
         """What the slot's request, which has published these tokens, leaves behind its last block."""
         known = self._slots.known[slot]
-        if self._bands.windowed or known.retracted or len(token_ids) == len(known.tokens):
+        if self._bands.windowed or known.sound is not None or len(token_ids) == len(known.tokens):
             return None
         parent = known.keys[-1] if known.keys else root_key(known.salt)
         return Kept(parent, len(known.tokens), token_ids[len(known.tokens) :])
 
     def retract(self, change: Change, slot: int) -> None:
-        """Removes from the index the blocks that the slot's request was the first to commit, for good."""
-        known = self._slots.known[slot]
-        for shared, block in known.published:
-            if block.published:
-                shared.retract(change, block)
-                self._slots.retracted(change, block)
-        tokens, keys = known.tokens[: known.admitted * self._bands.block_tokens], known.keys[: known.admitted]
-        self._slots.know(change, slot, replace(known, tokens=tokens, keys=keys, published=(), retracted=True))
+        """Removes from the index the blocks that the slot's request was the first to commit, and what was computed on
+        blocks that it committed, for good.
+        """
+        slots, known = self._slots, self._slots.known[slot]
+        first = {block.key for _, block in known.published if block.key is not None}
+        # The index has right blocks with the same keys, for which these must not serve in an idle slot.
+        twins = tuple(each for each in self._bands.committed(slot, known.admitted) if not each[1].published)
+        right = {block.key for _, block in twins if block.key is not None} - first
+        slots.retract(change, slots.ancestry.descendants(first | right) - right, twins)
+        slots.distrust(change, slot, known.admitted)
+        slots.know(change, slot, replace(slots.known[slot], published=()))
 
     def count(self, query_tokens: int, hit_tokens: int) -> None:
         """Counts an admitted request."""

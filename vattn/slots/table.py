@@ -18,15 +18,15 @@ which reverts them if a call fails.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from vattn.config import KVConfig
 from vattn.errors import InvalidLength
 from vattn.pool.journal import GONE, Change
-from vattn.prefix import Key, TokenIds
+from vattn.prefix import Ancestry, Key, TokenIds
 from vattn.slots.bands import Bands, Published
-from vattn.slots.blocks import PageBlock
+from vattn.slots.blocks import PageBlock, SharedBlocks
 from vattn.slots.idle import IdleSlots
 from vattn.slots.kept import Kept, KeptRows
 
@@ -38,11 +38,12 @@ class Known:
     Attributes:
         tokens: the token ids; like `keys`, never modified in place.
         keys: the keys of the blocks.
-        admitted: how many of the blocks the request was admitted with.
+        admitted: how many of the blocks the request was admitted with, and still has.
         published: blocks that the request was the first to commit.
         salt: the salt that the keys start from.
         rewound: whether the length decreased into blocks, so that launched kernels may read blocks that have to leave.
-        retracted: whether it was taken back, as wrong, what the request had committed.
+        sound: how many of the request's first blocks may be published, if what follows was taken back as wrong or
+            computed on what was; None for all.
     """
 
     tokens: TokenIds = field(default_factory=lambda: array("q"))
@@ -51,7 +52,7 @@ class Known:
     published: Published = ()
     salt: bytes = b""
     rewound: bool = False
-    retracted: bool = False
+    sound: int | None = None
 
 
 def most_ahead(block_tokens: int) -> int:
@@ -77,6 +78,7 @@ class SlotTable:
         limit: for active slots, the length up to which a step has nothing to do.
         ready: tokens that the worker has finished backing.
         known: what is known of the requests' tokens.
+        ancestry: how the keys of blocks follow from each other.
         pending: per slot, the ticket of the last background growth.
         leaving: slots with pages of an ended request that have to be unmapped: in an idle slot as soon as no kernel
             reads them; in an active one, which `zero_on_free` alone has here, by the first step of its request.
@@ -94,6 +96,7 @@ class SlotTable:
         self.limit: dict[int, int] = {}
         self.ready = [0] * slots
         self.known = [Known()] * slots
+        self.ancestry = Ancestry()
         self.pending: dict[int, int] = {}
         self.leaving: dict[int, None] = {}
         self.idle = IdleSlots()
@@ -147,6 +150,11 @@ class SlotTable:
                 f"slot {slot} cannot go back from {self.length[slot]} tokens to {length}: what queries there see has "
                 "left the sliding window, and its memory was given back; go back less far, or compute it again from 0"
             )
+
+    def live_keys(self) -> Iterator[Key]:
+        """The keys of published blocks, and those that the next blocks of requests follow."""
+        yield from self._bands.published_keys()
+        yield from (known.keys[-1] for known in self.known if known.keys)
 
     # Decisions
 
@@ -244,8 +252,34 @@ class SlotTable:
         """Notes that pages of an ended request have to leave the slot."""
         change.put(self.leaving, slot, None)
 
-    def retracted(self, change: Change, block: PageBlock) -> None:
-        """Notes that a block is cached no more: nothing of it may stay in idle slots that are zeroed."""
+    def retract(self, change: Change, keys: Set[Key], others: Published = ()) -> None:
+        """Removes wrong blocks from the index for good, and has requests publish nothing that they compute on them.
+
+        Args:
+            keys: the keys of wrong blocks.
+            others: wrong blocks of which the index has right ones.
+        """
+        for slot in self.length:
+            wrong = next((depth for depth, key in enumerate(self.known[slot].keys) if key in keys), None)
+            if wrong is not None:
+                self.distrust(change, slot, wrong)
+        for shared, block in (*self._bands.with_keys(keys), *others):
+            # Those that have not committed it, such as forks, do not know its key.
+            for slot in block.slots:
+                if self.length.get(slot, 0) > block.depth * self._bands.block_tokens:
+                    self.distrust(change, slot, block.depth)
+            self.withdraw(change, shared, block)
+
+    def distrust(self, change: Change, slot: int, count: int) -> None:
+        """Has nothing published that the slot's request has behind its first `count` blocks, until it goes back there."""
+        known = self.known[slot]
+        sound = count if known.sound is None else min(count, known.sound)
+        tokens, keys = known.tokens[: sound * self._bands.block_tokens], known.keys[:sound]
+        self.know(change, slot, replace(known, tokens=tokens, keys=keys, sound=sound))
+
+    def withdraw(self, change: Change, shared: SharedBlocks, block: PageBlock) -> None:
+        """Has a block not found any more; nothing of it may stay in idle slots that are zeroed."""
+        shared.retract(change, block)
         for slot in filter(self.idle.__contains__, block.slots):
             if self._config.zero_on_free:
                 self.vacate(change, slot)
@@ -264,7 +298,10 @@ class SlotTable:
             self._bands.use(change, slot, blocks)
         whole = length // block_tokens
         tokens, keys = known.tokens[: whole * block_tokens], known.keys[:whole]
-        self.know(change, slot, replace(known, tokens=tokens, keys=keys, rewound=True))
+        sound = None if known.sound is None or length <= known.sound * block_tokens else known.sound
+        admitted = min(known.admitted, whole)
+        rewound = replace(known, tokens=tokens, keys=keys, admitted=admitted, rewound=True, sound=sound)
+        self.know(change, slot, rewound)
         self.set_limit(slot)
 
     # Derived state

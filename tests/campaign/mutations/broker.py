@@ -12,7 +12,7 @@ from vattn.broker import books, directory, kept, notes, server
 from vattn.layout import Layout
 from vattn.pool import lent, shares
 from vattn.pool.journal import Change
-from vattn.slots import exchange, table
+from vattn.slots import blocks, exchange, table
 
 
 @mutation(None, "a broker does not read what the one before has noted", "broker")
@@ -99,7 +99,12 @@ def published_given_back() -> None:
 
 @mutation("shares", "what is withdrawn stays in slots that are zeroed", "broker")
 def withdrawn_stays() -> None:
-    table.SlotTable.retracted = lambda self, change, block: None  # type: ignore[method-assign]
+    def withdraw(self: table.SlotTable, change: Change, shared: blocks.SharedBlocks, block: blocks.PageBlock) -> None:
+        shared.retract(change, block)
+        for slot in filter(self.idle.__contains__, block.slots):
+            self.changed(slot)
+
+    table.SlotTable.withdraw = withdraw  # type: ignore[method-assign]
 
 
 @mutation("shares", "what is withdrawn is reused at once", "broker")

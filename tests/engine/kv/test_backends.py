@@ -49,7 +49,7 @@ TOKEN_BYTES = LAYERS * HEADS * (DIM + V_DIM) * 4
 SHAPE = KVShape.uniform(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM, v_head_dim=V_DIM)
 
 
-def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
+def make_backend(kv: str, budget: int = 1 << 20, length: int = LENGTH) -> KVBackend:
     options: dict[str, Any] = {"virtual": {"page_size": 4096, "eager_pages": 0, "guard": "strict"}}.get(kv, {})
     if kv == PAGED_WINDOWS:
         kv, options = "paged", {"windows": True}
@@ -61,7 +61,7 @@ def make_backend(kv: str, budget: int = 1 << 20) -> KVBackend:
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_num_seqs=SLOTS,
-            max_model_len=LENGTH,
+            max_model_len=length,
             memory_budget=budget,
             kv_options=options,
         ),
@@ -453,6 +453,44 @@ def test_retract_takes_back_what_a_slot_committed_first(caching_kv: str) -> None
     for slot in (first, second, third, fork):
         backend.free(slot)
     backend.check()
+    backend.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_retract_takes_back_what_was_computed_on_it(caching_kv: str, ended: bool) -> None:
+    backend = make_backend(caching_kv, 2 << 20, 1000)
+    size = backend.prefix_block_tokens
+    prompt = [*range(3 * size + 1)]
+    first, _ = backend.admit(prompt[: size + 1])
+    backend.prepare({first: size})
+    backend.commit(first, prompt[:size])
+    second, found = backend.admit(prompt)
+    assert found == size
+    backend.prepare({second: 2 * size})
+    backend.commit(second, prompt[: 2 * size])
+    if ended:
+        backend.free(second)
+    backend.retract(first)
+    backend.check()
+    if not ended:  # nor is what it computes later found
+        backend.prepare({second: 3 * size})
+        backend.commit(second, prompt[: 3 * size])
+        backend.check()
+    again, found = backend.admit(prompt[: size + 1])
+    assert found == 0
+    backend.prepare({again: size})
+    backend.commit(again, prompt[:size])
+    assert backend.find(prompt) == size
+    # Nothing keeps it from being computed anew.
+    third, _ = backend.admit(prompt)
+    backend.prepare({third: 2 * size})
+    backend.commit(third, prompt[: 2 * size])
+    assert backend.find(prompt) == 2 * size
+    for slot in (first, again, third) if ended else (first, second, again, third):
+        backend.free(slot)
+    backend.check()
+    backend.evict_prefixes()
+    assert backend.available() == backend.total()
     backend.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -448,6 +449,83 @@ def test_what_was_retracted_is_not_found_again() -> None:
             cache.free_reqid(slot)
         cache.check()
         assert cache.stats().cached_pages == 2
+
+
+def _filled(cache: vattn.KVCache, slot: int, first: int, end: int, value: float, ids: list[int]) -> None:
+    cache.step({slot: end})
+    for tensor in cache.layer(0):
+        tensor[slot, first:end] = value
+    cache.commit(slot, ids[:end])
+    cache.check()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_was_computed_on_retracted_blocks_is_not_found_again(window: int | None) -> None:
+    """Even if blocks between them have left a window, and the cache, before."""
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32, sliding_window=window) as cache:
+        block = cache.prefix_block_tokens
+        assert 3 * block < cache.config.max_context_len
+        ids = [*range(3 * block)]
+        wrong, _ = cache.admit(ids[: block + 1])
+        _filled(cache, wrong, 0, block, math.nan, ids)
+        misled, cached = cache.admit(ids)
+        assert cached == block
+        for end in (2 * block, 3 * block):
+            _filled(cache, misled, end - block, end, math.nan, ids)
+        cache.free_reqid(misled)
+        cache.retract(wrong)
+        cache.check()
+        assert cache.find_prefix([*ids, 1]) == 0
+        right, cached = cache.admit(ids)
+        assert cached == 0
+        _filled(cache, right, 0, block, 1.0, ids)
+        assert cache.find_prefix([*ids, 1]) == block
+        for end in (2 * block, 3 * block):
+            _filled(cache, right, end - block, end, 1.0, ids)
+        slot, cached = cache.admit([*ids, 1])
+        assert cached == 3 * block
+        shown = block if window is None else 20
+        assert all(tensor[slot, 3 * block - shown : 3 * block].eq(1).all() for tensor in cache.layer(0))
+
+
+def test_a_request_publishes_again_from_where_it_went_back() -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(3 * block)]
+        slot, _ = cache.admit(ids)
+        _filled(cache, slot, 0, block, math.nan, ids)
+        cache.retract(slot)
+        _filled(cache, slot, block, 2 * block, math.nan, ids)
+        copy = cache.fork(slot)
+        cache.unshare(copy)
+        for each in (slot, copy):
+            cache.commit(each, ids[: 2 * block])
+        assert cache.find_prefix(ids) == 0
+        cache.step({slot: 0})
+        _filled(cache, slot, 0, 2 * block, 1.0, ids)
+        assert cache.find_prefix(ids) == 2 * block
+
+
+def test_a_wrong_block_does_not_stand_for_a_right_one_with_its_tokens() -> None:
+    """Two requests compute the same block; the index has that of the first, and a slot may serve that of the other."""
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(2 * block)]
+        right, wrong = (cache.admit(ids).reqid for _ in range(2))
+        _filled(cache, right, 0, block, 1.0, ids)
+        _filled(cache, wrong, 0, block, math.nan, ids)
+        fork = cache.fork(wrong)
+        _filled(cache, fork, block, 2 * block, math.nan, ids)
+        cache.retract(wrong)
+        for slot in (wrong, fork):
+            cache.free_reqid(slot)
+            cache.check()
+        assert cache.find_prefix([*ids, 1]) == block
+        for _ in range(cache.config.max_batch_size - 1):
+            slot, cached = cache.admit([*ids, 1])
+            assert cached == block
+            assert all(tensor[slot, :block].eq(1).all() for tensor in cache.layer(0))
+        cache.check()
 
 
 # Promises
