@@ -396,7 +396,7 @@ class Scheduler:
         if request.finish_reason is FinishReason.ERROR:
             self.kv.retract(request.slot)  # what it computed before may be wrong, too
             if self.stored is not None:
-                self.stored.retract(request)
+                self.stored.retract(request, self.running)
         else:
             computed = self.publish(request)
         self.running.remove(request)

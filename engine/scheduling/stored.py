@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 from vattn.errors import VattnError
-from vattn.prefix import Key, block_keys, root_key
+from vattn.prefix import Ancestry, Key, block_keys, root_key
 from vattn.store.background import PATIENCE, Contents, Fetch, ReadAhead, Trouble, Write, WriteBehind
 from vattn.store.blockfile import KEY_BYTES, Block
 from vattn.store.folder import PrefixStore
@@ -46,7 +46,7 @@ class _Chain:
 
     Attributes:
         written: those that this request was the first to write.
-        broken: a block could not be written, so nothing after it could be found.
+        broken: a block could not be written, so nothing after it could be found; or it is wrong.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -93,6 +93,7 @@ class StoredPrefixes:
         self._reader = ReadAhead(store, self._troubles[1], most_bytes=MOST_WAITING, allocate=_room)
         self._block_bytes = BLOCK_TOKENS * kv.token_bytes
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
+        self._ancestry = Ancestry()
         self._fetches: WeakKeyDictionary[Request, Fetch] = WeakKeyDictionary()
         self._stopped = False
         self.query_tokens = 0
@@ -232,13 +233,24 @@ class StoredPrefixes:
                 chain.written.append(key)
             chain.keys.append(key)
         if len(chain.keys) > done:
+            self._ancestry.note(parent, chain.keys[done:], self._writer.known)
             self._writer.put(chain.keys, writes)
 
-    def retract(self, request: Request) -> None:
-        """Delete what a request was the first to write: it may be wrong."""
+    def retract(self, request: Request, running: Iterable[Request] = ()) -> None:
+        """Delete what a request was the first to write, and what was computed on it: it may be wrong.
+
+        Args:
+            running: requests that may have it; they write nothing more then.
+        """
         chain = self._chains.pop(request, None)
-        if chain is not None and chain.written:
-            self._writer.remove(chain.written)
+        if chain is None or not chain.written:
+            return
+        wrong = self._ancestry.descendants(chain.written)
+        self._writer.remove(list(wrong))
+        for other in running:
+            ids = other.token_ids(0, other.num_tokens)
+            if not wrong.isdisjoint(block_keys(self._root(other), ids, BLOCK_TOKENS)):
+                self._chains.setdefault(other, _Chain()).broken = True
 
     def forget(self, request: Request) -> None:
         """Read nothing more for a request."""

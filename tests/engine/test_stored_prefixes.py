@@ -306,6 +306,25 @@ def test_a_request_that_failed_leaves_nothing(path: Path) -> None:
         assert PrefixStore(path).entries() == []
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_was_computed_on_a_request_that_failed_goes_with_it(ended: bool, path: Path) -> None:
+    apart = PROMPT[:60:-1]
+    with make_llm(make_model("llama"), path) as llm:
+        llm.add_request("first", PROMPT, SamplingParams(temperature=0, max_tokens=90))
+        llm.step()
+        llm.add_request("apart", apart, GREEDY)
+        llm.add_request("second", [*PROMPT, *apart], GREEDY)
+        for _ in range(MAX_TOKENS + 2 if ended else 2):
+            llm.step()
+        (first,) = (request for request in llm.core.scheduler.running if request.request_id.startswith("first"))
+        llm.core.scheduler.finish(first, FinishReason.ERROR, FloatingPointError())
+        for _ in range(MAX_TOKENS):
+            llm.step()
+    assert once(path, PROMPT, [*apart, 1]) == [0, whole(len(apart))]
+    # Its keys lead to what follows them again.
+    assert once(path, [*PROMPT, *apart, 1]) == [whole(len(PROMPT))]
+
+
 @pytest.mark.parametrize("kv", ["virtual", "paged"])
 def test_files_that_were_changed_are_computed_anew_and_replaced(kv: str, path: Path) -> None:
     with make_llm(make_model("llama"), path, kv) as llm:

@@ -101,6 +101,10 @@ class WriteBehind:
         """Whether a block is in the store, or about to be, as far as this process has heard."""
         return key in self._known
 
+    def known(self) -> list[bytes]:
+        """The blocks of which `knows` says so."""
+        return list(self._known)
+
     def learn(self, keys: Sequence[bytes]) -> None:
         """Take it that these blocks are in the store."""
         if len(self._known) > _MOST_KNOWN:
