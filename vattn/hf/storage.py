@@ -68,11 +68,12 @@ class Shape:
             not key.ndim == value.ndim == 4
             or key.shape[:3] != value.shape[:3]
             or key.device != value.device
+            or not key.shape[0]
             or not (key.is_floating_point() and value.is_floating_point())
         ):
             raise ConfigError(
                 f"keys {given[0]} and values {given[1]}; both are [batch, num_kv_heads, tokens, head_dim] of "
-                "floating-point numbers, alike but for the head sizes"
+                "floating-point numbers, alike but for the head sizes, for one row or more"
             )
         # Under autocast K may have a wider type than V; the wider one represents both exactly.
         dtype = torch.promote_types(key.dtype, value.dtype)

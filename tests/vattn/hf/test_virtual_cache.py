@@ -586,6 +586,24 @@ def test_more_rows_than_max_batch_size(model: transformers.PreTrainedModel, want
         assert cache.layers[0].keys.shape[0] == 1
 
 
+@pytest.mark.parametrize("before", ["nothing", "tokens", "reset"])
+def test_an_update_without_rows_changes_nothing(model: transformers.PreTrainedModel, before: str) -> None:
+    with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
+        if before != "nothing":
+            model(IDS, **{CACHE: cache})
+        if before == "reset":
+            cache.reset()
+        empty = torch.zeros(0, *model(IDS, use_cache=True).past_key_values.layers[0].keys.shape[1:])
+        for index in range(2):
+            with pytest.raises(vattn.ConfigError, match=r"keys \[0, .*for one row or more"):
+                cache.update(empty, empty, index)
+            cache.check()
+        assert cache.get_seq_length() == (IDS.shape[1] if before == "tokens" else 0)
+        logits = model(IDS, **{CACHE: cache}).logits
+        known = torch.cat([IDS, IDS], 1) if before == "tokens" else IDS
+        torch.testing.assert_close(logits, model(known).logits[:, -IDS.shape[1] :])
+
+
 @pytest.mark.parametrize("other", ["llama-mha", "deepseek-v3", "gemma3n"])
 def test_a_cache_used_with_two_models(model: transformers.PreTrainedModel, other: str) -> None:
     with vattn.VirtualCache(model, **OPTIONS) as cache, torch.no_grad():
