@@ -131,9 +131,13 @@ class KVConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         if self.groups is not None:
-            if isinstance(self.groups, str) or not isinstance(self.groups, Iterable):
+            try:  # a tensor without dimensions says that it is iterable
+                groups = None if isinstance(self.groups, str) else tuple(self.groups)
+            except TypeError:
+                groups = None
+            if groups is None:
                 raise ConfigError(f"groups={self.groups!r} must be a list of one or more vattn.TensorGroup")
-            object.__setattr__(self, "groups", tuple(self.groups))
+            object.__setattr__(self, "groups", groups)
         _ = self.tensor_groups
         if self.block_tokens is not None:
             self._check_int("block_tokens", at_least=1, at_most=MOST_TOKENS)

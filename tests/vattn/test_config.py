@@ -79,6 +79,7 @@ GROUP = vattn.TensorGroup(layers=[0], num_kv_heads=2, head_dim=16)
         ({"sliding_window": 8}, "sliding_window and groups contradict"),
         ({"groups": []}, "one or more vattn.TensorGroup"),
         ({"groups": 3}, "groups=3 must be a list of one or more vattn.TensorGroup"),
+        ({"groups": torch.tensor(3)}, "groups=tensor(3) must be a list of one or more vattn.TensorGroup"),
         ({"groups": [{"layers": [0]}]}, "one or more vattn.TensorGroup"),
         ({"groups": [GROUP, GROUP]}, "layers [0] are in several groups"),
         ({"dtype": None}, "dtype must be given, to the cache or to each of its groups"),
