@@ -121,15 +121,16 @@ def _attend(
 
 
 def _is_step(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether there is one query per sequence, in shapes that belong together. SDPA broadcasts others or refuses them;
-    the kernels would read memory that is not there.
+    """Whether there is one query per sequence, with keys, in shapes that belong together. SDPA broadcasts others or
+    refuses them; the kernels would read memory that is not there.
     """
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
     batch, heads, queries, head_dim = query.shape
-    rows, kv_heads, _, key_dim = key.shape
+    rows, kv_heads, tokens, key_dim = key.shape
     return (
         queries == 1
+        and tokens > 0
         and batch == rows
         and head_dim == key_dim
         and value.shape[:3] == key.shape[:3]

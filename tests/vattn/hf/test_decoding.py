@@ -74,6 +74,8 @@ def test_views_that_torch_negates() -> None:
         ((1, 3, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), True),
         ((3, 4, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), True),
         ((2, 1, 16), (1, 2, 50, 16), (1, 2, 50, 16), False),
+        ((1, 2, 1, 16), (1, 2, 0, 16), (1, 2, 0, 16), False),
+        ((1, 4, 1, 16), (1, 2, 0, 16), (1, 2, 0, 16), True),
         ((1, 2, 1, 16), (1, 2, 50, 16), (2, 50, 16), False),
     ],
 )
@@ -81,7 +83,7 @@ def test_views_that_torch_negates() -> None:
 def test_shapes_that_do_not_belong_together_are_for_torch(
     kind: str, queries: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], gqa: bool
 ) -> None:
-    """It broadcasts some and refuses others; the kernels would read what is not there."""
+    """It broadcasts some, refuses others, and has zeros without keys; the kernels would read what is not there."""
     query, value = torch.randn(queries), torch.randn(values)
     key: Tensor
     key, plain = coded(*keys)
