@@ -271,7 +271,7 @@ class SlotTable:
             self.withdraw(change, shared, block)
 
     def distrust(self, change: Change, slot: int, count: int) -> None:
-        """Has nothing published that the slot's request has behind its first `count` blocks, until it goes back there."""
+        """Has nothing published that a slot has behind its first `count` blocks, until it goes back to there."""
         known = self.known[slot]
         sound = count if known.sound is None else min(count, known.sound)
         tokens, keys = known.tokens[: sound * self._bands.block_tokens], known.keys[:sound]
