@@ -37,8 +37,9 @@ void widen_row(const Linear& linear, std::int64_t row, float* out) {
 // a share, so that its lines are spread over all of them.
 template <class Isa>
 struct Weight : Panels<Isa> {
-  static constexpr int kMaxRows = Isa::kMaxRowsInPlace;  // as for values, which come four vectors at once as well
-  const std::byte* next;                                 // of the first panel
+  // One more, and a sum of 7 x 4 would not stay in the 32 registers of AVX-512 beside four vectors of the weight.
+  static constexpr int kMaxRows = smaller(Isa::kMaxRowsInPlace, 6);
+  const std::byte* next;  // of the first panel
 
   // One line of each of so many panels, in one of `mask + 1` steps.
   struct Share {

@@ -371,10 +371,14 @@ class Scheduler:
         while self.running:
             self.preempt_last()
         for request in self.waiting:
-            request.scored = False
-            if request.saved is not None and self.swap is not None:
-                self.swap.forget(request)
-                request.num_computed_tokens = 0
+            self._drop_copy(request)
+
+    def _drop_copy(self, request: Request) -> None:
+        """Have a waiting request computed again."""
+        request.scored = False
+        if request.saved is not None and self.swap is not None:
+            self.swap.forget(request)
+            request.num_computed_tokens = 0
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a request in any state and free what it holds; no effect on one that is done."""
@@ -395,6 +399,9 @@ class Scheduler:
         computed = None
         if request.finish_reason is FinishReason.ERROR:
             self.kv.retract(request.slot)  # what it computed before may be wrong, too
+            for other in self.waiting:
+                if other.saved is not None and _begin_alike(request, other):  # the copy may have it
+                    self._drop_copy(other)
             if self.stored is not None:
                 self.stored.retract(request, self.running)
         else:
@@ -545,6 +552,10 @@ class _Underway:
         end = max(HEAD_TOKENS, start + self._block)
         # What is computed is compared last: it is long, and of prompts with a beginning in common it is the same.
         return len(prompt) >= end and theirs[start:end] == prompt[start:end] and theirs[:start] == prompt[:start]
+
+
+def _begin_alike(one: Request, other: Request) -> bool:
+    return one.cache_salt == other.cache_salt and one.token_ids(0, 1) == other.token_ids(0, 1)
 
 
 def _may_fork(leader: Request, request: Request) -> bool:

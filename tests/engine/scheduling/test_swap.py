@@ -94,3 +94,28 @@ def test_what_is_aborted_keeps_no_copy() -> None:
             llm.abort(name)
         assert swap.used_bytes == 0
         llm.check()
+
+
+def test_copies_of_what_a_failed_request_published_are_dropped() -> None:
+    """A preempted request that was admitted with its blocks is computed again; another one keeps its copy."""
+    sharing, alone = [3] * 40, [4] * 40
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(make_model("llama"), max_num_seqs=4, max_model_len=128, preemption_mode="swap", block_size=16) as llm:
+        expected = [llm.generate(each, params, use_tqdm=False)[0].outputs[0].token_ids for each in (sharing, alone)]
+        llm.reset_prefix_cache()
+        scheduler = llm.core.scheduler
+        for name, prompt in (("fails", sharing), ("sharing", sharing), ("alone", alone)):
+            llm.add_request(name, prompt, params)
+            llm.step()
+        llm.step()
+        copies = [scheduler.preempt_last() for _ in range(2)]
+        assert all(request.saved is not None for request in copies)
+        llm.core._fail(scheduler.running, FloatingPointError("not finite"))
+        assert {request.prompt_token_ids[0]: request.saved is None for request in copies} == {3: True, 4: False}
+        outputs = {}
+        while llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+        assert [outputs[name].outputs[0].token_ids for name in ("sharing", "alone")] == expected
+        assert scheduler.swap is not None
+        assert scheduler.swap.used_bytes == 0
+        llm.check()
