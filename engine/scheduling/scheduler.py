@@ -555,6 +555,7 @@ class _Underway:
 
 
 def _begin_alike(one: Request, other: Request) -> bool:
+    """Whether the first block of one may be that of the other."""
     return one.cache_salt == other.cache_salt and one.token_ids(0, 1) == other.token_ids(0, 1)
 
 
