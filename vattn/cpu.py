@@ -486,32 +486,39 @@ class Weight:
 
     Attributes:
         out, width: numbers of outputs and of inputs, which is even.
-        panels: int32 `[ceil(out / lanes), width / 2, lanes]`.
-        bias: `[out]`, contiguous, or None.
+        gated: whether there are two weights, gate and up, and an output is `silu(gate) * up`.
+        panels: int32 `[ceil(out / lanes), width / 2, lanes]`, of gate and up in turn.
+        bias: `[out]`, of gate and up `[2 * out]`, contiguous, or None.
     """
 
     out: int
     width: int
+    gated: bool
     panels: Tensor
     bias: Tensor | None
 
     @cached_property
-    def place(self) -> tuple[int, int, int, int]:
-        """Inputs, outputs, and addresses."""
-        return self.width, self.out, self.panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr()
+    def place(self) -> tuple[int, int, bool, int, int]:
+        """Inputs, outputs, whether it is gated, and addresses."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return self.width, self.out, self.gated, self.panels.data_ptr(), bias
 
 
-def pack_weight(weight: Tensor, bias: Tensor | None = None) -> Weight:
-    """Lays out a weight `[out, width]` of even width, and keeps its bias `[out]`."""
+def pack_weight(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Weight:
+    """Lays out a weight `[out, width]` of even width, and keeps its bias `[out]`; of gate, then up, `[2 * out, *]`."""
     lanes = chosen().lanes
-    out, width = weight.shape
-    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -out % lanes))
-    panels = padded.view(torch.int32).view(-1, lanes, width // 2).transpose(1, 2).contiguous()
-    return Weight(out, width, panels, None if bias is None else bias.detach().contiguous())
+    parts = weight.detach().chunk(2 if gated else 1)
+    out, width = parts[0].shape
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, -out % lanes)) for part in parts]
+    panels = torch.stack([part.view(torch.int32).view(-1, lanes, width // 2) for part in padded], dim=1)
+    panels = panels.flatten(0, 1).transpose(1, 2).contiguous()
+    return Weight(out, width, gated, panels, None if bias is None else bias.detach().contiguous())
 
 
 def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:
-    """`rows` `[n, width]`, whose last stride is 1, times a weight, plus its bias and `other` `[n, out]`, contiguous."""
+    """`rows` `[n, width]`, whose last stride is 1, times a weight, plus its bias, gated if it is, plus `other`
+    `[n, out]`, contiguous.
+    """
     n = rows.shape[0]
     output = rows.new_empty(n, weight.out)
     _module()[0].linear(
@@ -567,10 +574,10 @@ class Projection:
 
 class Residual:
     """A decoder layer after its attention in one call: `h = rows + output(attended)`, then
-    `h + down(gate(gate_up(norm(h))))`. Nothing is checked.
+    `h + down(gate_up(norm(h)))`. Nothing is checked.
 
     Attributes:
-        weights: `output`, `gate_up` and `down`.
+        weights: `output`, `gate_up`, which is gated, and `down`.
     """
 
     def __init__(self, output: Weight, norm: NormWeight, gate_up: Weight, down: Weight) -> None:

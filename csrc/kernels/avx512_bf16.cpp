@@ -40,6 +40,11 @@ struct Pairs : Neighbours<Avx512>, TokenPairs {
     unpack(even, odd, out);
   }
 
+  // Below the least normal number is 0, as products of pairs have it.
+  static void round(std::byte* at, F x, int count) {
+    _mm256_mask_storeu_epi16(at, Isa::some(count), (__m256i)_mm512_cvtneps_pbh(x));
+  }
+
   static int query_stride(int head_dim) { return head_dim / 2; }
   static int query_gap(int) { return 0; }
   static float pack_query(const Attention& a, const std::byte* row, std::uint32_t* out) {

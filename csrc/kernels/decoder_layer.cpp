@@ -65,16 +65,14 @@ void compute(const Projection& p, const ProjectionCall& call, const Kernels& ker
 void compute(const Residual& r, const ResidualCall& call, const Kernels& kernels, int threads) {
   const std::int64_t width = r.output.out, most = most_tokens(call.tokens);
   static thread_local Room room;
-  std::byte* normed = room.reserve(size(most, width) + size(most, r.gate_up.out) + size(most, r.down.in));
-  std::byte* gate_up = normed + size(most, width);
-  std::byte* gated = gate_up + size(most, r.gate_up.out);
+  std::byte* normed = room.reserve(size(most, width) + size(most, r.down.in));
+  std::byte* gated = normed + size(most, width);
   for_parts(call.tokens, [&](std::int64_t first, std::int64_t tokens) {
     std::byte* rows = token(call.result, first, width);
     multiply(r.output, tokens, token(call.attended, first, r.output.in), token(call.input, first, width), rows, kernels,
              threads);
     normalise(r.norm, tokens, width, rows, normed, kernels, threads);
-    multiply(r.gate_up, tokens, normed, nullptr, gate_up, kernels, threads);
-    compute(Gate{Type::kBFloat16, tokens, r.down.in, gate_up, gated}, kernels, threads);
+    multiply(r.gate_up, tokens, normed, nullptr, gated, kernels, threads);
     multiply(r.down, tokens, gated, rows, rows, kernels, threads);
   });
 }

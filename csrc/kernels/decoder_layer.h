@@ -1,5 +1,6 @@
 // What a decoder layer computes before and after its attention, in one call each; or whole layers, one after the other.
-// All in bfloat16; a result of a step in between is rounded to it, as where each step is a call of its own.
+// All in bfloat16; a result of a step in between is rounded to it, as where each step is a call of its own, but those
+// of gate and up.
 #pragma once
 
 #include <span>
@@ -35,7 +36,7 @@ struct ProjectionCall {
 struct Residual {
   Weight output;
   NormWeight norm;
-  Weight gate_up, down;
+  Weight gate_up, down;  // the former is gated
 };
 
 struct ResidualCall {

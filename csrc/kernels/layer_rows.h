@@ -9,6 +9,13 @@
 namespace vattn::kernels {
 namespace {
 
+// silu(x) * y
+template <class Isa>
+typename Isa::F silu_times(typename Isa::F x, typename Isa::F y) {
+  const auto e = Isa::exp2(Isa::mul(x, Isa::set(-kLog2E)));
+  return Isa::mul(Isa::div(x, Isa::add(e, Isa::set(1))), y);
+}
+
 template <class Isa, Type kType>
 struct LayerRows {
   using F = typename Isa::F;
@@ -68,8 +75,7 @@ struct LayerRows {
     std::byte* output = g.output + row * g.width * kSize;
     for (std::int64_t i = 0; i < g.width; i += kLanes) {
       const F x = load(input, i, g.width - i), y = load(input, g.width + i, g.width - i);
-      const F e = Isa::exp2(Isa::mul(x, Isa::set(-kLog2E)));
-      store(output, i, Isa::mul(Isa::div(x, Isa::add(e, Isa::set(1))), y), g.width - i);
+      store(output, i, silu_times<Isa>(x, y), g.width - i);
     }
   }
 };

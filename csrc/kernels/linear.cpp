@@ -12,15 +12,15 @@ namespace {
 
 // The input and the sums of an item stay in the second cache beside what is read of the weight meanwhile.
 constexpr std::int64_t kRows = 256;
-// At most; more vectors are never multiplied together. Fewer, where threads would have less than two items.
+// At most, and even; more vectors are never multiplied together. Fewer, where threads would have less than two items.
 constexpr std::int64_t kWidth = 4;
 
 }  // namespace
 
 void compute(const Linear& linear, const Kernels& kernels, int threads) {
-  const std::int64_t lanes = kernels.lanes;
-  const std::int64_t panels = (linear.weight.out + lanes - 1) / lanes;
-  const std::int64_t width = std::clamp<std::int64_t>(panels / (2 * threads), 1, kWidth);
+  const std::int64_t lanes = kernels.lanes, each = linear.weight.each();
+  const std::int64_t panels = (linear.weight.out + lanes - 1) / lanes * each;
+  const std::int64_t width = std::clamp<std::int64_t>(panels / (2 * threads) / each * each, each, kWidth);
   const std::int64_t parts = (linear.rows + kRows - 1) / kRows;
   const std::int64_t most_rows = parts ? (linear.rows + parts - 1) / parts : 0;
 

@@ -10,11 +10,15 @@ namespace vattn::kernels {
 
 struct Weight {
   std::int64_t in, out;         // `in` is even
-  const std::uint32_t* panels;  // [ceil(out / lanes), in / 2, lanes]: neighbours of a row of the weight
-  const std::byte* bias;        // [out], or null
+  bool gated;                   // two weights of `out` rows, gate and up, whose panels take turns
+  const std::uint32_t* panels;  // [ceil(out / lanes), in / 2, lanes], or twice as many: neighbours of a weight's row
+  const std::byte* bias;        // [out], or of gate and up [2, out]; or null
+
+  int each() const { return gated ? 2 : 1; }  // panels of so many outputs as there are lanes
 };
 
-// output = input x weight^T + bias + other, rounded once. All in bfloat16.
+// output = input x weight^T + bias + other, rounded once. All in bfloat16. Where the weight is gated,
+// silu(gate) * up + other, of both products with their bias.
 struct Linear {
   std::int64_t rows;
   const std::byte* input;

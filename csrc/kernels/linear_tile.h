@@ -1,6 +1,7 @@
 // The product of linear.h, by the tiles of attention.
 #pragma once
 
+#include "layer_rows.h"
 #include "linear.h"
 #include "tile.h"
 
@@ -117,21 +118,31 @@ void linear_item(const Linear& linear, const LinearItem& item) {
   constexpr int kLanes = Isa::kLanes;
   const int pairs = static_cast<int>(linear.weight.in / 2);
   // Of nearly equal size, so that the products of each part fetch all of the next one.
-  const int each = ceil_div(pairs, ceil_div(pairs, kPairs<Isa>));
-  for (int pair = 0; pair < pairs; pair += each) add_products<Kind>(linear, item, pair, smaller(each, pairs - pair));
+  const int part = ceil_div(pairs, ceil_div(pairs, kPairs<Isa>));
+  for (int pair = 0; pair < pairs; pair += part) add_products<Kind>(linear, item, pair, smaller(part, pairs - pair));
   constexpr int kSize = size_of(Type::kBFloat16);
-  const std::int64_t first = item.panel * kLanes, width = item.num_panels * kLanes;
-  for (std::int64_t r = 0; r < item.num_rows; ++r) {
-    const std::int64_t at = (item.row + r) * linear.weight.out;
-    for (std::int64_t i = 0; i < width && first + i < linear.weight.out; i += kLanes) {
-      const int count = smaller(kLanes, static_cast<int>(linear.weight.out - first - i));
-      const auto load = [&](const std::byte* x) { return Isa::template widen<Type::kBFloat16>(x, count); };
-      F x = Isa::load(item.sums + r * width + i);
-      if (linear.weight.bias) x = Isa::add(x, load(linear.weight.bias + (first + i) * kSize));
-      if (linear.other) x = Isa::add(x, load(linear.other + (at + first + i) * kSize));
-      Isa::template narrow<Type::kBFloat16>(linear.output + (at + first + i) * kSize, x, count);
+  const std::int64_t out = linear.weight.out;
+  const std::byte* bias = linear.weight.bias;
+  const int each = linear.weight.each();
+  const std::int64_t first = item.panel / each * kLanes, last = first + item.num_panels / each * kLanes;
+  const float* sums = item.sums;
+  for (std::int64_t row = item.row; row < item.row + item.num_rows; ++row)
+    for (std::int64_t i = first; i < last; i += kLanes, sums += each * kLanes) {
+      if (i >= out) continue;
+      const int count = smaller(kLanes, static_cast<int>(out - i));
+      const auto load = [&](const std::byte* x, std::int64_t at) {
+        return Isa::template widen<Type::kBFloat16>(x + at * kSize, count);
+      };
+      F x = Isa::load(sums);
+      if (bias) x = Isa::add(x, load(bias, i));
+      if (linear.weight.gated) {
+        F up = Isa::load(sums + kLanes);
+        if (bias) up = Isa::add(up, load(bias, out + i));
+        x = silu_times<Isa>(x, up);
+      }
+      if (linear.other) x = Isa::add(x, load(linear.other, row * out + i));
+      Kind::round(linear.output + (row * out + i) * kSize, x, count);
     }
-  }
 }
 
 }  // namespace

@@ -63,16 +63,16 @@ struct Layer {
   }
 };
 
-// Inputs, outputs, address of the panels, and of the bias.
-using PackedWeight = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t>;
+// Inputs, outputs, whether it is gated, address of the panels, and of the bias.
+using PackedWeight = std::tuple<std::int64_t, std::int64_t, bool, std::uintptr_t, std::uintptr_t>;
 // Address and epsilon.
 using PackedNorm = std::tuple<std::uintptr_t, float>;
 
 using LayerParts = std::tuple<const Projection*, const Layer*, const Residual*>;
 
 Weight weight(const PackedWeight& packed) {
-  const auto [in, out, panels, bias] = packed;
-  return {in, out, pointer<const std::uint32_t>(panels), pointer<const std::byte>(bias)};
+  const auto [in, out, gated, panels, bias] = packed;
+  return {in, out, gated, pointer<const std::uint32_t>(panels), pointer<const std::byte>(bias)};
 }
 
 NormWeight norm_weight(const PackedNorm& packed) {

@@ -186,6 +186,8 @@ struct Neighbours {
   static constexpr int kFloatPanels = 0;
 
   static F keys(const std::byte* row, int first, int count) { return Isa::dwords(row + 2 * first, count); }
+  // Writes the first `count` of these numbers.
+  static void round(std::byte* at, F x, int count) { Isa::template narrow<Type::kBFloat16>(at, x, count); }
 };
 
 // Rows of a block of keys that are one after another,

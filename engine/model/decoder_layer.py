@@ -63,7 +63,7 @@ def residual(output: Packed, norm: cpu.NormWeight, mlp: PackedMLP) -> Callable[[
     if native[0] is not None and native[1] is not None and native[2] is not None:
         out, gate_up, down = native[0], native[1], native[2]
         _check_chain(
-            (out.out, len(norm.weight)), (out.out, gate_up.width), (gate_up.out, 2 * down.width), (down.out, out.out)
+            (out.out, len(norm.weight)), (out.out, gate_up.width), (gate_up.out, down.width), (down.out, out.out)
         )
         return cpu.Residual(out, norm, gate_up, down)
 

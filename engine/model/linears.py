@@ -25,14 +25,20 @@ _MOST_GATED_BYTES = 16 * 2**20
 class Packed:
     """Linear layers over one input, in bfloat16, as a single one whose weight was packed once.
 
+    Args:
+        linears: of as many inputs.
+        gated: whether they are gate and up, and what is asked for is `silu(gate) * up`.
+
     Attributes:
         out: number of outputs, of all together.
         native: for vattn's kernels; None where oneDNN computes.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, gated: bool = False) -> None:
         self._linears = linears
-        self.out = sum(linear.out_features for linear in linears)
+        self._gated = gated
+        self._features = sum(linear.out_features for linear in linears)
+        self.out = self._features // 2 if gated else self._features
         self.native: cpu.Weight | None = None
         self.pack()
 
@@ -43,7 +49,7 @@ class Packed:
             ConfigError: they are no longer of the shape and type that the layers had.
         """
         weight = _together([linear.weight for linear in self._linears])
-        shape = self.out, self._linears[0].in_features
+        shape = self._features, self._linears[0].in_features
         if weight.shape != shape or weight.dtype != torch.bfloat16:
             raise ConfigError(
                 f"weights {list(shape)} in bfloat16 are now {list(weight.shape)} in "
@@ -54,7 +60,7 @@ class Packed:
         if not cpu.has_linear() or weight.shape[1] % 2:
             self._blocked = _pack_for_mkldnn(weight)
             return
-        packed = cpu.pack_weight(weight, self._bias)
+        packed = cpu.pack_weight(weight, self._bias, gated=self._gated)
         if self.native is None:
             self.native = packed
             return
@@ -66,10 +72,12 @@ class Packed:
         if self.native is not None:
             return self._linear(self.native, rows, None)
         output: Tensor = _mkldnn._linear_pointwise(rows, self._blocked, self._bias, "none", [], "")
+        if self._gated:
+            return cpu.gate(output.view(-1, self._features)).view(*rows.shape[:-1], self.out)
         return output
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
-        """The layer's output `+ other`."""
+        """The layer's output `+ other`, of layers that are not gated."""
         if self.native is not None:
             return self._linear(self.native, rows, other.reshape(-1, self.out).contiguous())
         output: Tensor = _mkldnn._linear_pointwise.binary(rows, other, self._blocked, self._bias, "add")
@@ -93,8 +101,8 @@ class PackedMLP:
     """`down(silu(gate(x)) * up(x))`; gate and up are one product, since two take 1.4 x as long for 21 rows."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
-        self.gate_up = Packed([gate, up])
-        self._most_rows = max(1, _MOST_GATED_BYTES // (self.gate_up.out * gate.weight.element_size()))
+        self.gate_up = Packed([gate, up], gated=True)
+        self._most_rows = max(1, _MOST_GATED_BYTES // (2 * self.gate_up.out * gate.weight.element_size()))
         self.down = Packed([down])
 
     def pack(self) -> None:
@@ -102,17 +110,13 @@ class PackedMLP:
         self.down.pack()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.down(self._gated(rows))
+        return self.down(self.gate_up(rows))
 
     def plus(self, rows: Tensor, other: Tensor) -> Tensor:
         """The MLP's output `+ other`, both `[T, hidden_size]`; of many rows in several parts."""
         parts = zip(torch.split(rows, self._most_rows), torch.split(other, self._most_rows), strict=True)
-        outputs = [self.down.plus(self._gated(part), beside) for part, beside in parts]
+        outputs = [self.down.plus(self.gate_up(part), beside) for part, beside in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _gated(self, rows: Tensor) -> Tensor:
-        both = self.gate_up(rows.reshape(-1, rows.shape[-1]))
-        return cpu.gate(both).view(*rows.shape[:-1], both.shape[-1] // 2)
 
 
 class PackedTogether:

@@ -185,27 +185,57 @@ def test_linear(width: int, out: int) -> None:
 
 
 @pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("width", [2, 64, 1100])
+@pytest.mark.parametrize("out", [1, 16, 40, 353])
+def test_a_gated_linear_layer(width: int, out: int) -> None:
+    torch.manual_seed(width + out)
+    weight = torch.randn(2 * out, width).bfloat16() * width**-0.5
+    bias = torch.randn(2 * out).bfloat16()
+    plain, biased = cpu.pack_weight(weight, gated=True), cpu.pack_weight(weight, bias, gated=True)
+    assert plain.out == out
+    for n in (0, 1, 7, 9, 65, 300):
+        rows, other = torch.randn(n, width).bfloat16(), torch.randn(n, out).bfloat16()
+        first, second = (rows.double() @ weight.double().T).chunk(2, dim=1)
+        # Of both products, which are sums of up to 1,100 terms.
+        terms = 4 * (first.abs() + 8) * (second.abs() + 8)
+        assert_rounded_once(cpu.linear(rows, plain), silu(first) * second, terms)
+        gate, up = (rows.double() @ weight.double().T + bias.double()).chunk(2, dim=1)
+        assert_rounded_once(cpu.linear(rows, biased, other), silu(gate) * up + other.double(), terms + 64)
+
+
+@pytest.mark.usefixtures("linear_kernels")
+def test_a_gate_of_a_linear_layer_that_is_shut() -> None:
+    """Where the sigmoid is below float32's range, the result is nothing, and not NaN."""
+    weight = cpu.pack_weight(torch.ones(2, 2).bfloat16(), gated=True)
+    rows = torch.tensor([[-50.0, -50.0], [-500.0, -500.0], [-30_000.0, -30_000.0]]).bfloat16()
+    assert bool((cpu.linear(rows, weight).double().abs() < 1e-28).all())
+
+
+@pytest.mark.usefixtures("linear_kernels")
 def test_what_is_not_finite_stays_in_its_row() -> None:
     rows = torch.randn(9, 64).bfloat16()
     weight = torch.randn(40, 64).bfloat16()
     rows[4, 3] = math.nan
-    got = cpu.linear(rows, cpu.pack_weight(weight))
-    assert got[4].isnan().all()
-    assert got[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+    for gated in (False, True):
+        got = cpu.linear(rows, cpu.pack_weight(weight, gated=gated))
+        assert got[4].isnan().all()
+        assert got[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 
 @pytest.mark.usefixtures("linear_kernels")
 @pytest.mark.parametrize("width", [30, 576, 1100])
-def test_other_rows_do_not_change_a_row_of_a_linear_layer(width: int) -> None:
-    rows, weight = torch.randn(300, width).bfloat16(), cpu.pack_weight(torch.randn(353, width).bfloat16())
+@pytest.mark.parametrize("gated", [False, True])
+def test_other_rows_do_not_change_a_row_of_a_linear_layer(width: int, gated: bool) -> None:
+    rows, weight = torch.randn(300, width).bfloat16(), cpu.pack_weight(torch.randn(354, width).bfloat16(), gated=gated)
     together = cpu.linear(rows, weight)
     for n in (1, 2, 5, 23, 127, 128, 129, 256, 260):
         assert torch.equal(cpu.linear(rows[:n], weight), together[:n])
 
 
 @pytest.mark.usefixtures("linear_kernels")
-def test_threads_do_not_change_a_linear_layer() -> None:
-    rows, weight = torch.randn(37, 640).bfloat16(), cpu.pack_weight(torch.randn(1000, 640).bfloat16())
+@pytest.mark.parametrize("gated", [False, True])
+def test_threads_do_not_change_a_linear_layer(gated: bool) -> None:
+    rows, weight = torch.randn(37, 640).bfloat16(), cpu.pack_weight(torch.randn(1000, 640).bfloat16(), gated=gated)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -220,9 +250,9 @@ def _norm_weight(width: int) -> cpu.NormWeight:
     return cpu.NormWeight(torch.randn(width).bfloat16(), EPSILON)
 
 
-def _weight(out: int, width: int, bias: bool = False) -> cpu.Weight:
+def _weight(out: int, width: int, bias: bool = False, gated: bool = False) -> cpu.Weight:
     weight = torch.randn(out, width).bfloat16() * width**-0.5
-    return cpu.pack_weight(weight, torch.randn(out).bfloat16() if bias else None)
+    return cpu.pack_weight(weight, torch.randn(out).bfloat16() if bias else None, gated=gated)
 
 
 @pytest.mark.usefixtures("linear_kernels")
@@ -248,13 +278,13 @@ def test_a_residual_is_two_sums(bias: bool) -> None:
     torch.manual_seed(1)
     width, inner, heads = 90, 200, 72
     output, norm = _weight(width, heads, bias), _norm_weight(width)
-    gate_up, down = _weight(2 * inner, width), _weight(width, inner)
+    gate_up, down = _weight(2 * inner, width, gated=True), _weight(width, inner)
     add = cpu.Residual(output, norm, gate_up, down)
     for n in (0, 1, 9, 256, 257, 700, 3):
         rows, attended = torch.randn(n, width).bfloat16(), torch.randn(n, heads).bfloat16()
         before = rows.clone()
         sums = cpu.linear(attended, output, rows)
-        want = cpu.linear(cpu.gate(cpu.linear(cpu.norm(sums, norm), gate_up)), down, sums)
+        want = cpu.linear(cpu.linear(cpu.norm(sums, norm), gate_up), down, sums)
         assert torch.equal(add(attended, rows), want)
         assert torch.equal(rows, before)
 
@@ -289,7 +319,10 @@ def test_layers_in_one_call(paged: bool) -> None:
                 cpu.Projection(_norm_weight(width), _weight((queries + 2 * heads) * dim, width), queries, heads, dim),
                 cpu.Layer(queries, *stored, *homes, block_table=table, **each),
                 cpu.Residual(
-                    _weight(width, queries * dim), _norm_weight(width), _weight(2 * inner, width), _weight(width, inner)
+                    _weight(width, queries * dim),
+                    _norm_weight(width),
+                    _weight(2 * inner, width, gated=True),
+                    _weight(width, inner),
                 ),
             )
         )
