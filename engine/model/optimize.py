@@ -19,7 +19,9 @@ differ by rounding, since sums of several tensors are rounded once.
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,29 +125,29 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
             for inference with the packed ones, and what this returns must not be called.
     """
     faster: dict[nn.Module, Callable[..., Any]] = {}
+    inside: set[nn.Module] = set()  # of those, and never called by them
     parts = _Parts()
     with torch.inference_mode():
         for module in model.modules():
             mlp = _gated_mlp(module)
             if mlp is not None:
                 faster[module] = parts.products[module] = mlp
-                faster |= dict.fromkeys(_linears(module, _MLP), mlp)
+                inside |= set(_linears(module, _MLP))
             shared = _shared_product(module)
             if shared is not None:
                 parts.products[module] = shared
                 faster |= {part: shared.part(i) for i, part in enumerate(_linears(module, _QKV))}
-            if _is_plain(module) and module not in faster:
+            if _is_plain(module) and module not in faster and module not in inside:
                 faster[module] = parts.products[module] = Packed([module])
         faster |= _decoder_layers(model, parts)
 
     def restore() -> None:
         for module, forward in faster.items():
-            if vars(module).get("forward") is forward:
-                del module.forward
+            _take_back(module, forward)
 
     try:
         for module, forward in faster.items():
-            module.forward = forward
+            _put(module, forward)
         decoder = cast(Any, model).get_decoder()
         makers: dict[nn.Module, Callable[..., Callable[..., Any] | None]] = {decoder: _decoder, model: _model}
         for module, make in makers.items():
@@ -154,21 +156,43 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
                 break
             expected = _example(model)
             faster[module] = in_steps  # first, for `restore`
-            module.forward = in_steps
+            _put(module, in_steps)
             if not _computes(model, expected):
-                del module.forward
+                _take_back(module, in_steps)
                 del faster[module]
                 break
     except BaseException:
         restore()
         raise
     if not keep_weights:
-        others = {id(p) for m in model.modules() if m not in faster for p in m.parameters(recurse=False)}
-        for module in faster:
+        packed = {*faster, *inside}
+        others = {id(p) for m in model.modules() if m not in packed for p in m.parameters(recurse=False)}
+        for module in packed:
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in others:
                     parameter.data = parameter.data.new_empty(0)
     return Optimized(restore, parts.pack)
+
+
+def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Gives a module another forward. A deep copy of it has its own again, which computes with the copy's weights."""
+    module.forward = forward
+    if not hasattr(type(module), "__deepcopy__"):
+        vars(module)["__deepcopy__"] = functools.partial(_copy, module, forward)
+
+
+def _take_back(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Undoes `_put`, if nobody has given the module yet another forward."""
+    if vars(module).get("forward") is forward:
+        del module.forward
+    vars(module).pop("__deepcopy__", None)
+
+
+def _copy(module: nn.Module, forward: Callable[..., Any], memo: dict[int, Any]) -> nn.Module:
+    memo[id(module)] = copied = module.__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if name != "__deepcopy__" and value is not forward}
+    copied.__setstate__(copy.deepcopy(own, memo))  # type: ignore[no-untyped-call]
+    return copied
 
 
 def _gated_mlp(module: nn.Module) -> PackedMLP | None:

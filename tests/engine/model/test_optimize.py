@@ -122,6 +122,40 @@ def test_the_same_in_packed_steps(family: str) -> None:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_computes_with_its_own_weights(family: str) -> None:
+    model = _packed(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    other = _packed_logits(model)
+    model = _packed(family)
+    plain = _packed_logits(model)
+    optimized = optimize(model)
+    fast = _packed_logits(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(_packed_logits(copied), plain)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.add_(0.01)
+    assert torch.equal(_packed_logits(copied), other)
+    assert torch.equal(_packed_logits(model), fast)
+    optimized.restore()
+    assert torch.equal(_packed_logits(copy.deepcopy(model)), plain)
+    assert not any("__deepcopy__" in vars(module) for module in model.modules())
+
+
+def test_linear_layers_of_an_mlp_that_are_called_by_themselves() -> None:
+    model = _packed("llama")
+    mlp = model.model.layers[0].mlp
+    rows = torch.randn(3, model.config.hidden_size).bfloat16()
+    with torch.inference_mode():
+        expected = mlp.gate_proj(rows)
+        optimize(model)
+        assert "forward" in vars(mlp)
+        assert torch.equal(mlp.gate_proj(rows), expected)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_decoder_layers_where_torch_multiplies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs with AMX: each product is a call of its own, and the results are the same up to rounding."""
