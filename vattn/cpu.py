@@ -398,6 +398,11 @@ def _place(rows: Tensor) -> tuple[int, int, int, int]:
     return rows.data_ptr(), slot * size, token * size, head * size
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy, which stays as it is when the tensor is changed, or becomes another's."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True)
 class NormWeight:
     """Of a root mean square norm: `[width]`, contiguous, and its epsilon."""
@@ -505,14 +510,14 @@ class Weight:
 
 
 def pack_weight(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Weight:
-    """Lays out a weight `[out, width]` of even width, and keeps its bias `[out]`; of gate, then up, `[2 * out, *]`."""
+    """Copies of a weight `[out, width]` of even width, and of its bias `[out]`; of gate, then up, `[2 * out, *]`."""
     lanes = chosen().lanes
-    parts = weight.detach().chunk(2 if gated else 1)
+    parts = weight.detach().contiguous().chunk(2 if gated else 1)
     out, width = parts[0].shape
     padded = [torch.nn.functional.pad(part, (0, 0, 0, -out % lanes)) for part in parts]
     panels = torch.stack([part.view(torch.int32).view(-1, lanes, width // 2) for part in padded], dim=1)
     panels = panels.flatten(0, 1).transpose(1, 2).contiguous()
-    return Weight(out, width, gated, panels, None if bias is None else bias.detach().contiguous())
+    return Weight(out, width, gated, panels, None if bias is None else copied(bias))
 
 
 def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ def norm_weight(module: nn.Module) -> cpu.NormWeight:
     weight = parameters["weight"].detach()
     if weight.dtype != torch.bfloat16 or weight.ndim != 1:
         raise ValueError(f"the weight is {list(weight.shape)} {weight.dtype}")
-    return cpu.NormWeight(weight.contiguous(), float(epsilons.popitem()[1]))
+    return cpu.NormWeight(cpu.copied(weight), float(epsilons.popitem()[1]))
 
 
 def projection(

@@ -38,23 +38,27 @@ class Packed:
         self._linears = linears
         self._gated = gated
         self._features = sum(linear.out_features for linear in linears)
+        self._shapes = [_shapes(linear) for linear in linears]
         self.out = self._features // 2 if gated else self._features
         self.native: cpu.Weight | None = None
         self.pack()
 
-    def pack(self) -> None:
-        """Packs the weights and biases that the layers have now. Where they lie stays: native calls have addresses.
+    @property
+    def products(self) -> tuple[Packed, ...]:
+        """It and nothing else."""
+        return (self,)
 
-        Raises:
-            ConfigError: they are no longer of the shape and type that the layers had.
-        """
+    def check(self) -> None:
+        """Raises a ConfigError if weights and biases are no longer of the shape and type that the layers had."""
+        for linear, shapes in zip(self._linears, self._shapes, strict=True):
+            if (now := _shapes(linear)) != shapes:
+                raise ConfigError(
+                    f"a linear layer's weight and bias, {shapes}, are now {now}; close this LLM and make another one"
+                )
+
+    def pack(self) -> None:
+        """Packs the weights and biases that the layers have now. Where they lie stays: native calls have addresses."""
         weight = _together([linear.weight for linear in self._linears])
-        shape = self._features, self._linears[0].in_features
-        if weight.shape != shape or weight.dtype != torch.bfloat16:
-            raise ConfigError(
-                f"weights {list(shape)} in bfloat16 are now {list(weight.shape)} in "
-                f"{str(weight.dtype).removeprefix('torch.')}; close this LLM and make another one"
-            )
         biases: list[Tensor] = [linear.bias for linear in self._linears if linear.bias is not None]
         self._bias = _together(biases) if biases else None
         if not cpu.has_linear() or weight.shape[1] % 2:
@@ -88,6 +92,13 @@ class Packed:
         return cpu.linear(rows.reshape(-1, weight.width), weight, other).view(*rows.shape[:-1], weight.out)
 
 
+def _shapes(linear: nn.Linear) -> str:
+    parts: tuple[Tensor | None, ...] = (linear.weight, linear.bias)
+    return " and ".join(
+        "none" if part is None else f"{list(part.shape)} in {str(part.dtype).removeprefix('torch.')}" for part in parts
+    )
+
+
 def _together(tensors: list[Tensor]) -> Tensor:
     return (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).detach()
 
@@ -105,9 +116,9 @@ class PackedMLP:
         self._most_rows = max(1, _MOST_GATED_BYTES // (2 * self.gate_up.out * gate.weight.element_size()))
         self.down = Packed([down])
 
-    def pack(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
+    @property
+    def products(self) -> tuple[Packed, ...]:
+        return self.gate_up, self.down
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.down(self.gate_up(rows))
@@ -127,8 +138,9 @@ class PackedTogether:
         self._sizes = [linear.out_features for linear in linears]
         self._last = _LastProduct()
 
-    def pack(self) -> None:
-        self.product.pack()
+    @property
+    def products(self) -> tuple[Packed, ...]:
+        return (self.product,)
 
     def part(self, index: int) -> Callable[[Tensor], Tensor]:
         """The layer number `index`."""

@@ -34,6 +34,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from vattn import cpu
 from vattn.attention import AttentionParams
+from vattn.errors import ConfigError
 from vattn.packed import NAME, PackedStep, current_step, max_context, run_packed, wanted_rows
 
 from .calls import only_forward, untouched
@@ -110,10 +111,24 @@ class _Parts:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        for product in self.products.values():
-            product.pack()
-        for module, norm in self._norms.items():
-            norm.weight.copy_(cast(Tensor, module.weight))  # in case that it is another tensor by now
+        """Packs the weights that the modules have now.
+
+        Raises:
+            ConfigError: some are no longer of the shape and type that they had; none is packed then.
+        """
+        products = [each for product in self.products.values() for each in product.products]
+        for each in products:
+            each.check()
+        norms = [(norm.weight, cast(Tensor, module.weight)) for module, norm in self._norms.items()]
+        if wrong := [now for before, now in norms if (now.shape, now.dtype) != (before.shape, before.dtype)]:
+            raise ConfigError(
+                f"a norm's weight is now {list(wrong[0].shape)} in {str(wrong[0].dtype).removeprefix('torch.')}; close "
+                "this LLM and make another one"
+            )
+        for each in products:
+            each.pack()
+        for before, now in norms:
+            before.copy_(now)
 
 
 def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
@@ -139,6 +154,8 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
                 faster |= {part: shared.part(i) for i, part in enumerate(_linears(module, _QKV))}
             if _is_plain(module) and module not in faster and module not in inside:
                 faster[module] = parts.products[module] = Packed([module])
+        if keep_weights:
+            faster = {module: _for_inference(module, forward) for module, forward in faster.items()}
         faster |= _decoder_layers(model, parts)
 
     def restore() -> None:
@@ -151,7 +168,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
         decoder = cast(Any, model).get_decoder()
         makers: dict[nn.Module, Callable[..., Callable[..., Any] | None]] = {decoder: _decoder, model: _model}
         for module, make in makers.items():
-            in_steps = make(module, faster, parts) if "forward" not in vars(module) else None
+            in_steps = make(model, faster, parts) if "forward" not in vars(module) else None
             if in_steps is None:
                 break
             expected = _example(model)
@@ -172,6 +189,17 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
                 if id(parameter) not in others:
                     parameter.data = parameter.data.new_empty(0)
     return Optimized(restore, parts.pack)
+
+
+def _for_inference(module: nn.Module, faster: Callable[..., Any]) -> Callable[..., Any]:
+    """`faster`, but the module's own forward where gradients are wanted, which packed weights do not have."""
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            return type(module).forward(module, *args, **keywords)
+        return faster(*args, **keywords)
+
+    return forward
 
 
 def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -261,12 +289,15 @@ def _decoder_layers(model: PreTrainedModel, parts: _Parts) -> dict[nn.Module, Ca
     return forwards
 
 
-def _decoder(decoder: Any, faster: Mapping[nn.Module, Any], parts: _Parts) -> _Decoder | None:
+def _decoder(model: Any, faster: Mapping[nn.Module, Any], parts: _Parts) -> _Decoder | None:
     """A faster forward of a model's decoder, where all its layers have one.
 
     Embeddings may be scaled, or layers called in another way: again results have to decide.
     """
+    decoder = model.get_decoder()
     if decoder._modules.keys() != _DECODER or not all(layer in faster for layer in decoder.layers):
+        return None
+    if not _takes_embeddings(model, decoder):
         return None
     try:
         norm = parts.norm(decoder.norm)
@@ -276,6 +307,31 @@ def _decoder(decoder: Any, faster: Mapping[nn.Module, Any], parts: _Parts) -> _D
     if getattr(rotary, "rope_type", None) not in _MOVING_ROTARY and untouched(rotary):
         rotary = RotaryTable(rotary)
     return _Decoder(decoder, rotary, norm, decoder.forward)
+
+
+def _takes_embeddings(model: PreTrainedModel, decoder: Any) -> bool:
+    """Whether the first layer is given the embeddings as they are. Logits would hardly show it: norms hide a factor,
+    and embeddings of tokens that were not trained may be zero.
+    """
+    rows, seen = list[Tensor](), list[Tensor]()
+
+    def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        rows.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output))
+        return rows[-1]
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.extend(args[:1])
+
+    hooks = [
+        decoder.embed_tokens.register_forward_hook(replace),
+        decoder.layers[0].register_forward_pre_hook(note),
+    ]
+    try:
+        _example(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(rows) == len(seen) == 1 and torch.equal(rows[0], seen[0])
 
 
 @dataclass(frozen=True)
@@ -320,6 +376,7 @@ class _Decoder:
         return cpu.norm(hidden[0], self.norm)
 
 
+@torch.inference_mode()
 def _model(model: Any, faster: Mapping[nn.Module, Any], _: _Parts) -> Callable[..., Any] | None:
     """A faster forward of a model whose logits are what its head makes of its decoder's rows, bit by bit."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()

@@ -438,8 +438,9 @@ class Storage:
         self._check_even()
         layers: list[SavedLayer | None] = [None] * len(self.views)
         for index, view in enumerate(self.views):
-            length, first = self.lengths[index], self.first_kept(index)
+            length = self.lengths[index]
             if view is not None and length:
+                first = self.first_kept(index)
                 stored = tuple(tensor.narrow(2, first, length - first) for tensor in view.stored)
                 layers[index] = (length, first, view.dtype, stored)
         start = 0 if self._rows is None else min(self._rows.start, max(self.lengths))

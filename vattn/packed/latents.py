@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +30,27 @@ from transformers import PreTrainedModel
 
 from vattn.attention import Attention, AttentionParams, Blocks, Contiguous, KVSource, PackedBatch, Span
 from vattn.packed.shape import KVShape, LayerShape
+
+_handing: ContextVar[Mapping[nn.Module, LatentAttention]] = ContextVar("_handing", default=MappingProxyType({}))
+_lock = threading.Lock()
+
+
+class _ExpandKV:
+    """`expand_kv` of a module during steps. Other threads may run the model meanwhile, with another kind of cache.
+
+    Attributes:
+        steps: that run.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.steps = 0
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        latent = _handing.get().get(self._module)
+        if latent is None:
+            return type(self._module).expand_kv(self._module, *args, **keywords)
+        return latent.hand_on(*args, **keywords)
 
 
 class LatentAttention:
@@ -156,15 +180,20 @@ def find_latents(model: PreTrainedModel, shape: KVShape) -> dict[int, LatentAtte
 @contextmanager
 def handing_on(latents: Iterable[LatentAttention]) -> Iterator[None]:
     """Makes these modules call the attention function with latents as keys and without values."""
-    # For the duration of a step only: in between, others may run the model with another kind of cache.
-    attributes = [(vars(latent._module), latent.hand_on) for latent in latents]
-    for attribute, hand_on in attributes:
-        attribute["expand_kv"] = hand_on
+    handing = {latent._module: latent for latent in latents}
+    with _lock:
+        for module in handing:
+            vars(module).setdefault("expand_kv", _ExpandKV(module)).steps += 1
+    token = _handing.set(handing)
     try:
         yield
     finally:
-        for attribute, _ in attributes:
-            del attribute["expand_kv"]
+        _handing.reset(token)
+        with _lock:
+            for module in handing:
+                vars(module)["expand_kv"].steps -= 1
+                if not vars(module)["expand_kv"].steps:
+                    del vars(module)["expand_kv"]
 
 
 def store_latents(shape: KVShape, latents: Mapping[int, LatentAttention]) -> KVShape:

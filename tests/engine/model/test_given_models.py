@@ -44,12 +44,81 @@ def test_weights_that_change_count_after_a_reset(family: str) -> None:
         assert _generate(llm) == expected
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi3"])
+def test_weights_that_are_swapped_back(family: str) -> None:
+    """Tensors of the caller are read, and never written."""
+    model, other = _model(family), _model(family)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05)
+    first, second = dict(model.state_dict()), dict(other.state_dict())
+    kept = copy.deepcopy(first)
+    with LLM(model) as llm:
+        expected = _generate(llm)
+        for state in (second, first):
+            model.load_state_dict(state, assign=True)
+            llm.reset_prefix_cache()
+        assert _generate(llm) == expected
+    assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
 def test_weights_that_become_others() -> None:
+    """Nothing is packed then: the engine goes on with what it had."""
     model = _model("qwen2")
     with LLM(model) as llm:
-        model.float()
-        with pytest.raises(ConfigError, match=r"are now \[64, 32\] in float32; close this LLM and make another"):
+        expected = _generate(llm)
+        head = model.get_output_embeddings()
+        weight = head.weight
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1 if "embed" in name else 0.75)
+        head.weight = torch.nn.Parameter(weight.float())
+        with pytest.raises(ConfigError, match=r"are now \[\d+, 32\] in float32 and none; close this LLM and make ano"):
             llm.reset_prefix_cache()
+        head.weight = weight
+        assert _generate(llm) == expected
+
+
+def test_a_bias_that_comes() -> None:
+    model = _model("llama")
+    projection = model.model.layers[0].self_attn.o_proj
+    with LLM(model) as llm:
+        projection.bias = torch.nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+        with pytest.raises(
+            ConfigError, match=r"in bfloat16 and none, are now \[32, 32\] in bfloat16 and \[32\] in bfl"
+        ):
+            llm.reset_prefix_cache()
+
+
+def test_weights_that_are_views() -> None:
+    """Of a transposed tensor, say."""
+    model = _model("llama")
+    with LLM(copy.deepcopy(model)) as llm:
+        expected = _generate(llm)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.detach().T.contiguous().T)
+    with LLM(model) as llm:
+        assert _generate(llm) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt"])
+def test_gradients_beside_an_engine(family: str) -> None:
+    model = _model(family)
+    ids = torch.tensor([_PROMPTS[0]])
+
+    def gradients() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    with LLM(model) as llm:
+        _generate(llm)
+        got = gradients()
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("first_to_close", [0, 1])

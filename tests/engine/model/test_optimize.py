@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Model
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen2Model
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.support.tiny_models import FAMILIES, make_model, random_model
@@ -120,6 +120,25 @@ def test_the_same_in_packed_steps(family: str) -> None:
     assert torch.equal(_packed_logits(model), plain), "not as before"
     if family not in _ROUTED:
         assert (fast - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-6
+
+
+@pytest.mark.parametrize("factor", [1.05, 12.0])
+def test_a_factor_of_embeddings_that_norms_hide(factor: float) -> None:
+    """Also where the embeddings of the first tokens are zero."""
+    config = GraniteConfig(
+        **make_model("llama").config.to_dict() | {"model_type": "granite", "embedding_multiplier": factor}
+    )
+    config._attn_implementation = packed.NAME
+    packed.register()
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(config).bfloat16().eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:5] = 0
+    plain = _packed_logits(model)
+    optimize(model)
+    assert "forward" not in vars(model.model)
+    assert "forward" not in vars(model)
+    torch.testing.assert_close(_packed_logits(model), plain, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

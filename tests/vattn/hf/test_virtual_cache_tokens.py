@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,6 +181,8 @@ def test_models_that_packed_steps_do_not_serve(what: str) -> None:
         with vattn.VirtualCache(model, **OPTIONS) as cache:
             assert tokens(model, cache, ids, mask, **options) == want, way
             cache.check()
+            with copy.deepcopy(cache) as copied:
+                assert copied.get_seq_length() == cache.get_seq_length()
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from vattn.engine import LLM, SamplingParams
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.kv.static import StaticKV
 from vattn.packed import KVShape, LatentAttention, find_latents, kv_shape
+from vattn.packed.latents import handing_on
 
 pytestmark = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"),
@@ -126,6 +128,29 @@ def test_others_may_use_the_model_in_between() -> None:
             assert alone[0, len(prompt) :].tolist() == want
     assert got == {latents: want, keys: want}
     assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_others_may_use_the_model_meanwhile(model: Any) -> None:
+    """In other threads: only the one that runs a step hands latents on."""
+    latents = find_latents(model, kv_shape(model))
+    attention = model.model.layers[0].self_attn
+    latent = torch.randn(1, 1, 3, attention.kv_lora_rank)
+    rope = torch.randn(1, 1, 3, attention.qk_rope_head_dim)
+    with torch.inference_mode():
+        expected = attention.expand_kv(latent, rope)
+
+    def step() -> None:
+        with handing_on(latents.values()):
+            assert attention.expand_kv(latent, rope)[1].shape[-1] == 0
+
+    with torch.inference_mode(), handing_on(latents.values()):
+        assert attention.expand_kv(latent, rope)[1].shape[-1] == 0
+        with ThreadPoolExecutor(1) as threads:
+            got = threads.submit(attention.expand_kv, latent, rope).result()
+            threads.submit(step).result()
+        assert all(map(torch.equal, got, expected))
+        assert attention.expand_kv(latent, rope)[1].shape[-1] == 0
+    assert "expand_kv" not in vars(attention)
 
 
 def test_modules_that_expand_otherwise_are_left_alone(model: Any) -> None:
