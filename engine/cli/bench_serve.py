@@ -99,7 +99,8 @@ def _run(args: argparse.Namespace) -> int:
 
     timings, duration = _measure(args, target, samples, arrivals)
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    rate = "inf" if math.isinf(args.request_rate) else args.request_rate
+    # JSON has no infinity.
+    rate, burstiness = ("inf" if math.isinf(given) else given for given in (args.request_rate, args.burstiness))
     result: dict[str, Any] = {
         "date": now,
         "endpoint_type": args.backend,
@@ -109,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         "tokenizer_id": tokenizer,
         "num_prompts": args.num_prompts,
         "request_rate": rate,
-        "burstiness": args.burstiness,
+        "burstiness": burstiness,
         "max_concurrency": args.max_concurrency,
         **summarize(timings, duration, metrics=metrics, percentiles=percentiles, goodput=goodput),
     }

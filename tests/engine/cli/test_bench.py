@@ -62,6 +62,7 @@ def test_serve_a_chat_with_all_figures(model_path: Path, tmp_path: Path, monkeyp
     server = FakeOpenAI(lambda body: [delta(role="assistant", content=""), delta(content="w1"), DONE], key="secret")
     argv = ["--backend", "openai-chat", "--tokenizer", str(model_path), "--num-prompts", "2", "--input-len", "5"]
     argv += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99.9", "--save-detailed"]
+    argv += ["--burstiness", "inf"]
     with server.in_thread() as url:
         assert (
             main(["bench", "serve", *argv, "--base-url", url, "--extra-body", '{"user": "me"}', "--disable-tqdm"]) == 0
@@ -72,7 +73,7 @@ def test_serve_a_chat_with_all_figures(model_path: Path, tmp_path: Path, monkeyp
     assert path.name.startswith("openai-chat-infqps-fake-")
     result = json.loads(path.read_text())
     assert set(result) == KEYS | DETAILS | latencies("ttft", "tpot", "itl", "e2el", percentiles=("p50", "p99.9"))
-    assert result["request_rate"] == "inf"
+    assert (result["request_rate"], result["burstiness"]) == ("inf", "inf")
     assert result["generated_texts"] == ["w1", "w1"]
     assert result["mean_tpot_ms"] == 0.0
 
