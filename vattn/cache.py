@@ -29,7 +29,7 @@ from vattn.pool.core import Tenant
 from vattn.pool.journal import Change, Plan
 from vattn.pool.member import PoolMember
 from vattn.pool.pool import PagePool
-from vattn.prefix import Admission, TokenIds, as_ids, root_key
+from vattn.prefix import Admission, Key, TokenIds, as_ids, root_key
 from vattn.slots.backer import Backer, Due
 from vattn.slots.exchange import Exchange
 from vattn.slots.kept import Kept
@@ -225,6 +225,23 @@ class KVCache(PoolMember):
         self._core.execute(lambda change: self._prefixes.retract(change, slot))
         if not self._fences.capturing(self._fences.handle(None)):
             self._backer.maintain()
+
+    @atomic
+    def take_withdrawn(self) -> Set[Key]:
+        """The keys (`vattn.prefix.block_keys` from `root_key(salt)`, of `prefix_block_tokens`) of blocks of other
+        processes that these have found to be wrong while they were mapped here, and of what was computed on them, since
+        the last call: for whoever keeps copies. This cache has taken them back by itself. Nothing is noted before the
+        first call.
+
+        Raises:
+            DriverError: a driver call failed. Nothing changed.
+        """
+        exchange = self._prefixes.exchange
+        if exchange is None:
+            return frozenset()
+        if exchange.behind:
+            self._core.execute(exchange.heed)
+        return exchange.take_withdrawn(self._core.change())
 
     @atomic
     def fork(self, reqid: int) -> int:

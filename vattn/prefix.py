@@ -156,6 +156,12 @@ class Ancestry:
         self._parents: dict[Key, Key] = {}  # of a parent before those of its children
         self._most = 1024
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._parents
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
     def note(self, parent: Key, keys: Sequence[Key], live: Callable[[], Iterable[Key]]) -> None:
         """Notes a chain of keys.
 

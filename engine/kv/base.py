@@ -6,7 +6,7 @@ units are comparable within one backend only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from vattn.attention import Blocks, Contiguous, KVSource, PackedBatch
 from vattn.broker.borrower import Loan
 from vattn.errors import ConfigError
-from vattn.prefix import Admission
+from vattn.prefix import Admission, Key
 from vattn.quantised import KVCacheDtype
 from vattn.stats import CallStats
 
@@ -197,6 +197,12 @@ class KVBackend(KVSource, Protocol):
         """
         ...
 
+    def take_withdrawn(self) -> Set[Key]:
+        """The keys of cached blocks that other processes have found to be wrong, and of what was computed on them,
+        since the last call.
+        """
+        ...
+
     def fork(self, slot: int) -> int:
         """A second slot with the tokens of the first; writes to one do not change the other.
 
@@ -371,6 +377,9 @@ class PlainStore:
 
     def stop_sharing(self) -> None:
         pass
+
+    def take_withdrawn(self) -> Set[Key]:
+        return frozenset()
 
     def borrow(self, units: int, following: int = 0) -> int:
         return 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, ClassVar, Self
 
 from vattn.broker.borrower import Loan
 from vattn.cache import KVCache
 from vattn.config import OF_ONE_GROUP, KVConfig, resolve
 from vattn.pool.pool import PagePool
-from vattn.prefix import Admission
+from vattn.prefix import Admission, Key
 
 from .base import KVDescription, KVStats, SlotView, mapping_calls, register
 from .contiguous import ContiguousKV
@@ -95,6 +95,9 @@ class VirtualKV(ContiguousKV):
 
     def retract(self, slot: int) -> None:
         self.cache.retract(slot)
+
+    def take_withdrawn(self) -> Set[Key]:
+        return super().take_withdrawn() if self._borrowed is None else self.cache.take_withdrawn()
 
     def retain(self, slots: Collection[int]) -> None:
         for held in self.cache.page_map():

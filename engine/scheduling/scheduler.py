@@ -232,6 +232,8 @@ class Scheduler:
 
     def schedule(self, *, admit: bool = True) -> StepPlan:
         """Plan a step; admits (unless told not to) and preempts requests, computes nothing."""
+        if self.stored is not None:
+            self.stored.heed(self.running)
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
         # Looked up for the first claim: most steps grow no request beyond what it has.
@@ -451,6 +453,7 @@ class Scheduler:
                 self.query_tokens += request.num_tokens
                 self.hit_tokens += cached
             if self.stored is not None:
+                self.stored.heed(self.running)  # `admit` may have heard of wrong blocks, which are not to be read again
                 cached = self.stored.restore(request, slot, cached)
             if self.remote is not None:
                 cached = self.remote.restore(request, slot, cached)

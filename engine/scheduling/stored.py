@@ -4,15 +4,16 @@ A block of a store is `BLOCK_TOKENS` tokens, whatever the backend's blocks are: 
 requests that are swapped, so any backend that keeps prefixes can write what any other reads.
 
 The life of a request: `look_ahead` when it is queued, `is_ready` or `wait` before it is admitted, `restore` when it has
-a slot, `save` when it has published something, `forget` at its end.
+a slot, `save` when it has published something, `forget` at its end. `heed` is called before each step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -46,11 +47,13 @@ class _Chain:
 
     Attributes:
         written: those that this request was the first to write.
+        cached: of an engine that shares prefixes with others, the keys that its backend has for the tokens.
         broken: a block could not be written, so nothing after it could be found; or it is wrong.
     """
 
     keys: list[Key] = field(default_factory=list)
     written: list[Key] = field(default_factory=list)
+    cached: list[Key] = field(default_factory=list)
     broken: bool = False
 
 
@@ -94,6 +97,7 @@ class StoredPrefixes:
         self._block_bytes = BLOCK_TOKENS * kv.token_bytes
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         self._ancestry = Ancestry()
+        self._cached: dict[Key, set[Key]] = {}  # by block, the backend's blocks that have a token of it
         self._fetches: WeakKeyDictionary[Request, Fetch] = WeakKeyDictionary()
         self._stopped = False
         self.query_tokens = 0
@@ -128,6 +132,8 @@ class StoredPrefixes:
 
     def close(self) -> None:
         """Write what waits, and end. Idempotent."""
+        with contextlib.suppress(VattnError):  # what was written stays as it is if the backend cannot say
+            self.heed()
         self._end()
 
     # What is read
@@ -139,7 +145,8 @@ class StoredPrefixes:
             return
         ids = request.token_ids(0, request.num_tokens)
         first = self._kv.find(ids, request.cache_salt) // BLOCK_TOKENS
-        keys = list(block_keys(self._root(request), ids[:-1], BLOCK_TOKENS))
+        every = block_keys(self._root(request), ids[:-1], BLOCK_TOKENS)
+        keys = list(itertools.takewhile(lambda key: not self._writer.removes(key), every))
         fetch = self._reader.fetch([self._block(index, keys[index], ids) for index in range(first, len(keys))])
         if fetch is not None:
             self._fetches[request] = fetch
@@ -234,6 +241,8 @@ class StoredPrefixes:
             chain.keys.append(key)
         if len(chain.keys) > done:
             self._ancestry.note(parent, chain.keys[done:], self._writer.known)
+            if self._kv.sharing is not None:
+                self._note_cached(request, chain, done, ids)
             self._writer.put(chain.keys, writes)
 
     def retract(self, request: Request, running: Iterable[Request] = ()) -> None:
@@ -245,12 +254,49 @@ class StoredPrefixes:
         chain = self._chains.pop(request, None)
         if chain is None or not chain.written:
             return
-        wrong = self._ancestry.descendants(chain.written)
+        self._take_back(chain.written, running)
+
+    def heed(self, running: Iterable[Request] = ()) -> None:
+        """`retract` what was copied from blocks that other processes have found to be wrong, and what was computed on
+        them.
+
+        Args:
+            running: as for `retract`.
+        """
+        withdrawn = self._kv.take_withdrawn()
+        if not withdrawn:
+            return
+        self._break(running, withdrawn, lambda request: root_key(request.cache_salt), self._kv.prefix_block_tokens)
+        self._take_back([key for key, cached in self._cached.items() if not cached.isdisjoint(withdrawn)], running)
+
+    def _note_cached(self, request: Request, chain: _Chain, done: int, ids: Sequence[int]) -> None:
+        """Note which of the backend's blocks the blocks of a chain are copies of, from block `done` on."""
+        size = self._kv.prefix_block_tokens
+        parent = chain.cached[-1] if chain.cached else root_key(request.cache_salt)
+        chain.cached += block_keys(parent, ids[len(chain.cached) * size :], size)
+        for index, key in enumerate(chain.keys[done:], done):
+            first, end = index * BLOCK_TOKENS // size, -(-(index + 1) * BLOCK_TOKENS // size)
+            self._cached.setdefault(key, set()).update(chain.cached[first:end])
+        if len(self._cached) > len(self._ancestry):
+            self._cached = {key: cached for key, cached in self._cached.items() if key in self._ancestry}
+
+    def _take_back(self, keys: Iterable[Key], running: Iterable[Request]) -> None:
+        """Delete wrong blocks, and what was computed on them."""
+        wrong = self._ancestry.descendants(keys)
+        if not wrong:
+            return
         self._writer.remove(list(wrong))
-        for other in running:
-            ids = other.token_ids(0, other.num_tokens)
-            if not wrong.isdisjoint(block_keys(self._root(other), ids, BLOCK_TOKENS)):
-                self._chains.setdefault(other, _Chain()).broken = True
+        self._break(running, wrong, self._root, BLOCK_TOKENS)
+        for request, fetch in list(self._fetches.items()):
+            if any(block.key in wrong for block in fetch.blocks):
+                self.forget(request)
+
+    def _break(self, running: Iterable[Request], wrong: Set[Key], root: Callable[[Request], Key], size: int) -> None:
+        """Have requests write nothing more whose tokens have a wrong key, in blocks of `size` tokens."""
+        for request in running:
+            ids = request.token_ids(0, request.num_tokens)
+            if not wrong.isdisjoint(block_keys(root(request), ids, size)):
+                self._chains.setdefault(request, _Chain()).broken = True
 
     def forget(self, request: Request) -> None:
         """Read nothing more for a request."""

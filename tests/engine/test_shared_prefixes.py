@@ -17,9 +17,13 @@ from tests.support.tiny_models import expected, make_model, make_prompts
 from tests.support.waiting import wait_until
 from vattn.engine import LLM, RequestOutput, SamplingParams
 from vattn.engine.kv.virtual import VirtualKV
+from vattn.engine.requests.request import FinishReason
+from vattn.engine.scheduling import stored
 from vattn.errors import ConfigError
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
+from vattn.slots import exchange
+from vattn.store.folder import PrefixStore
 
 MIB = 2**20
 MAX_TOKENS = 20
@@ -92,6 +96,73 @@ def test_a_store_on_disk_may_be_there_as_well(broker: brokers.Process, tmp_path:
         assert output.num_cached_tokens >= len(PROMPT) - 32
         assert output.outputs[0].token_ids == alone
         assert shares(second).foreign_pages
+
+
+@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("when", ["running", "ended", "closed"])
+def test_a_store_has_nothing_of_what_another_engine_found_to_be_wrong(
+    broker: brokers.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, block: int
+) -> None:
+    """Neither what was mapped nor what was computed on it; its blocks are smaller than the cache's, or larger."""
+    monkeypatch.setattr(stored, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(exchange, "_UNUSED_NS", 10**12)  # a machine that is slow releases nothing meanwhile
+    path, apart = tmp_path / "store", PROMPT[::-1]
+    with make_llm() as owner, make_llm(kv_store=path) as reader:
+        kept = on_disk(reader, path, apart)
+        meet(reader)
+        owner.add_request("wrong", {"prompt_token_ids": PROMPT}, GREEDY)
+        owner.step()
+        wait_until(lambda: not owner.core.kv.publishing)
+        reader.add_request("reader", {"prompt_token_ids": [*PROMPT, 5, 6]}, GREEDY)
+        for _ in range(MAX_TOKENS if when == "ended" else 2):
+            reader.step()
+        assert shares(reader).foreign_pages
+        assert len(on_disk(reader, path)) > len(kept)
+        (request,) = owner.core.scheduler.running
+        owner.core.scheduler.finish(request, FinishReason.ERROR, FloatingPointError())
+        if when == "closed":
+            reader.close()
+            assert {entry.key for entry in PrefixStore(path).entries()} == kept
+            return
+        for _ in range(MAX_TOKENS):
+            reader.step()
+        assert on_disk(reader, path) == kept
+        output = run(reader, [*PROMPT, 5, 6])
+        assert output.num_cached_tokens == 0
+        assert len(on_disk(reader, path)) > len(kept), "what was computed anew is written"
+
+
+def test_what_was_read_before_it_was_found_to_be_wrong_is_not_used(
+    broker: brokers.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "BLOCK_TOKENS", 16)
+    path = tmp_path / "store"
+    with make_llm() as owner, make_llm(kv_store=path) as reader:
+        meet(reader)
+        owner.add_request("wrong", {"prompt_token_ids": PROMPT}, GREEDY)
+        owner.step()
+        wait_until(lambda: not owner.core.kv.publishing)
+        reader.add_request("first", {"prompt_token_ids": PROMPT}, GREEDY)
+        reader.step()
+        assert on_disk(reader, path)
+        monkeypatch.setattr(VirtualKV, "find", lambda *_, **__: 0)  # so that all of it is read
+        reader.add_request("second", {"prompt_token_ids": [*PROMPT, 5, 6]}, GREEDY)
+        (waiting,) = reader.core.scheduler.waiting
+        assert reader.core.stored is not None
+        assert reader.core.stored.wait(waiting)
+        (request,) = owner.core.scheduler.running
+        owner.core.scheduler.finish(request, FinishReason.ERROR, FloatingPointError())
+        reader.step()
+        assert waiting.num_cached_tokens == 0
+
+
+def on_disk(llm: LLM, path: Path, *prompts: list[int]) -> set[bytes]:
+    """The keys of what is stored, after these prompts."""
+    for prompt in prompts:
+        run(llm, prompt)
+    assert llm.core.stored is not None
+    llm.core.stored.flush()
+    return {entry.key for entry in PrefixStore(path).entries()}
 
 
 _SCRIPT = f"""

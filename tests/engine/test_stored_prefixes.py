@@ -325,6 +325,30 @@ def test_what_was_computed_on_a_request_that_failed_goes_with_it(ended: bool, pa
     assert once(path, [*PROMPT, *apart, 1]) == [whole(len(PROMPT))]
 
 
+def test_what_waits_to_be_deleted_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, go = PrefixStore.remove, threading.Event()
+
+    def late(self: PrefixStore, key: bytes) -> None:
+        go.wait(30)
+        remove(self, key)
+
+    monkeypatch.setattr(PrefixStore, "remove", late)
+    with make_llm(make_model("llama"), path) as llm:
+        assert llm.core.stored is not None
+        llm.add_request("wrong", PROMPT, GREEDY)
+        llm.step()
+        llm.core.stored.flush()
+        (request,) = llm.core.scheduler.running
+        llm.core.scheduler.finish(request, FinishReason.ERROR, FloatingPointError())
+        llm.add_request("again", PROMPT, GREEDY)
+        (again,) = llm.core.scheduler.waiting
+        try:
+            llm.step()
+        finally:
+            go.set()
+        assert again.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("kv", ["virtual", "paged"])
 def test_files_that_were_changed_are_computed_anew_and_replaced(kv: str, path: Path) -> None:
     with make_llm(make_model("llama"), path, kv) as llm:

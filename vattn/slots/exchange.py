@@ -11,7 +11,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from hashlib import blake2b
 
 from vattn.broker.directory import Shape
@@ -46,6 +46,7 @@ class Exchange(Decisions):
         self._offers: deque[tuple[PageBlock, Sequence[int]]] = deque()
         self._published: weakref.WeakValueDictionary[int, PageBlock] = weakref.WeakValueDictionary()
         self._foreign: dict[Foreign, dict[int, PageBlock]] = {}  # by depth
+        self._withdrawn: set[Key] | None = None  # nothing is kept for nobody: None until `take_withdrawn` is called
         self._stopped = self._closed = False
 
     @classmethod
@@ -141,7 +142,22 @@ class Exchange(Decisions):
                     if entry is None or entry.key != block.key:
                         wrong.add(block.key)
             if wrong:
-                self._slots.retract(change, self._slots.ancestry.descendants(wrong))
+                wrong = self._slots.ancestry.descendants(wrong)
+                self._slots.retract(change, wrong)
+                if self._withdrawn is not None:
+                    change.set(self, "_withdrawn", self._withdrawn | wrong)
+
+    @property
+    def behind(self) -> bool:
+        """Whether an owner has found something to be wrong since `heed`."""
+        return any(peer.directory.withdrawals != peer.withdrawals for peer in self._shares.peers)
+
+    def take_withdrawn(self, change: Change) -> Set[Key]:
+        """The keys of what `heed` has found since the last call, and of what was computed on it."""
+        withdrawn = self._withdrawn
+        if withdrawn is None or withdrawn:
+            change.set(self, "_withdrawn", set())
+        return withdrawn or frozenset()
 
     def _blocks(self) -> Iterator[tuple[Foreign, int, PageBlock]]:
         """The blocks of other processes, with their depths."""
@@ -199,7 +215,7 @@ class Exchange(Decisions):
                 self._reclaimer.let_go(change, self._band, block)
             self._shares.give_up_withdrawn(change)
 
-        if unused or self._shares.lingers or any(p.directory.withdrawals != p.withdrawals for p in self._shares.peers):
+        if unused or self._shares.lingers or self.behind:
             self._core.execute(plan)
 
     def _count_pinned(self) -> None:

@@ -93,6 +93,7 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._closing = False
         self._known: set[bytes] = set()
+        self._removing: set[bytes] = set()
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="vattn store writer", daemon=True)
         self._thread.start()
@@ -104,6 +105,10 @@ class WriteBehind:
     def known(self) -> list[bytes]:
         """The blocks of which `knows` says so."""
         return list(self._known)
+
+    def removes(self, key: bytes) -> bool:
+        """Whether a block waits to be deleted."""
+        return key in self._removing
 
     def learn(self, keys: Sequence[bytes]) -> None:
         """Take it that these blocks are in the store."""
@@ -131,6 +136,7 @@ class WriteBehind:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Have blocks deleted, those that wait to be written included."""
         self._known.difference_update(keys)
+        self._removing.update(keys)
         self._add(_Job(removed=tuple(keys)))
 
     def close(self, timeout: float | None = None) -> None:
@@ -165,6 +171,7 @@ class WriteBehind:
             except Exception as error:  # a disk that fails, or files that are not ours: never a reason to stop
                 self._trouble.note(f"a block could not be written: {error}")
             finally:
+                self._removing.difference_update(job.removed)
                 with self._changed:
                     self._jobs.popleft()
                     self._waiting_bytes -= sum(write.num_bytes for write in job.writes)

@@ -25,6 +25,7 @@ from vattn.broker.directory import Directory, OwnDirectory
 from vattn.pool import shares as shares_module
 from vattn.pool.lent import LentCore
 from vattn.pool.shares import Shares
+from vattn.prefix import block_keys, root_key
 
 pytestmark = pytest.mark.slow(1)
 
@@ -433,9 +434,12 @@ def test_what_is_retracted_is_found_no_more_and_not_used_again_while_mapped(brok
     with engines("a", "b") as (a, b):
         wrong = a.publish(PROMPT, value=9.0)
         b.meets()
+        assert b.kv.take_withdrawn() == set()
         slot, cached = b.compute([*PROMPT, 1])
         assert cached == len(PROMPT)
         a.kv.retract(wrong)
+        assert b.kv.take_withdrawn() == set(block_keys(root_key(b""), PROMPT, b.kv.prefix_block_tokens))
+        assert b.kv.take_withdrawn() == set()
         a.kv.free_reqid(wrong)
         a.kv.trim()
         a.kv.check()
