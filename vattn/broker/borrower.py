@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from vattn import _native
 from vattn.broker.directory import Directory
 from vattn.broker.lease import Lease
-from vattn.broker.places import check_name, socket_path
+from vattn.broker.places import check_name, left_path, socket_path
 from vattn.broker.wire import AHEAD, ASKED, NEEDED, VERSION, Message, Reader, WireError, encode
-from vattn.errors import ConfigError, VattnError
+from vattn.errors import ConfigError, DriverError, VattnError
 
 _HEARTBEAT = 1.0  # seconds after which what is unchanged is said again
 _AGAIN = 0.25  # seconds between attempts to join
@@ -141,7 +143,8 @@ class Borrower:
         self.pool = check_name(pool)
         self.name = check_name(name, "the name of a borrower")
         self._page = page
-        self._join = {"identity": uuid.uuid4().hex, "name": self.name, "device": device, "page": page}
+        self._identity = uuid.uuid4().hex
+        self._join = {"identity": self._identity, "name": self.name, "device": device, "page": page}
         self._join |= {"at_least": at_least, "at_most": at_most}
         self._memory = memory
         self._path = socket_path(pool)
@@ -311,6 +314,7 @@ class Borrower:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         elif self._thread is None:
+            self._leave()
             self._end()
 
     def forget(self) -> None:
@@ -336,6 +340,8 @@ class Borrower:
             # The broker has to go on counting the lease: the pool still has it.
             _log.exception("pool %r: the thread of its borrower has ended", self.pool)
             self._part(f"the thread that asks it has ended: {type(error).__name__}: {error}")
+        else:
+            self._leave()
         self._end()
 
     def _follow(self) -> None:
@@ -576,12 +582,41 @@ class Borrower:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def _end(self) -> None:
-        """Leaves. What is still in use, by a tensor that outlives its cache, counts until it is not."""
-        _borrowers.discard(self)
+    def _leave(self) -> None:
+        """Says that the pool is closed, to the next broker if there is none. What is still in use, by a tensor that
+        outlives its cache, counts until it is not; for the next broker, until the process ends.
+        """
+        if self._wake < 0:  # it has left, or was its parent's
+            return
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.sendall(encode("leave"))
+                if self.reachable:  # one that hangs may be killed before it reads that
+                    return
+        try:
+            left_path(self._path, self._identity).write_text(str(self._left()))
+        except (OSError, VattnError) as error:
+            _log.warning("pool %r: its next broker cannot be told that %s has left: %s", self.pool, self.name, error)
+
+    def _left(self) -> int:
+        """Bytes that are still in use; the file of the memory is closed once there are none."""
+        if self._memory is None:
+            return 0
+        with _sending:
+            try:
+                descriptor = self._memory()
+            except DriverError as error:
+                if error.code == _native.HOST_ERRNO + errno.EBADF:
+                    return 0
+                raise
+            try:
+                return os.fstat(descriptor).st_blocks * 512
+            finally:
+                os.close(descriptor)
+
+    def _end(self) -> None:
+        _borrowers.discard(self)
+        if self._socket is not None:
             self._socket.close()
             self._socket = None
         self._drop_received()

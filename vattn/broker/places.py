@@ -76,6 +76,18 @@ def socket_path(name: str) -> Path:
     return _path(f"{check_name(name)}.sock")
 
 
+def left_path(broker: Path, identity: str) -> Path:
+    """The file that says how many bytes a borrower still had when it ended without a broker to tell.
+
+    Args:
+        broker: its socket.
+
+    Raises:
+        ConfigError: the identity is none.
+    """
+    return broker.with_name(f"{broker.stem}.{check_name(identity, 'the identity of a borrower')}.left")
+
+
 def prefiller_path(pool: str, sharing: bytes) -> Path:
     """A path that nobody has, for the socket of an engine that computes prompts for others which share its blocks.
 

@@ -24,7 +24,7 @@ from vattn.broker.books import Account, Books
 from vattn.broker.directory import NoDirectory, OwnDirectory, read_only, started
 from vattn.broker.kept import Kept, problems
 from vattn.broker.notes import Notes
-from vattn.broker.places import check_name, credentials, socket_path
+from vattn.broker.places import check_name, credentials, left_path, socket_path
 from vattn.broker.wire import STAGES, VERSION, Message, Reader, WireError, encode
 from vattn.errors import ConfigError
 from vattn.integers import shown
@@ -42,6 +42,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")  # as borrowers name theirs
 # What is noted of an account for the next broker, and the attribute: limits as they were asked for.
 _NOTED = {"name": "name", "at_least": "least_asked", "at_most": "most_asked", "page": "page", "lease": "lease"}
+_IDENTITY = "[0-9a-f]" * 32  # a pattern of what borrowers choose
 _log = logging.getLogger("vattn.broker")
 
 
@@ -197,6 +198,8 @@ class Broker:
         self._look_at_kept()
         for borrower in [*self._borrowers]:
             account = borrower.account
+            if account.lost and not borrower.leaving:
+                self._look_for_left(borrower)
             self._look_at(borrower)
             if borrower.leaving:
                 self.books.shrink(account)
@@ -213,6 +216,14 @@ class Broker:
     def _look_at(self, borrower: _Borrower) -> None:
         if borrower.memory is not None:
             self.books.observe(borrower.account, os.fstat(borrower.memory).st_blocks * 512)
+
+    def _look_for_left(self, borrower: _Borrower) -> None:
+        """Whether a borrower that is not connected has left, and said so in a file."""
+        with contextlib.suppress(OSError, ValueError, ConfigError):
+            left = int(left_path(self.path, borrower.identity).read_text())
+            if 0 <= left <= borrower.account.lease:
+                self.books.observe(borrower.account, left)
+                self._leaves(borrower)
 
     def check(self) -> list[str]:
         """What does not agree between the books and the kernel; nothing, if all is well."""
@@ -366,10 +377,8 @@ class Broker:
             self._look_at(peer.borrower)
         elif kind == "leave" and peer.borrower is not None:
             borrower = peer.borrower
-            borrower.leaving = True
             self._lose(peer)
-            if borrower.directory is not None and any(borrower.directory.entries()):
-                self._ended(borrower, lives=True)
+            self._leaves(borrower)
             self.audit()
         elif kind == "share" and peer.borrower is not None and peer.received:
             self._share(peer.borrower, peer.received.pop())
@@ -457,6 +466,12 @@ class Broker:
                 other = os.fstat(borrower.memory)
                 if (other.st_dev, other.st_ino) == (found.st_dev, found.st_ino):
                     raise ConfigError("the memory is another borrower's")
+
+    def _leaves(self, borrower: _Borrower) -> None:
+        """A pool is closed; what it has published stays."""
+        borrower.leaving = True
+        if borrower.directory is not None and any(borrower.directory.entries()):
+            self._ended(borrower, lives=True)
 
     def _ended(self, borrower: _Borrower, *, lives: bool = False) -> None:
         """A process has ended, or, if it lives, a pool of it. The system has taken the memory back, but for what was
@@ -645,7 +660,9 @@ class Broker:
         return self._notes.has(borrower.identity, borrower.account.lease)
 
     def _restore(self) -> None:
-        """Opens accounts for the borrowers of an earlier broker that still run."""
+        """Opens accounts for the borrowers of an earlier broker that still run; the audit closes those of borrowers
+        that have left.
+        """
         for note in self._notes.read():
             with contextlib.suppress(ConfigError):  # it has ended
                 process, started = _open_process(note["pid"])
@@ -654,6 +671,10 @@ class Broker:
                     continue
                 account = self.books.restore(**{name: note[name] for name in _NOTED})
                 self._admit(_Borrower(account, note["identity"], note["pid"], process, None, None, started))
+        noted = {borrower.identity for borrower in self._borrowers}
+        for path in self.path.parent.glob(f"{self.name}.{_IDENTITY}.left"):
+            if path.stem.rpartition(".")[2] not in noted:  # no broker will ask for it
+                path.unlink(missing_ok=True)
 
     def _named(self, name: str | None) -> list[Account]:
         found = [account for account in self.books.accounts if name in (None, account.name)]

@@ -26,7 +26,7 @@ from tests.support.waiting import SECONDS, wait_until
 from vattn.broker import server
 from vattn.broker.books import Books
 from vattn.broker.notes import Notes
-from vattn.broker.places import FOLDER_VARIABLE, folder, socket_path
+from vattn.broker.places import FOLDER_VARIABLE, folder, left_path, socket_path
 from vattn.broker.server import Broker
 from vattn.broker.wire import MOST_BYTES, VERSION, Reader, WireError, decode, encode
 from vattn.errors import ConfigError
@@ -236,6 +236,29 @@ def test_who_joins_again_has_the_limits_that_were_set_meanwhile(broker: Broker) 
         peer.close()
     for file in (first, second):
         os.close(file)
+
+
+@pytest.mark.parametrize(
+    ("said", "counted"), [("0", None), (str(3 * PAGE), 3 * PAGE), ("", 8 * PAGE), ("-1", 8 * PAGE), ("9" * 9, 8 * PAGE)]
+)
+def test_who_left_while_there_was_no_broker_has_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, counted: int | None
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    note = {"identity": "0" * 32, "name": "a", "pid": os.getpid(), "started": server.started(os.getpid())}
+    note |= {"at_least": 0, "at_most": None, "page": PAGE, "lease": 8 * PAGE}
+    (tmp_path / "p.books").write_text(json.dumps([note, {**note, "identity": "../b", "name": "b"}]))
+    left, of_nobody = (left_path(tmp_path / "p.sock", each * 32) for each in "01")
+    for path in (left, of_nobody):
+        path.write_text(said)
+    broker = Broker("p", BUDGET)
+    assert (left.exists(), of_nobody.exists()) == (True, False)
+    broker.turn(0)
+    leases = {account.name: account.lease for account in broker.books.accounts}
+    assert leases == {"b": 8 * PAGE} | ({} if counted is None else {"a": counted})
+    assert broker.check() == []
+    broker.close()
 
 
 def test_a_process_that_ends_while_it_joins_harms_nobody(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -375,6 +375,25 @@ def test_without_its_broker_a_pool_goes_on_with_what_it_has(broker: brokers.Proc
     pool.close()
 
 
+def test_a_pool_that_closes_without_a_broker_is_charged_nothing_by_the_next(broker: brokers.Process) -> None:
+    """Although its process lives on. One that was not closed has all that it had."""
+    closed, other = connect("closed"), connect("other")
+    for pool in (closed, other):
+        with cache(pool) as kv:
+            kv.step({kv.alloc_reqid(): pages(20)})
+    broker.kill()
+    closed.close()
+    broker.start()
+    wait_until(lambda: broker.borrower("closed") is None)
+    wait_until(lambda: not (broker.borrower("other") or {"lost": True})["lost"])
+    assert broker.problems() == []
+    broker.kill()
+    broker.start()
+    assert broker.borrower("closed") is None
+    assert not list(Path(os.environ[FOLDER_VARIABLE]).glob("*.left"))
+    other.close()
+
+
 def test_a_pool_that_is_dropped_leaves(broker: brokers.Process) -> None:
     kv = cache(connect("a"))
     kv.step({kv.alloc_reqid(): pages(20)})
