@@ -18,7 +18,7 @@ from vattn.errors import VattnError
 from ..kv.base import KVBackend
 from ..kv.rows import Rows
 from ..requests.request import Request
-from .line import MOST_SALT, PATIENCE, Kind, LineError, Message, message, receive, rest_of
+from .line import MOST_SALT, PATIENCE, Kind, LineError, Message, keep_from_children, message, receive, rest_of
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +250,7 @@ class _Lines:
             return
         except OSError:
             return
+        keep_from_children(writer)
         line = _Line(writer, self._loop.time())
         with self._changed:
             self._lines[path] = line

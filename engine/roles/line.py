@@ -15,12 +15,15 @@ but for the very last one, which its reader has to compute.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from weakref import WeakSet
 
 from vattn.errors import VattnError
 
@@ -111,6 +114,25 @@ async def receive(
     if rows and await reader.readexactly(_DIGEST_BYTES) != _digest(key, ids, rows):
         raise LineError("rows that are not what was sent, or not for this model")
     return Message(kind, job, salt, array(_TOKEN, ids).tolist(), rows)
+
+
+def keep_from_children(end: socket.socket | asyncio.StreamWriter) -> None:
+    """Has it closed in forked children, in which it would seem to be this process when that has ended."""
+    _ends.add(end)
+
+
+def _close_in_child() -> None:
+    """Not by their loop, whose epoll the parent has, too; its objects go on having descriptors, but of nothing."""
+    ends = [end if isinstance(end, socket.socket) else end.get_extra_info("socket") for end in list(_ends)]
+    _ends.clear()
+    if descriptors := [end.fileno() for end in ends if end.fileno() >= 0]:
+        with socket.socket(socket.AF_UNIX) as nothing:
+            for descriptor in descriptors:
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+
+
+_ends: WeakSet[socket.socket | asyncio.StreamWriter] = WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _digest(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:

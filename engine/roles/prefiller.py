@@ -23,7 +23,7 @@ from ..requests.outputs import RequestGroup, RequestOutput
 from ..requests.prompts import Prompt
 from ..requests.request import FinishReason, Rest
 from ..requests.sampling import SamplingParams
-from .line import BEAT, Kind, LineError, message, receive
+from .line import BEAT, Kind, LineError, keep_from_children, message, receive
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class Prefiller:
                 await asyncio.wait(others)
 
     def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        keep_from_children(writer)
         if self._stopped.is_set():
             writer.close()
             return
@@ -211,6 +212,7 @@ def _listen(path: Path) -> socket.socket:
             if time.time() - left.stat().st_mtime > _LEFT:
                 left.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    keep_from_children(listener)
     early = path.with_suffix(".early")
     try:
         listener.bind(str(early))

@@ -380,6 +380,12 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.engine.test_shared_prefixes import make_llm
 from vattn.engine import AsyncEngine
 from vattn.engine.roles import prefiller
+def fork(*_):
+    if pid := os.fork():
+        print(pid, file=sys.stderr, flush=True)
+    else:
+        signal.pause()
+signal.signal(signal.SIGUSR1, fork)
 async def serve():
     async with AsyncEngine(make_llm(role="prefill")) as engine:
         if "stuck" in sys.argv:
@@ -447,6 +453,43 @@ def test_who_waits_for_an_engine_that_ends_or_hangs_goes_on_alone(
         assert remote(second).handed == 1
         if how == signal.SIGKILL:
             wait_until(lambda: not list(places.folder().glob("*.prefill")))
+
+
+def test_a_child_of_an_engine_that_was_killed_is_no_engine(broker: brokers.Process) -> None:
+    """It has neither the socket that the engine listened on nor its connections."""
+    with process() as first, decoder() as second:
+        first.send_signal(signal.SIGUSR1)
+        assert first.stderr is not None
+        child = int(first.stderr.readline())
+        try:
+            first.kill()
+            wait_until(lambda: remote(second).prefillers == 0)
+            wait_until(lambda: not list(places.folder().glob("*.prefill")))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_of_an_engine_that_decodes_has_no_connection(broker: brokers.Process) -> None:
+    def connected() -> set[str]:
+        """The sockets of this process that have the name of a prefiller, at either end."""
+        found = set()
+        sockets = [each for each in Path("/proc/self/fd").iterdir() if each.is_socket()]
+        for each in sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as end:
+                names = (end.getsockname(), end.getpeername())
+                found |= {str(name) for name in names if str(name).endswith((".prefill", ".early"))}
+        return found
+
+    with prefiller(), decoder():
+        assert connected()
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(len(connected()))
+            finally:
+                os._exit(99)
+        assert os.waitpid(child, 0)[1] == 0
+        assert connected()
 
 
 def test_an_engine_that_was_stopped_is_asked_again_when_it_goes_on(
