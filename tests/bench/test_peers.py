@@ -85,7 +85,7 @@ def test_the_floor_has_the_products_of_all_layers(tmp_path: Path, monkeypatch: p
         for given in (*call.args, *getattr(call.args[0], "__dict__", {}).values()):
             if isinstance(given, cpu.Weight):
                 rows = next(part for part in call.args if isinstance(part, torch.Tensor))
-                products += rows.shape[0] * given.out * given.width
+                products += rows.shape[0] * given.out * given.width * (2 if given.gated else 1)
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     head = width // sizes["num_attention_heads"]
     qkv, rest = width * (width + 2 * head * sizes["num_key_value_heads"]), width * width + 3 * width * inner
