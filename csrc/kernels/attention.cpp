@@ -119,7 +119,7 @@ const Item* Queue::take() {
 
 namespace {
 
-constexpr int kRows = 64;    // of a head in an item: their sums stay in the second cache
+constexpr int kRows = 128;   // of a head in an item: their sums stay in the second cache
 constexpr int kMost = 8;     // items of a request that are enough for the threads, without a division by keys
 constexpr int kKeys = 1024;  // most in a part of an item: each part starts anew, which takes as long as 20 keys
 
