@@ -515,9 +515,8 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, *, gated: bool = Fal
     parts = weight.detach().contiguous().chunk(2 if gated else 1)
     out, width = parts[0].shape
     padded = [torch.nn.functional.pad(part, (0, 0, 0, -out % lanes)) for part in parts]
-    panels = torch.stack([part.view(torch.int32).view(-1, lanes, width // 2) for part in padded], dim=1)
-    panels = panels.flatten(0, 1).transpose(1, 2).contiguous()
-    return Weight(out, width, gated, panels, None if bias is None else copied(bias))
+    panels = torch.stack([part.view(torch.int32).view(-1, lanes, width // 2).mT for part in padded], dim=1)
+    return Weight(out, width, gated, panels.flatten(0, 1).contiguous(), None if bias is None else copied(bias))
 
 
 def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:

@@ -140,7 +140,7 @@ def optimize(model: PreTrainedModel, *, keep_weights: bool = True) -> Optimized:
             for inference with the packed ones, and what this returns must not be called.
     """
     faster: dict[nn.Module, Callable[..., Any]] = {}
-    inside: set[nn.Module] = set()  # of those, and never called by them
+    inside: set[nn.Module] = set()  # linear layers whose weights those have, and which they do not call
     parts = _Parts()
     with torch.inference_mode():
         for module in model.modules():
@@ -219,7 +219,7 @@ def _take_back(module: nn.Module, forward: Callable[..., Any]) -> None:
 def _copy(module: nn.Module, forward: Callable[..., Any], memo: dict[int, Any]) -> nn.Module:
     memo[id(module)] = copied = module.__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name != "__deepcopy__" and value is not forward}
-    copied.__setstate__(copy.deepcopy(own, memo))  # type: ignore[no-untyped-call]
+    vars(copied).update(copy.deepcopy(own, memo))
     return copied
 
 
