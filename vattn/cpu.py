@@ -9,8 +9,11 @@ query rows are faster as they lie or in panels; `VATTN_CPU_KEYS` takes all keys 
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _NOWHERE = (0, 0, 0, 0)
 # Lengths and windows are counted in 32 bits.
 _MOST = 2**31 - 1
+_HUGE_PAGE = 2**21  # bytes; with other pages than of 4 KiB, huge ones are larger, and advice for less does nothing
 
 
 @dataclass(frozen=True)
@@ -515,8 +519,27 @@ def pack_weight(weight: Tensor, bias: Tensor | None = None, *, gated: bool = Fal
     parts = weight.detach().contiguous().chunk(2 if gated else 1)
     out, width = parts[0].shape
     padded = [torch.nn.functional.pad(part, (0, 0, 0, -out % lanes)) for part in parts]
-    panels = torch.stack([part.view(torch.int32).view(-1, lanes, width // 2).mT for part in padded], dim=1)
-    return Weight(out, width, gated, panels.flatten(0, 1).contiguous(), None if bias is None else copied(bias))
+    apart = [part.view(torch.int32).view(-1, lanes, width // 2).mT for part in padded]
+    panels = _in_huge_pages((len(apart[0]), len(apart), width // 2, lanes), torch.int32)
+    torch.stack(apart, dim=1, out=panels)
+    return Weight(out, width, gated, panels.flatten(0, 1), None if bias is None else copied(bias))
+
+
+def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor, in huge pages as far as it fills them and Linux offers them.
+
+    In pages of 4 KiB, products of up to 32 rows take 1.02 to 1.06 times as long (Zen 5, in a virtual machine).
+    """
+    bytes_ = math.prod(shape) * dtype.itemsize
+    whole = bytes_ // _HUGE_PAGE * _HUGE_PAGE
+    if not whole:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, bytes_ + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -room.data_ptr() % _HUGE_PAGE
+    with suppress(OSError):  # of a Linux that has none
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return room[start : start + bytes_].view(dtype).view(shape)
 
 
 def linear(rows: Tensor, weight: Weight, other: Tensor | None = None) -> Tensor:

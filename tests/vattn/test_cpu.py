@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +184,25 @@ def test_linear(width: int, out: int) -> None:
         assert_rounded_once(cpu.linear(rows, plain), product, 4 * terms)
         added = product + bias.double() + other.double()
         assert_rounded_once(cpu.linear(rows.contiguous(), biased, other), added, 4 * (terms + 8))
+
+
+@pytest.mark.usefixtures("linear_kernels")
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_large_weight_lies_in_huge_pages(gated: bool) -> None:
+    """All that it fills, and nothing after it; where Linux has them."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this Linux has no transparent huge pages")
+    weight = torch.randn(2_000, 1_500).bfloat16()
+    panels = cpu.pack_weight(weight, gated=gated).panels
+    size = 2**21
+    assert panels.data_ptr() % size == 0
+    whole = panels.numel() * 4 // size * size
+    assert whole > size
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    mappings = [(i, found) for i, line in enumerate(lines) if (found := re.match(r"(\w+)-(\w+) ", line))]
+    first, last = panels.data_ptr(), panels.data_ptr() + whole
+    (at,) = [i for i, found in mappings if int(found[1], 16) <= first and last <= int(found[2], 16)]
+    assert "hg" in next(line for line in lines[at:] if line.startswith("VmFlags")).split()
 
 
 @pytest.mark.usefixtures("linear_kernels")
