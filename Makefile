@@ -105,6 +105,7 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(CXX) -std=c++20 -fsyntax-only -Icsrc tests/native/*.cpp
 
 # The site, into build/site, with the report of the committed records at report/. NO_MKDOCS_2_WARNING silences an advertisement of mkdocs-material's, no warning of ours.
 docs: $(VENV)/.dev

@@ -197,7 +197,8 @@ std::size_t lay_out(const Attention& a, const Plan& plan, int lanes, std::byte* 
   take(s.scores, rows * kBlock);
   take(s.weights, rows * kBlock);
   take(s.sums, (rows + std::int64_t{a.num_kv_heads} * kMaxLanes) * width);
-  for (float** field : {&s.maximum, &s.total, &s.factor, &s.next, &s.rescale}) take(*field, rows);
+  for (float** field : {&s.maximum, &s.factor, &s.packed, &s.rescale}) take(*field, rows);
+  take(s.total, rows * lanes);
   take(s.lanes, std::int64_t{a.num_kv_heads} * a.head_dim * kMaxLanes);
   take(s.zeros, width);
   take(s.places, 5 * kBlock);

@@ -613,16 +613,22 @@ struct Softmax {
     return score > kLowest ? (score < -kLowest ? score : -kLowest) : kLowest;
   }
 
-  // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the new maximum.
+  // Scores are hidden outside of [first, last), scaled where keys have scales, and capped. Returns the largest of each
+  // lane.
   template <class Fetching>
-  static float limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
-                     float maximum, Fetching& ahead) {
+  static F limit(const Attention& a, float* scores, const float* scales, int vectors, int first, int last,
+                 Fetching& ahead) {
     const bool direct = is_direct(a);
+    F most = Isa::set(kLowest);
+    const int plain = direct && !scales && first <= 0 ? larger(0, smaller(vectors, last / kLanes)) : 0;
+    for (int i = 0; i < plain; ++i) {
+      ahead.one();
+      most = Isa::max(most, Isa::load(scores + i * kLanes));
+    }
     const float inverse = 1 / a.softcap;
     const F scale = Isa::set(a.scale), cap = Isa::set(a.softcap);
     const F of_cap = Isa::set(inverse < -kLowest ? inverse : -kLowest);
-    F most = Isa::set(kLowest);
-    for (int i = 0; i < vectors; ++i) {
+    for (int i = plain; i < vectors; ++i) {
       ahead.one();
       F x = Isa::load(scores + i * kLanes);
       const bool hidden = i * kLanes < first || (i + 1) * kLanes > last;
@@ -633,8 +639,17 @@ struct Softmax {
       if (scales || hidden || !direct) Isa::store(scores + i * kLanes, x, kLanes);
       most = Isa::max(most, x);
     }
-    const float here = Isa::largest(most);
-    return here > maximum ? here : maximum;
+    return most;
+  }
+
+  // Of each of the first `count` rows the largest lane, in the row's lane. NaN may be left out.
+  static F largest(F (&rows)[kLanes], int count) {
+    if (count == 1) return Isa::set(Isa::largest(rows[0]));
+    for (int i = count; i < kLanes; ++i) rows[i] = Isa::set(kLowest);
+    Isa::transpose(rows);
+#pragma GCC unroll 16
+    for (int i = 1; i < kLanes; ++i) rows[0] = Isa::max(rows[0], rows[i]);
+    return rows[0];
   }
 
   // How far a score lies below the maximum, to base 2. The difference comes first: of products, whose roundings grow
@@ -645,10 +660,10 @@ struct Softmax {
   static F rescale(F earlier, F maximum, float factor) { return Isa::exp2(below(earlier, maximum, factor)); }
 
   // Packs the weights of limited scores, times the values' scales if there are any. Returns the factor of the packed
-  // row, and adds the weights to `total`.
+  // row, and adds the weights to the rescaled lanes of `total`.
   template <class Kind, class Fetching>
   static float weights(const float* scores, const float* scales, int vectors, float factor, float maximum,
-                       std::uint32_t* out, float& total, Fetching& ahead) {
+                       float rescale, std::uint32_t* out, float* total, Fetching& ahead) {
     F sum = Isa::zero();
     const auto weight = [&](int i) {
       ahead.one();
@@ -657,7 +672,7 @@ struct Softmax {
       return scales ? Isa::mul(x, Isa::load(scales + i * kLanes)) : x;
     };
     const float packed = Kind::pack_weights(vectors, weight, out);
-    total += Isa::sum(sum);
+    Isa::store(total, Isa::fma(Isa::load(total), Isa::set(rescale), sum), kLanes);
     return packed;
   }
 };
@@ -718,7 +733,8 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         s.factor[r] = Kind::pack_query(a, query, s.queries + r * static_cast<std::int64_t>(stride));
         const bool sink = a.sinks && item.begin == first_visible && a.sinks[head] != -__builtin_inff();
         s.maximum[r] = sink ? Softmax<Isa>::sink(a, head) : kLowest;
-        s.total[r] = sink ? 1 + 0 * a.sinks[head] : 0;  // NaN if it is not finite
+        std::memset(s.total + r * kLanes, 0, sizeof(float) * kLanes);
+        if (sink) s.total[r * kLanes] = 1 + 0 * a.sinks[head];  // NaN if it is not finite
       }
   const int bytes = a.head_dim * static_cast<int>(size_of(a.stored_type));
   const bool gapless = !a.table && a.key.token_stride == bytes && a.value.token_stride == bytes;
@@ -824,32 +840,35 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
         function(Nothing{});
       };
       float* maximum = s.maximum + h * rows;
-      float* total = s.total + h * rows;
+      float* total = s.total + h * rows * kLanes;
       const auto limit = [&](auto ahead) {
-        for (int r = 0; r < rows; ++r) {
-          const int last = position + r / group;  // the query's own key
-          const int first = a.window ? larger(0, last - a.window + 1) : 0;
-          s.next[r] = Softmax<Isa>::limit(a, s.scores + r * kBlock, key_scales, full, first - begin,
-                                          smaller(count, last + 1 - begin), maximum[r], ahead);
+        int last = position, queries_left = group;  // the query's own key; and those of its token
+        for (int r = 0; r < rows; r += kLanes) {
+          typename Isa::F most[kLanes];
+          const int here = smaller(kLanes, rows - r);
+          for (int i = 0; i < here; ++i) {
+            const int first = a.window ? larger(0, last - a.window + 1) : 0;
+            most[i] = Softmax<Isa>::limit(a, s.scores + (r + i) * kBlock, key_scales, full, first - begin,
+                                          smaller(count, last + 1 - begin), ahead);
+            if (--queries_left == 0) queries_left = group, ++last;
+          }
+          const auto earlier = Isa::load_some(maximum + r, here);
+          const auto now = Isa::max(Softmax<Isa>::largest(most, here), earlier);  // the second one where one is NaN
+          Isa::store(maximum + r, now, here);
+          Isa::store(s.rescale + r, Softmax<Isa>::rescale(earlier, now, factor), kLanes);
         }
       };
       fetching(values, full * kLanes / 4 * Kind::kOrdered, limit);
-      for (int r = 0; r < rows; r += kLanes) {
-        const auto most = Isa::load(s.next + r);
-        Isa::store(s.rescale + r, Softmax<Isa>::rescale(Isa::load_some(maximum + r, rows - r), most, factor), kLanes);
-      }
       const auto weights = [&](auto ahead) {
-        for (int r = 0; r < rows; ++r) {
-          maximum[r] = s.next[r];
-          total[r] *= s.rescale[r];
-          s.next[r] = Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor,
-                                                           maximum[r], s.weights + r * kBlock, total[r], ahead);
-        }
+        for (int r = 0; r < rows; ++r)
+          s.packed[r] =
+              Softmax<Isa>::template weights<Kind>(s.scores + r * kBlock, value_scales, full, factor, maximum[r],
+                                                   s.rescale[r], s.weights + r * kBlock, total + r * kLanes, ahead);
       };
       fetching(after, 0, weights);
 
       const auto weigh = [&](const auto& right, int first, int columns) {
-        multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, padded / Kind::kTokens, s.next,
+        multiply<typename Kind::ForValues>(rows, s.weights, kBlock, 0, right, columns, padded / Kind::kTokens, s.packed,
                                            s.rescale, s.sums + h * sum_rows * width + first * kLanes, width);
       };
       int whole = 0;
@@ -883,12 +902,13 @@ const Item* attend_item(const Attention& a, const Item& item, Queue& queue, cons
           for (int i = 0; i < Kind::kVectors; ++i) Isa::store(sums + d + i * kLanes, x[i], kLanes);
         }
         const std::int64_t row = static_cast<std::int64_t>(first_row + t) * a.num_heads + (item.head + h) * group + g;
+        const float total = Isa::sum(Isa::load(s.total + r * kLanes));
         if (item.partial < 0) {
-          write_row<Isa>(a, sums, s.total[r], a.output + row * a.v_head_dim * size_of(a.query_type));
+          write_row<Isa>(a, sums, total, a.output + row * a.v_head_dim * size_of(a.query_type));
         } else {
           float* partial = s.partials + item.partial + r * (width + 2);
           partial[0] = s.maximum[r];
-          partial[1] = s.total[r];
+          partial[1] = total;
           std::memcpy(partial + 2, sums, sizeof(float) * width);
         }
       }

@@ -222,7 +222,8 @@ void compare_all(const Types& types) {
   }
 }
 
-void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std::int64_t out, int threads) {
+void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std::int64_t out, bool gated,
+                    int threads) {
   std::mt19937 random(static_cast<unsigned>(n + in + out));
   std::uniform_real_distribution<float> uniform(-1, 1);
   const auto filled = [&](std::int64_t count) {
@@ -233,21 +234,33 @@ void compare_linear(const Kernels& kernels, std::int64_t n, std::int64_t in, std
   const auto element = [](const Guarded& from, std::int64_t i) {
     return double{get(Type::kBFloat16, from.data() + 2 * i)};
   };
-  const auto input = filled(n * in), weight = filled(out * in), bias = filled(out), other = filled(n * out);
+  const std::int64_t weights = gated ? 2 : 1;
+  const auto input = filled(n * in), weight = filled(weights * out * in), bias = filled(weights * out);
+  const auto other = filled(n * out);
   const std::int64_t lanes = kernels.lanes, panels = (out + lanes - 1) / lanes;
-  Guarded packed(static_cast<std::size_t>(panels * in / 2 * lanes * 4)), output(static_cast<std::size_t>(n * out * 2));
-  for (std::int64_t row = 0; row < panels * lanes; ++row)
-    for (std::int64_t i = 0; i < in; ++i)
-      put(Type::kBFloat16, packed.data() + ((row / lanes * (in / 2) + i / 2) * lanes + row % lanes) * 4 + i % 2 * 2,
-          row < out ? get(Type::kBFloat16, weight->data() + 2 * (row * in + i)) : 0.0f);
+  Guarded packed(static_cast<std::size_t>(weights * panels * in / 2 * lanes * 4));
+  Guarded output(static_cast<std::size_t>(n * out * 2));
+  for (std::int64_t part = 0; part < weights; ++part)
+    for (std::int64_t row = 0; row < panels * lanes; ++row)
+      for (std::int64_t i = 0; i < in; ++i) {
+        const std::int64_t panel = row / lanes * weights + part;
+        put(Type::kBFloat16, packed.data() + ((panel * (in / 2) + i / 2) * lanes + row % lanes) * 4 + i % 2 * 2,
+            row < out ? get(Type::kBFloat16, weight->data() + 2 * ((part * out + row) * in + i)) : 0.0f);
+      }
   const auto* words = reinterpret_cast<const std::uint32_t*>(packed.data());
-  compute(Linear{n, input->data(), in * 2, {in, out, words, bias->data()}, other->data(), output.data()}, kernels,
-          threads);
+  compute(Linear{n, input->data(), in * 2, {in, out, gated, words, bias->data()}, other->data(), output.data()},
+          kernels, threads);
   for (std::int64_t r = 0; r < n; ++r)
     for (std::int64_t c = 0; c < out; ++c) {
-      double sum = element(*bias, c) + element(*other, r * out + c);
-      for (std::int64_t i = 0; i < in; ++i) sum += element(*input, r * in + i) * element(*weight, c * in + i);
-      CHECK(std::fabs(element(output, r * out + c) - sum) < 0.005 * std::fabs(sum) + 1e-3);
+      const auto product = [&](std::int64_t row) {
+        double sum = element(*bias, row);
+        for (std::int64_t i = 0; i < in; ++i) sum += element(*input, r * in + i) * element(*weight, row * in + i);
+        return sum;
+      };
+      double expected = product(c);
+      if (gated) expected *= product(out + c) / (1 + std::exp(-expected));
+      expected += element(*other, r * out + c);
+      CHECK(std::fabs(element(output, r * out + c) - expected) < 0.005 * std::fabs(expected) + 1e-3);
     }
 }
 
@@ -257,11 +270,12 @@ TEST(linear) {
   for (const Kernels& kernels : kernels()) {
     if (!kernels.supported() || !kernels.linear) continue;
     check::context = kernels.name;
-    for (int threads : {1, 3}) {
-      compare_linear(kernels, 1, 2, 1, threads);
-      compare_linear(kernels, 9, 70, 50, threads);
-      compare_linear(kernels, 270, 530, 33, threads);
-    }
+    for (int threads : {1, 3})
+      for (bool gated : {false, true}) {
+        compare_linear(kernels, 1, 2, 1, gated, threads);
+        compare_linear(kernels, 9, 70, 50, gated, threads);
+        compare_linear(kernels, 270, 530, 33, gated, threads);
+      }
   }
 }
 constexpr Type kNone = Type::kFloat32;  // of scales that are not there
