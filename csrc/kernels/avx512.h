@@ -72,27 +72,36 @@ struct Avx512 {
     return _mm512_maskz_scalef_ps(normal, y, whole);
   }
 
+  // Whole vectors without a mask: storing with one takes a Zen 5 several cycles, and it has to be computed.
+  static __m256i load_halves(const std::byte* at, int count) {
+    if (count == kLanes) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm256_maskz_loadu_epi16(some(count), at);
+  }
+  static void store_halves(std::byte* at, __m256i x, int count) {
+    if (count == kLanes)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x);
+    else
+      _mm256_mask_storeu_epi16(at, some(count), x);
+  }
+
   template <Type kType>
   static F widen(const std::byte* at, int count) {
-    const __mmask16 mask = some(count);
     if constexpr (kType == Type::kFloat32) {
-      return _mm512_maskz_loadu_ps(mask, at);
+      return _mm512_maskz_loadu_ps(some(count), at);
     } else if constexpr (kType == Type::kInt8) {
-      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, at)));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(some(count), at)));
     } else {
-      const __m256i bits = _mm256_maskz_loadu_epi16(mask, at);
+      const __m256i bits = load_halves(at, count);
       if constexpr (kType == Type::kFloat16) return _mm512_cvtph_ps(bits);
       return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
   }
-
   template <Type kType>
   static void narrow(std::byte* at, F x, int count) {
-    const __mmask16 mask = some(count);
     if constexpr (kType == Type::kFloat32) {
-      _mm512_mask_storeu_ps(at, mask, x);
+      store(reinterpret_cast<float*>(at), x, count);
     } else if constexpr (kType == Type::kFloat16) {
-      _mm256_mask_storeu_epi16(at, mask, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+      store_halves(at, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), count);
     } else {
       // To the nearest, ties to even; NaN keeps its high bits, one of which is set so that it stays NaN.
       const __m512i bits = _mm512_castps_si512(x);
@@ -101,7 +110,7 @@ struct Avx512 {
       const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
       const __m512i kept = _mm512_or_si512(bits, _mm512_set1_epi32(0x00400000));
       const __m512i chosen = _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, kept), 16);
-      _mm256_mask_storeu_epi16(at, mask, _mm512_cvtepi32_epi16(chosen));
+      store_halves(at, _mm512_cvtepi32_epi16(chosen), count);
     }
   }
 

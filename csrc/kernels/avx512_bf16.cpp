@@ -42,7 +42,7 @@ struct Pairs : Neighbours<Avx512>, TokenPairs {
 
   // Below the least normal number is 0, as products of pairs have it.
   static void round(std::byte* at, F x, int count) {
-    _mm256_mask_storeu_epi16(at, Isa::some(count), (__m256i)_mm512_cvtneps_pbh(x));
+    Isa::store_halves(at, (__m256i)_mm512_cvtneps_pbh(x), count);
   }
 
   static int query_stride(int head_dim) { return head_dim / 2; }
