@@ -31,6 +31,7 @@ from bench.harness.models import qwen2
 from bench.harness.ratios import Comparison, Pair
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import turns
 from bench.harness.trace import Arrival, log_normal, play
 from bench.harness.traces import TRACES
 from vattn.engine import LLM
@@ -93,7 +94,7 @@ def run(quick: bool) -> Report:
     )
     found: dict[str, list[Row]] = {name: [] for name in names}
     for number in range(0 if quick else -1, rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in turns(names, number):
             row = _play(model, name, arrivals)
             if number >= 0:
                 found[name].append(row)

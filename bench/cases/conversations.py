@@ -26,6 +26,7 @@ from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import turns
 from vattn.engine import LLM, SamplingParams
 
 ABOUT = "the next turn of 32 long conversations, through the whole engine"
@@ -65,8 +66,7 @@ def run(quick: bool) -> Report:
         held = dict.fromkeys(_SIDES, conversations)  # each goes on with the answers of its own engine
         for number in range(-1, max(rounds.values())):  # the first round warms up
             questions = [_tokens(rng, sizes, _QUESTION) for _ in conversations]
-            order = list(_SIDES)
-            for side in order[number % len(order) :] + order[: number % len(order)]:
+            for side in turns(_SIDES, number):
                 if number < rounds[side]:
                     prompts = [tokens + question for tokens, question in zip(held[side], questions, strict=True)]
                     elapsed, cached[side], held[side] = _turn(engines[side], prompts, answer)

@@ -18,6 +18,7 @@ from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, as_row, serve
+from bench.harness.timing import turns
 from bench.harness.trace import log_normal
 from bench.harness.traces import TRACES
 
@@ -39,7 +40,7 @@ def run(quick: bool) -> Report:
     )
     rows: dict[str, list[Row]] = {kv: [] for kv in BACKENDS}
     for number in range(rounds):
-        for kv in BACKENDS[number % len(BACKENDS) :] + BACKENDS[: number % len(BACKENDS)]:
+        for kv in turns(BACKENDS, number):
             rows[kv].append(as_row(serve(model, kv, arrivals, longest=_LONGEST, budget=_BUDGET)))
     rates = {kv: [float(row["output tokens/s"]) for row in each] for kv, each in rows.items()}
     figures: list[Row] = [

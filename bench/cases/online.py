@@ -22,6 +22,7 @@ from bench.harness.ratios import Comparison, by_round
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
 from bench.harness.served import BACKENDS, MODEL, SMALL, as_row, serve
+from bench.harness.timing import turns
 from bench.harness.trace import Arrival, Played, log_normal
 from bench.harness.traces import TRACES
 
@@ -61,7 +62,7 @@ def run(quick: bool) -> Report:
     objectives = {metric: times * float(alone[f"median {metric.upper()} ms"]) for metric, times in _OBJECTIVES.items()}
     served: dict[str, list[Played]] = {kv: [] for kv in BACKENDS}
     for number in range(rounds):
-        for kv in BACKENDS[number % len(BACKENDS) :] + BACKENDS[: number % len(BACKENDS)]:
+        for kv in turns(BACKENDS, number):
             served[kv].append(through(kv, rate))
     rows = {kv: [as_row(each, objectives) for each in turns] for kv, turns in served.items()}
     figures: list[Row] = [

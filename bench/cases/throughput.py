@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,7 @@ from bench.harness.models import QWEN2, TINY, qwen2
 from bench.harness.ratios import Comparison, Pair, by_round, interval
 from bench.harness.records import Record
 from bench.harness.report import Goal, Report, Row
+from bench.harness.timing import turns
 from bench.harness.workload import make_requests
 from bench.peers import Peer, Workload
 
@@ -42,6 +44,8 @@ _SETS = {"short": (32, 512), "long": (1024, 3072)}
 _ROUNDS = {"short": (3, 6), "long": (1, 1)}
 # Those after the first ones: until the 95 % interval of each one's ratio to virtual is at most so wide.
 _CLOSE, _WIDTH = ("paged", "vllm"), 0.04
+# Seconds before a run: OpenMP's threads of the one before it may spin for as long.
+_PAUSE = 0.5
 _REQUESTS = 32
 _MAX_MODEL_LEN = 4096
 _BACKENDS = ("virtual", "paged", "static", "dynamic")
@@ -78,7 +82,8 @@ def run(quick: bool) -> Report:
                 while number < least or (number < most and not _is_narrow(seconds)):
                     if number == least:
                         every = [key for key in every if key in ("virtual", "floor", *_CLOSE)]
-                    for key in every[number % len(every) :] + every[: number % len(every)]:
+                    for key in turns(every, number):
+                        time.sleep(_PAUSE)
                         elapsed, tokens = peers[key].run(requests)
                         assert tokens == sum(request["max_tokens"] for request in requests), f"{key}: {tokens} tokens"
                         seconds.setdefault(key, []).append(elapsed)

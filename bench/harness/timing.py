@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +42,22 @@ def _own_seconds() -> float:
     return own.user + own.system + own.children_user + own.children_system
 
 
+def turns(sides: Iterable[Key], number: int) -> list[Key]:
+    """The order of the sides in a round.
+
+    It differs from round to round: each side comes first, and after each of the others, as often as any other. One that
+    always followed the same other would find the caches, and threads that still spin, always as that one left them.
+
+    Args:
+        number: of the round; -1 and less for those that warm up.
+    """
+    # Williams' design: 0, 1, -1, 2, -2, ..., then all numbers plus 1; of an odd number of sides, then also backwards.
+    sides = list(sides)
+    count = len(sides)
+    order = [sides[((i + 1) // 2 * (1 if i % 2 else -1) + number) % count] for i in range(count)]
+    return order[::-1] if count % 2 and number // count % 2 else order
+
+
 def interleave(
     actions: Mapping[Key, Callable[[], object]],
     rounds: int,
@@ -51,8 +67,8 @@ def interleave(
 ) -> dict[Key, list[float]]:
     """Calls every action once per round and returns the seconds of each call.
 
-    Other load on the machine then affects all actions alike, so the ratios between them hold. The order rotates from
-    round to round, so that no action always finds the CPU caches as the same other action left them.
+    Other load on the machine then affects all actions alike, so the ratios between them hold. The order is that of
+    `turns`.
 
     Args:
         actions: what to time.
@@ -62,12 +78,11 @@ def interleave(
             be.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in actions}
-    order = list(actions)
     gc.collect()
     gc.disable()
     try:
         for number in range(-warmup, rounds):
-            for key in order:
+            for key in turns(actions, number):
                 action = actions[key]
                 if before is not None:
                     before(action)
@@ -76,7 +91,6 @@ def interleave(
                 elapsed = time.perf_counter() - start
                 if number >= 0:
                     seconds[key].append(elapsed)
-            order = order[1:] + order[:1]
     finally:
         gc.enable()
     return seconds

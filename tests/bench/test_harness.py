@@ -1,5 +1,7 @@
 """Goals are judged; other load on the machine is noticed, and voids times."""
 
+import collections
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from bench.harness import instructions, timing
 from bench.harness.instructions import CannotCount, Counter
 from bench.harness.pools import serving_pool
 from bench.harness.report import Goal, Report
-from bench.harness.timing import LoadMeter
+from bench.harness.timing import LoadMeter, turns
 from vattn import PagePool
 from vattn.errors import ConfigError
 
@@ -75,3 +77,17 @@ def test_a_broker_serves_within_its_context_and_ends_with_it() -> None:
     assert timing._own_seconds() > own, "the broker's time is the benchmark's own"
     with pytest.raises(ConfigError, match="no broker serves"):
         PagePool.connect(name, page_size=4096)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_sides_take_turns_evenly(count: int) -> None:
+    """Each comes first as often as any other, and follows each other one as often."""
+    rounds = count * (1 + count % 2)
+    orders = [turns(range(count), number) for number in range(-rounds, rounds)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    firsts = collections.Counter(order[0] for order in orders)
+    assert len(firsts) == count
+    assert len(set(firsts.values())) == 1
+    pairs = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(pairs) == count * (count - 1)
+    assert len(set(pairs.values())) <= 1
