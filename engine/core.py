@@ -26,7 +26,7 @@ from .beam_search import take_beams
 from .checks import checked_choice, whole, wrong
 from .config import EngineConfig
 from .exclusive import EngineAsleep, EngineBusy, EngineClosed, Gate, Use, exclusive
-from .kv.base import KVBackend
+from .kv.base import KVBackend, NoPrefixCache
 from .kv.make import make_backend
 from .kv.rows import Rows
 from .kv.spec import KVSpec, PoolShare
@@ -845,7 +845,7 @@ def _make_scheduler(
         **limits,
         policy=config.scheduling_policy,
         swap=swap,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and not isinstance(kv, NoPrefixCache),
         stored=stored,
         remote=remote,
         long_prefill=config.long_prefill_token_threshold,

@@ -193,9 +193,13 @@ class BlockKV(PlainStore, ABC):
         self._index.acquire(shared)
         self._append(number, shared)
         if rest:
-            self._append(number, self._take(1, whole))
-            target, origin = self._slots[number].blocks[-1].number, source.blocks[whole].number
-            self._copy_block(origin, target)
+            try:
+                self._append(number, self._take(1, whole))
+                target, origin = self._slots[number].blocks[-1].number, source.blocks[whole].number
+                self._copy_block(origin, target)
+            except BaseException:  # the device may not have the memory for the copy
+                self.free(number)
+                raise
         child = self._slots[number]
         child.length, child.salt, child.tokens = source.length, source.salt, source.tokens[:]
         child.admitted, child.sound = len(source.tokens) // self.block_size, source.sound

@@ -72,15 +72,6 @@ class PagedWindowsKV(BlockKV):
         # Slots whose windows are behind, and how many of their blocks have memory for certain.
         self._behind: dict[int, int] = {}
 
-    def fork(self, slot: int) -> int:
-        before = set(self._slots)
-        try:
-            return super().fork(slot)
-        except BaseException:  # the machine may not have the memory for the copy
-            for number in self._slots.keys() - before:
-                self.free(number)
-            raise
-
     def free(self, slot: int, token_ids: Sequence[int] | None = None) -> None:
         slot = self._slots.checked(slot)
         super().free(slot)

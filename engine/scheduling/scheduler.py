@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
-from vattn.errors import ConfigError, VattnError
+from vattn.errors import ConfigError
 from vattn.prefix import TokenIds
 
 from ..checks import checked_choice, checked_whole
@@ -237,7 +237,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         spare = self._spare_tokens()
         # Looked up for the first claim: most steps grow no request beyond what it has.
-        free = self.kv.available() if self.proposer is not None else None
+        free: int | None = None
         alone = len(self.running) + len(self.waiting) == 1
         chunk = self.long_prefill if self.long_prefill and not alone else budget
         entries: dict[Request, Entry] = {}
@@ -246,9 +246,6 @@ class Scheduler:
         for request in sorted(self.running, key=self._turn):
             start = request.num_computed_tokens
             end = start + min(request.num_uncomputed_tokens, budget, chunk)
-            draft = self._draft(request, spare, free)
-            spare -= len(draft)
-            end += len(draft)
             while request.slot is not None and (claim := self.kv.needed(end, request.slot)):
                 if free is None:
                     free = self.kv.available()
@@ -262,8 +259,10 @@ class Scheduler:
                 budget += len(entries.pop(victim, ()))
                 preempted.append(victim)
             if request.slot is not None and end > start:
-                entries[request] = Entry(request, start, end, draft)
+                entries[request] = Entry(request, start, end)
                 budget -= end - start
+        if spare and not preempted:
+            budget -= self._add_drafts(entries, spare, self.kv.available() if free is None else free, claims)
 
         # Memory that was just taken from a request must not go to a newcomer.
         admit = admit and not preempted
@@ -289,7 +288,7 @@ class Scheduler:
                 coming.append((source, request))
                 held += 1
                 continue
-            if underway.computes_prefix(request):
+            if self._shares(request) and underway.computes_prefix(request):
                 break
             if room < 0 and self.running:
                 room += self.kv.borrow(-room, self._following(held, budget)) if self._lent else 0
@@ -328,7 +327,7 @@ class Scheduler:
             return False
         try:
             slot = self.kv.fork(parent.slot)
-        except VattnError:  # it can still be computed; the next step reports a lasting error
+        except Exception:  # it can still be computed; the next step reports a lasting error
             return False
         child.publishes = parent.publishes
         child.admit(slot, child.num_tokens)
@@ -428,6 +427,9 @@ class Scheduler:
 
     def restore(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Make these the queues, whatever an interrupted call left of them and of the backend's slots."""
+        for request in {*self.running, *self.waiting} - {*running, *waiting}:
+            for source in self.sources:
+                source.forget(request)
         for request in waiting:
             request.num_computed_tokens = 0 if request.saved is None else request.saved.length
         self.running[:] = running
@@ -474,12 +476,26 @@ class Scheduler:
         needed = sum(request.num_uncomputed_tokens for request in [*self.running, *comers])
         return max(0, self.max_num_batched_tokens - needed)
 
-    def _draft(self, request: Request, most: int, free: int | None) -> tuple[int, ...]:
-        """A draft for a decoding request, if `free` units of memory can hold it."""
-        if not most or self.proposer is None or free is None or request.state is not State.DECODING:
-            return ()
-        draft = self.proposer.propose(request, most)
-        return draft if self.kv.needed(request.num_tokens + len(draft), request.slot) <= free else ()
+    def _add_drafts(self, entries: dict[Request, Entry], most: int, free: int, claims: Mapping[Request, int]) -> int:
+        """Give decoding requests drafts; the entries of all of them are known, so a draft takes nobody's memory.
+
+        Args:
+            most: tokens.
+            free: units of memory that are left beside the `claims` of the entries.
+
+        Returns:
+            Tokens of all drafts.
+        """
+        assert self.proposer is not None
+        left = most
+        for request, entry in list(entries.items()):
+            draft = self.proposer.propose(request, left) if left and request.state is State.DECODING else ()
+            end = entry.end + len(draft)
+            if draft and (more := self.kv.needed(end, request.slot) - claims.get(request, 0)) <= max(0, free):
+                entries[request] = replace(entry, end=end, draft=draft)
+                free -= more
+                left -= len(draft)
+        return most - left
 
     def _rank(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.policy == "priority" else 0, request.arrival_number)

@@ -68,6 +68,13 @@ class StaticScheduler(Scheduler):
         if not self.running:
             self._end_batch()
 
+    def preempt_last(self) -> Request:
+        """As `Scheduler.preempt_last`; with its last request the batch ends."""
+        request = super().preempt_last()
+        if not self.running:
+            self._end_batch()
+        return request
+
     def preempt_all(self) -> None:
         """As `Scheduler.preempt_all`; the batch ends."""
         super().preempt_all()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.backends import MAIN_GROWING_KVS, chosen
+from tests.support.backends import MAIN_GROWING_KVS, PAGED_WINDOWS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import make_model, make_prompts
 from vattn.engine import LLM, FinishReason, RequestOutput, SamplingParams
@@ -167,6 +167,45 @@ def test_a_refused_fork_waits(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(llm.core.kv, "fork", refuse)
         assert tokens(llm.generate(PROMPT, several(3), use_tqdm=False)[0]) == alone(PROMPT, 3)
         idle(llm)
+
+
+def test_a_fork_that_fails_holds_nobody_back(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may lack the memory for the copy. Others go on meanwhile, so no step is ever empty."""
+    with make_llm(kv) as llm:
+        fork, calls = llm.core.kv.fork, []
+
+        def fail_once(slot: int) -> int:
+            calls.append(slot)
+            if len(calls) == 2:
+                raise RuntimeError("injected")
+            return fork(slot)
+
+        monkeypatch.setattr(llm.core.kv, "fork", fail_once)
+        llm.add_request("others", PROMPT[::-1], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        llm.add_request("n", PROMPT, several(3))
+        finished: list[RequestOutput] = []
+        while not finished:
+            finished = [output for output in llm.step() if output.finished]
+            llm.check()
+        assert [output.request_id for output in finished] == ["n"]
+        assert tokens(finished[0]) == alone(PROMPT, 3)
+
+
+@pytest.mark.parametrize("kv", ["paged", PAGED_WINDOWS])
+def test_a_copy_that_fails_gives_the_slot_back(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm(kv) as llm:
+        backend = llm.core.kv
+        slot = backend.allocate(5)
+        backend.prepare({slot: 5})
+        before = backend.available()
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "_copy_block", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                backend.fork(slot)
+        assert backend.available() == before
+        backend.free(slot)
+        backend.check()
+        assert backend.available() == backend.total()
 
 
 def test_forks_publish_under_the_salt_of_their_prompt_or_not_at_all(caching_kv: str) -> None:

@@ -69,6 +69,27 @@ def test_requests_that_come_together_compute_their_start_once(caching_kv: str) -
     assert sum(computed) == sum(len(output.prompt_token_ids) for output in outputs) - sum(cached)
 
 
+@pytest.mark.parametrize("kv", ["static", "dynamic"])
+def test_a_backend_without_a_cache_computes_prompts_together(kv: str) -> None:
+    """Nothing will be found, so nobody waits for it."""
+    computed: list[int] = []
+    with make_llm("llama", kv, max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=200) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        run(llm, [PREFIX] * 8)
+        assert llm.core.scheduler.query_tokens == 0
+    assert computed[0] == 8 * len(PREFIX)
+
+
+def test_who_does_not_use_the_cache_waits_for_nobody(caching_kv: str) -> None:
+    computed: list[int] = []
+    with make_llm("llama", caching_kv, max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=200) as llm:
+        llm.on_step = lambda record: computed.append(record.prefill_tokens)
+        greedy = {"temperature": 0, "max_tokens": 1}
+        params = [SamplingParams(**greedy), SamplingParams(**greedy, prompt_logprobs=0)]
+        llm.generate([PREFIX] * 2, params, use_tqdm=False)
+    assert computed[0] == 2 * len(PREFIX)
+
+
 def test_completions_of_one_prompt_share_it(caching_kv: str) -> None:
     computed = []
     with make_llm("llama", caching_kv, max_num_seqs=4, max_model_len=200) as llm:

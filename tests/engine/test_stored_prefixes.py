@@ -16,6 +16,7 @@ from tests.support import scripts
 from tests.support.backends import CACHING_KVS, PAGED_WINDOWS, chosen
 from tests.support.effort import covering
 from tests.support.tiny_models import FAMILIES, expected, make_model, make_prompts
+from tests.support.waiting import wait_until
 from vattn.engine import LLM, AsyncEngine, RequestOutput, SamplingParams
 from vattn.engine.model.fingerprint import fingerprint
 from vattn.engine.requests.request import FinishReason
@@ -460,6 +461,23 @@ def test_an_aborted_request_is_read_for_no_longer(
         assert llm.core.stored is not None
         assert not llm.core.stored._fetches
         gate.set()
+        assert run(llm, PROMPT)[0].num_cached_tokens == whole(len(PROMPT) - 1)
+
+
+def test_an_interrupted_call_leaves_nothing_that_was_read(path: Path) -> None:
+    """What a reader holds counts against what it may hold: it would read nothing more."""
+    once(path, PROMPT)
+    with make_llm(make_model("llama"), path) as llm:
+        assert llm.core.stored is not None
+        reader = llm.core.stored._reader
+        reader._most_bytes = 1
+        llm.add_request("gone", PROMPT, GREEDY)
+        (fetch,) = llm.core.stored._fetches.values()
+        assert fetch.ended.wait(60)
+        del fetch
+        llm.core.abandon(KeyboardInterrupt())
+        assert not llm.core.stored._fetches
+        wait_until(lambda: not reader._full())
         assert run(llm, PROMPT)[0].num_cached_tokens == whole(len(PROMPT) - 1)
 
 

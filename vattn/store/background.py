@@ -309,6 +309,7 @@ class ReadAhead:
                 self._trouble.note(f"a block could not be read: {error}")
             finally:
                 fetch.ended.set()
+                del fetch  # what it has would be held until there is another one
 
     def _full(self) -> bool:
         return sum(each.num_bytes for each in list(self._held.values())) > self._most_bytes

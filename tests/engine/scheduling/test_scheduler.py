@@ -11,6 +11,7 @@ from vattn.engine import FinishReason, InvalidRequest, SamplingParams
 from vattn.engine.kv.paged import PagedKV
 from vattn.engine.kv.spec import KVSpec
 from vattn.engine.requests.request import Request, State
+from vattn.engine.scheduling.drafts import NgramProposer, SpeculativeConfig
 from vattn.engine.scheduling.scheduler import HEADROOM_TOKENS, Policy, Scheduler, StepPlan
 from vattn.errors import ConfigError
 from vattn.packed import KVShape
@@ -250,6 +251,21 @@ def test_a_victim_that_was_planned_already_leaves_the_plan() -> None:
     assert {name for name, _, _ in shown(plan)} == {"urgent"}
     assert plan.num_tokens == 79
     scheduler.kv.prepare(plan.lengths)
+
+
+def test_a_draft_preempts_nobody() -> None:
+    """The last block is for the token of a later request."""
+    scheduler = make_scheduler(blocks=37, max_num_seqs=2)
+    first, last = make("first", 6, max_tokens=120), make("last", 8, max_tokens=120)
+    scheduler.add(first)
+    scheduler.add(last)
+    for _ in range(65):
+        run(scheduler, scheduler.schedule())
+    assert (first.num_tokens, last.num_tokens, scheduler.kv.available()) == (71, 73, 1)
+    scheduler.proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=4))
+    plan = scheduler.schedule()
+    assert not plan.preempted
+    assert [(entry.request, len(entry.draft)) for entry in plan.entries] == [(first, 0), (last, 0)]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_figures() -> None:

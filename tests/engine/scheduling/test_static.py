@@ -212,3 +212,16 @@ def test_preemption_where_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -
         llm.check()
     assert [output.metrics.num_preemptions for output in outputs] == [0, 0, 1]
     assert [output.outputs[0].token_ids for output in outputs] == [expected("llama", p, 5) for p in prompts]
+
+
+def test_a_batch_whose_last_request_is_preempted_ends() -> None:
+    """Other engines may take the memory of a pool in the middle of a batch."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name, max_tokens in (("ends", 1), ("goes on", 8), ("next", 8)):
+        scheduler.add(make(name, 4, max_tokens))
+    run(scheduler, scheduler.schedule())
+    assert scheduler.finished_slots
+    assert scheduler.preempt_last().request_id == "goes on"
+    scheduler.check()
+    assert scheduler.kv.available() == scheduler.kv.total()
+    assert run(scheduler, scheduler.schedule()) == ["goes on", "next"]
