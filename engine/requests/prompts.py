@@ -83,13 +83,14 @@ class PromptReader:
             )
 
     def words_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences that write these words, at the beginning of a text and after a space."""
+        """Token sequences of the model that write these words, at the beginning of a text and after a space."""
         sequences = []
         for word in words:
             assert self.tokenizer is not None
             for text in (word.lstrip(" "), " " + word.lstrip(" ")):
                 token_ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-                if token_ids and token_ids not in sequences:
+                # A tokenizer may have more tokens than the model, which never samples those.
+                if token_ids and max(token_ids) < self.vocab_size and token_ids not in sequences:
                     sequences.append(token_ids)
         return sequences
 

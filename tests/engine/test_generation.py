@@ -194,6 +194,17 @@ def test_bad_words() -> None:
     assert tokens[0] not in both.token_ids
 
 
+def test_bad_words_that_the_model_does_not_have() -> None:
+    """It never samples tokens that only the tokenizer has, so nothing is excluded."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    prompt = make_prompts([20])[0]
+    tokens = expected("llama", prompt, 8)
+    words = ["extra", f"extra w{tokens[0]}", f"w{tokens[0]} extra"]
+    with make_llm(tokenizer=tokenizer) as llm:
+        assert generate(llm, prompt, bad_words=words).outputs[0].token_ids == tokens
+
+
 def test_a_row_of_nan_fails_its_own_request() -> None:
     prompts = make_prompts([5, 6, 7])
     with make_llm(max_num_seqs=4, max_num_batched_tokens=64) as llm:
