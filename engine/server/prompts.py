@@ -229,7 +229,9 @@ def _characters(message: Message) -> int:
 
 def _plain(message: Message) -> Mapping[str, Any]:
     """A message as the template gets it."""
-    extra = message.model_extra or {}
-    if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
+    extra = dict(message.model_extra or {})
+    # Templates may ask whether a message has these fields, however empty they are.
+    calls = [extra.pop(name, None) for name in ("tool_calls", "function_call")]
+    if message.role in ("tool", "function") or any(calls):
         raise bad("messages about tool calls are not supported; write them as text of a user or assistant", "messages")
     return {**extra, "role": message.role, "content": message.content}

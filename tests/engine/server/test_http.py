@@ -284,6 +284,24 @@ def test_tokenize_and_detokenize() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("empty", [None, []])
+def test_a_message_without_tool_calls_may_say_so(name: str, empty: object) -> None:
+    """Llama's template takes a message that has the field at all for one with calls."""
+    calls = "'tool_calls' in m or 'function_call' in m"
+    template = "{% for m in messages %}{{ 'calls' if " + calls + " else m.content }}{% endfor %}"
+
+    async def test() -> None:
+        async with client(chat_template=template) as (http, _):
+            tokens = (await http.post("/tokenize", json={"prompt": "w"})).json()["tokens"]
+            message = {"role": "assistant", "content": "w", name: empty}
+            assert (await http.post("/tokenize", json={"messages": [message]})).json()["tokens"] == tokens
+            error = error_of(await http.post("/tokenize", json={"messages": [{**message, name: [{"id": "1"}]}]}))
+            assert error["param"] == "messages"
+
+    run(test())
+
+
 def test_special_tokens_can_be_left_out() -> None:
     async def test() -> None:
         tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
