@@ -10,7 +10,7 @@ from vattn.errors import ConfigError
 from ..requests.request import InvalidRequest
 from ..requests.sampling import RequestOutputKind, SamplingParams
 from .errors import bad
-from .protocol import REFUSED, ChatRequest, CompletionRequest, Sampling
+from .protocol import REFUSED, ChatRequest, CompletionRequest, GenerateRequest, Sampling
 
 # Fields with the name and meaning that they have in SamplingParams.
 _SAME = (
@@ -57,6 +57,8 @@ def check_supported(body: Sampling) -> None:
             raise bad(f"{name} is not supported: {REFUSED[name]}", name)
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options is for streams; set stream", "stream_options")
+    if isinstance(body, GenerateRequest) and body.prompt_logprobs is not None:
+        raise bad("prompt_logprobs is not supported by /generate; use /v1/completions", "prompt_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise bad("prompt_logprobs is not supported in a stream; set stream to false", "prompt_logprobs")
 

@@ -377,6 +377,17 @@ def test_generate_as_the_seeds_do() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+def test_generate_has_no_place_for_log_probabilities(fields: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with client() as (http, _):
+            error = error_of(await http.post("/generate", json={**PROMPT, "prompt_logprobs": 1, **fields}))
+            assert error["param"] == "prompt_logprobs"
+            assert "/v1/completions" in error["message"]
+
+    run(test())
+
+
 def test_every_token_has_an_event() -> None:
     async def test() -> None:
         async with client() as (http, _):
