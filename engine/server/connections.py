@@ -134,7 +134,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._progressed = True
         if self._offers():
             return
+        paused = self.flow.read_paused  # for a body that waits to be taken
         super().on_headers_complete()
+        # uvicorn reads nothing after a request that waits for an earlier one's answer, so not that the client leaves.
+        if not paused:
+            self.flow.resume_reading()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _UntilClose
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]

@@ -383,16 +383,24 @@ def test_a_client_that_leaves_is_not_taken_for_a_half_closed_one(server: Server,
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_requests_that_are_sent_ahead_end_with_their_client(server: Server, half: bool) -> None:
-    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+@pytest.mark.parametrize("pause", [0, 0.3], ids=["at once", "while the first is answered"])
+def test_requests_that_are_sent_ahead_end_with_their_client(server: Server, half: bool, pause: float) -> None:
+    def ended(how: str) -> float:
+        return server.metric("vllm:request_success_total", finished_reason=how)
+
+    aborted, whole = ended("abort"), ended("length")
     with send(server, LONG) as connection:
+        if pause:
+            wait_until_unfinished(server, 1)
+        time.sleep(pause)
         content = json.dumps(LONG).encode()
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        time.sleep(pause)
         if half:
             connection.shutdown(socket.SHUT_WR)
         wait_until_unfinished(server, 1)
     wait_until_idle(server)
-    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+    assert (ended("abort"), ended("length")) == (aborted + 1, whole)
     assert not [line for line in server.log if line["level"] == "error"]
 
 
