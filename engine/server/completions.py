@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
             prompts = _prompts(body)
             service.check_size(len(prompts), params)
             read = service.prompts.read(prompts, body, body.max_tokens, check, default=_DEFAULT_TOKENS)
-            service.check_logprobs(read, params)
+            service.check_logprobs(read, params, each=True)
             texts = [_text(service, prompt) for prompt in read] if body.echo else []
             return params, read, _Completion(service, body, texts)
 

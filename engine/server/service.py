@@ -87,13 +87,17 @@ class Service:
         if prompts * params.n > limit:
             raise bad(f"{prompts} prompts with n={params.n} never fit: at most {limit} choices at a time", "n")
 
-    def check_logprobs(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> None:
-        """Raise an ApiError, 400, for more log probabilities than an answer can report."""
+    def check_logprobs(self, prompts: Sequence[TokenizedPrompt], params: SamplingParams, *, each: bool = False) -> None:
+        """Raise an ApiError, 400, for more log probabilities than an answer can report.
+
+        Args:
+            each: every choice reports the prompt, not the answer once.
+        """
         count = 0
         for prompt in prompts:
             length = len(prompt.token_ids)
             if params.prompt_logprobs is not None:
-                count += length * (1 + params.prompt_logprobs)
+                count += (params.n if each else 1) * length * (1 + params.prompt_logprobs)
             # A stream keeps none that it has written.
             if params.logprobs is not None and params.output_kind is not RequestOutputKind.DELTA:
                 room = self.max_model_len - length

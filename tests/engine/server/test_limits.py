@@ -133,6 +133,8 @@ def test_too_many_are_counted(body: dict[str, Any], message: str) -> None:
             "/v1/completions",
             {"prompt": [[7] * 2000] * 100, "logprobs": 2, "echo": True, "max_tokens": 1, "stream": True},
         ),
+        ("/v1/completions", {"prompt": [7] * 2000, "n": 8, "logprobs": 20, "echo": True, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [7] * 2000, "n": 8, "prompt_logprobs": 20, "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [USER], "n": 20, "logprobs": True, "top_logprobs": 20}),
     ],
 )
