@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -84,12 +85,13 @@ def of_prompt(output: RequestOutput, body: Sampling) -> dict[str, Any]:
 
 
 # Chunks of an output of the prompt with this number: the `choices` of each, and what else it has.
-Chunks = Callable[[int, RequestOutput], Sequence[dict[str, Any]]]
+Chunks = Callable[[int, RequestOutput], Iterable[dict[str, Any]]]
 
 
 async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
     """The events of a stream: what `chunks` makes of each output, and the usage where it was asked for."""
     counter = Counter()
+    begun: defaultdict[int, set[int]] = defaultdict(set)  # choices of each prompt
     in_chunks = body.usage_in_chunks
     async with aclosing(run.batches()) as batches:
         async for batch in batches:
@@ -97,7 +99,8 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
             for number, output in batch:
                 run.check(output)
                 counter.add(number, output)
-                heavy = weight([output], body) > LIGHT
+                heavy = weight(output, body, begun[number]) > LIGHT
+                begun[number].update(completion.index for completion in output.outputs)
                 for chunk in chunks(number, output):
                     usage = {"usage": counter.usage} if in_chunks else {}
                     value = {**start, **chunk, **usage}
@@ -114,15 +117,19 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
         yield event({**start, "choices": [], "usage": counter.usage})
 
 
-def weight(outputs: Iterable[RequestOutput], body: Sampling) -> int:
-    """About how many values it takes to write outputs as JSON."""
-    repeated = body.return_token_ids or (isinstance(body, CompletionRequest) and body.echo)
+def weight(output: RequestOutput, body: Sampling, begun: Collection[int] = ()) -> int:
+    """About how many values it takes to write an output as JSON.
+
+    Args:
+        begun: choices whose beginning was written, with what there is of the prompt.
+    """
     total = 0
-    for output in outputs:
-        total += sum(len(report or ()) for report in output.prompt_logprobs or ())
-        for completion in output.outputs:
-            total += 1 + len(completion.token_ids) + (len(output.prompt_token_ids) if repeated else 0)
-            total += sum(map(len, completion.logprobs or ()))
+    for completion in output.outputs:
+        total += 1 + len(completion.token_ids) + sum(map(len, completion.logprobs or ()))
+    if beginning := sum(completion.index not in begun for completion in output.outputs):
+        total += beginning * sum(len(report or ()) for report in output.prompt_logprobs or ())
+        if body.return_token_ids or (isinstance(body, CompletionRequest) and body.echo):
+            total += beginning * len(output.prompt_token_ids)
     return total
 
 

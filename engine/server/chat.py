@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
             for completion in output.outputs
         )
         answer = {**start, "choices": choices, "usage": usage_of(finals), **of_prompt(output, body)}
-        return answered(answer, weight(finals, body))
+        return answered(answer, weight(output, body))
 
     return routes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -54,7 +54,8 @@ def router(service: Service) -> APIRouter:
             return EventStream(stream(run, body, start, answer.chunks), run.abort)
         finals = await run.finals(request)
         choices = (choice for number, output in enumerate(finals) for choice in answer.choices(number, output))
-        return answered({**start, "choices": choices, "usage": usage_of(finals)}, weight(finals, body))
+        size = sum(weight(output, body) for output in finals)
+        return answered({**start, "choices": choices, "usage": usage_of(finals)}, size)
 
     @routes.post("/generate", response_model=GenerateResponse, openapi_extra=described(GenerateRequest))
     async def generate(request: Request) -> Response:
@@ -82,7 +83,7 @@ def router(service: Service) -> APIRouter:
         if body.stream:
             return EventStream(stream(run, body, {}, chunks), run.abort)
         finals = await run.finals(request)
-        return answered(chunks(0, finals[0])[0], weight(finals, body))
+        return answered(chunks(0, finals[0])[0], weight(finals[0], body))
 
     return routes
 
@@ -102,13 +103,13 @@ class _Completion:
         self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._begun: set[int] = set()
 
-    def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """The news of an output, or all of a finished one, of the prompt with this number."""
-        return [self._choice(number, output, completion) for completion in output.outputs]
+    def choices(self, number: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The news of an output, or all of a finished one, of the prompt with this number; made as they are written."""
+        return (self._choice(number, output, completion) for completion in output.outputs)
 
-    def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+    def chunks(self, number: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         # A token whose text is still to come has a chunk as well: clients take their times from chunks.
-        return [{"choices": [choice]} for choice in self.choices(number, output)]
+        return ({"choices": [choice]} for choice in self.choices(number, output))
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         body = self.body

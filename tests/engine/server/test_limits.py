@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,9 +13,10 @@ import pytest
 
 from tests.support.applications import client, error_of, run
 from tests.support.waiting import SECONDS
-from vattn.engine.server.answers import LIGHT
+from vattn.engine.server.answers import LIGHT, of_prompt
 from vattn.engine.server.limits import Limits
 from vattn.engine.server.prompts import Prompts
+from vattn.engine.server.streams import parts
 
 pytestmark = pytest.mark.slow(1)
 
@@ -204,6 +206,30 @@ def test_an_answer_in_parts_is_the_answer(path: str, body: dict[str, Any], monke
                     assert {**found, "id": "", "created": 0} == {**again, "id": "", "created": 0}
 
     run(test())
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 0}, {"return_token_ids": True}], ids=["echo", "ids"])
+def test_the_prompt_weighs_where_it_is_written(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first chunk of a choice, which is written before that of the next one is made."""
+    order: list[str] = []
+
+    def noting(what: str, of: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            order.append(what)
+            return of(*args)
+
+        return noted
+
+    async def test() -> None:
+        monkeypatch.setattr("vattn.engine.server.completions.of_prompt", noting("begin", of_prompt))
+        monkeypatch.setattr("vattn.engine.server.answers.parts", noting("in parts", parts))
+        body = {"prompt": [7] * (LIGHT + 1), "n": 3, "temperature": 1, "max_tokens": 8, "ignore_eos": True}
+        async with client() as (http, _):
+            answer = await http.post("/v1/completions", json={**body, **fields, "stream": True})
+            assert answer.text.count("data: {") == 24
+
+    run(test())
+    assert order == ["begin", "in parts"] * 3
 
 
 def test_work_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
