@@ -11,14 +11,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from ..requests.outputs import CompletionOutput, RequestOutput
+from ..requests.outputs import CompletionOutput, RequestOutput, merged
 from .errors import json_response
 from .logprobs import prompt_logprobs
-from .protocol import CompletionRequest, Sampling
+from .protocol import CompletionRequest, GenerateRequest, Sampling
 from .service import Run
 from .streams import Parts, event, parts
 
 LIGHT = 1000  # values that are written in about a millisecond
+LIGHT_TEXTS = 2**17  # characters of texts that are
 
 
 class Counter:
@@ -89,12 +90,17 @@ Chunks = Callable[[int, RequestOutput], Iterable[dict[str, Any]]]
 
 
 async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """The events of a stream: what `chunks` makes of each output, and the usage where it was asked for."""
+    """The events of a stream: what `chunks` makes of each output, and the usage where it was asked for.
+
+    Outputs of `/generate` that wait have one event, whose texts are those so far.
+    """
     counter = Counter()
     begun: defaultdict[int, set[int]] = defaultdict(set)  # choices of each prompt
     in_chunks = body.usage_in_chunks
     async with aclosing(run.batches()) as batches:
         async for batch in batches:
+            if isinstance(body, GenerateRequest):  # the last event has all the text of those before it
+                batch = [(0, merged([output for _, output in batch]))]
             events: list[bytes] = []
             for number, output in batch:
                 run.check(output)
@@ -104,7 +110,7 @@ async def stream(run: Run, body: Sampling, start: dict[str, Any], chunks: Chunks
                 for chunk in chunks(number, output):
                     usage = {"usage": counter.usage} if in_chunks else {}
                     value = {**start, **chunk, **usage}
-                    if not heavy:
+                    if not heavy and sum(map(len, chunk.get("text", ()))) <= LIGHT_TEXTS:
                         events.append(event(value))
                         continue
                     yield b"".join([*events, b"data: "])
@@ -128,9 +134,14 @@ def weight(output: RequestOutput, body: Sampling, begun: Collection[int] = ()) -
         total += 1 + len(completion.token_ids) + sum(map(len, completion.logprobs or ()))
     if beginning := sum(completion.index not in begun for completion in output.outputs):
         total += beginning * sum(len(report or ()) for report in output.prompt_logprobs or ())
-        if body.return_token_ids or (isinstance(body, CompletionRequest) and body.echo):
+        if body.return_token_ids or _echoes(body):
             total += beginning * len(output.prompt_token_ids)
     return total
+
+
+def _echoes(body: Sampling) -> bool:
+    """Whether the texts begin with the prompt."""
+    return isinstance(body, GenerateRequest) or (isinstance(body, CompletionRequest) and bool(body.echo))
 
 
 def answered(value: Mapping[str, Any], weight: int) -> Response:

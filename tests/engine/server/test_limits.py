@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -13,9 +13,11 @@ import pytest
 
 from tests.support.applications import client, error_of, run
 from tests.support.waiting import SECONDS
+from vattn.engine.requests.outputs import RequestOutput
 from vattn.engine.server.answers import LIGHT, of_prompt
 from vattn.engine.server.limits import Limits
 from vattn.engine.server.prompts import Prompts
+from vattn.engine.server.service import Run
 from vattn.engine.server.streams import parts
 
 pytestmark = pytest.mark.slow(1)
@@ -230,6 +232,49 @@ def test_the_prompt_weighs_where_it_is_written(fields: dict[str, Any], monkeypat
 
     run(test())
     assert order == ["begin", "in parts"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_of_generate_that_are_long_are_written_in_parts(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every event has all of them, with the prompt."""
+    written: list[Any] = []
+
+    def noted(value: Any) -> AsyncGenerator[bytes, None]:
+        written.append(value)
+        return parts(value)
+
+    async def test() -> None:
+        body = {"prompt": "w " * 600, "n": 4, "temperature": 1, "max_tokens": 8, "ignore_eos": True, "stream": stream}
+        async with client() as (http, _):
+            monkeypatch.setattr("vattn.engine.server.answers.LIGHT_TEXTS", 1200)
+            monkeypatch.setattr("vattn.engine.server.answers.parts", noted)
+            answer = await http.post("/generate", json=body)
+            assert len(written) == (answer.text.count("data: {") if stream else 1)
+            assert json.dumps(written[-1]["text"][-1])[1:-1] in answer.text
+
+    run(test())
+
+
+def test_waiting_outputs_of_generate_have_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads slowly would otherwise get the whole texts as often as there are tokens."""
+    batches = Run.batches
+
+    async def at_once(self: Run) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        yield [output async for batch in batches(self) for output in batch]
+
+    async def test() -> None:
+        body = {"prompt": "w", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        async with client() as (http, _):
+            want = (await http.post("/generate", json=body)).json()
+            monkeypatch.setattr(Run, "batches", at_once)
+            usage = {"include_usage": True, "continuous_usage_stats": True}
+            answer = await http.post("/generate", json={**body, "stream": True, "stream_options": usage})
+            event, _, done, _ = answer.text.split("\n\n")
+            found = json.loads(event.removeprefix("data: "))
+            assert found["usage"]["completion_tokens"] == 8
+            assert (found["text"], done) == (want["text"], "data: [DONE]")
+
+    run(test())
 
 
 def test_work_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
