@@ -156,10 +156,12 @@ class BlockKV(PlainStore, ABC):
 
     def retract(self, slot: int) -> None:
         mine = self._slots[self._slots.checked(slot)]
-        committed = {block.key for block in mine.blocks[mine.admitted : len(mine.tokens) // self.block_size]}
-        # Of these the index has blocks that others published.
-        right = committed - {block.key for block in mine.published}
-        wrong = self._ancestry.descendants(key for key in committed if key is not None) - right
+        first = {block.key for block in mine.published if block.key is not None}
+        committed = mine.blocks[mine.admitted : len(mine.tokens) // self.block_size]
+        # Of these the index has blocks that others published: right ones, unless computed on its own.
+        right = {block.key for block in committed if block.key is not None} - first
+        descendants = self._ancestry.descendants
+        wrong = descendants(first) | descendants(right) - right
         for block in [block for block in self._index if block.key in wrong]:
             self._index.withdraw(block)
             if not block.users:

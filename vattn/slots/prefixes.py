@@ -204,7 +204,9 @@ class Prefixes(Decisions):
         # The index has right blocks with the same keys, for which these must not serve in an idle slot.
         twins = tuple(each for each in self._bands.committed(slot, known.admitted) if not each[1].published)
         right = {block.key for _, block in twins if block.key is not None} - first
-        slots.retract(change, slots.ancestry.descendants(first | right) - right, twins)
+        # Of these, those that were computed on its own blocks are wrong like any others.
+        descendants = slots.ancestry.descendants
+        slots.retract(change, descendants(first) | descendants(right) - right, twins)
         slots.distrust(change, slot, known.admitted)
         slots.know(change, slot, replace(slots.known[slot], published=()))
 

@@ -494,6 +494,28 @@ def test_retract_takes_back_what_was_computed_on_it(caching_kv: str, ended: bool
     backend.close()
 
 
+def test_retract_takes_back_what_was_computed_on_it_and_by_the_slot_too(caching_kv: str) -> None:
+    backend = make_backend(caching_kv, 2 << 20, 1000)
+    size = backend.prefix_block_tokens
+    prompt = [*range(2 * size + 1)]
+    first, _ = backend.admit(prompt)
+    backend.prepare({first: size})
+    backend.commit(first, prompt[:size])
+    second, found = backend.admit(prompt)
+    assert found == size
+    for slot in (second, first):
+        backend.prepare({slot: 2 * size})
+        backend.commit(slot, prompt[: 2 * size])
+    backend.retract(first)
+    backend.check()
+    third, found = backend.admit(prompt)
+    assert found == 0
+    backend.prepare({third: size})
+    backend.commit(third, prompt[:size])
+    assert backend.find(prompt) == size
+    backend.close()
+
+
 def test_retract_leaves_what_others_committed(caching_kv: str) -> None:
     backend = make_backend(caching_kv)
     first, _ = backend.admit(PROMPT)

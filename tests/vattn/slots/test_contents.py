@@ -488,6 +488,24 @@ def test_what_was_computed_on_retracted_blocks_is_not_found_again(window: int | 
         assert all(tensor[slot, 3 * block - shown : 3 * block].eq(1).all() for tensor in cache.layer(0))
 
 
+def test_what_was_computed_on_retracted_blocks_is_not_found_again_if_the_request_computed_it_too() -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(2 * block)]
+        wrong, _ = cache.admit(ids)
+        _filled(cache, wrong, 0, block, math.nan, ids)
+        misled, cached = cache.admit([*ids, 1])
+        assert cached == block
+        for slot in (misled, wrong):
+            _filled(cache, slot, block, 2 * block, math.nan, ids)
+        cache.retract(wrong)
+        cache.check()
+        right, cached = cache.admit(ids)
+        assert cached == 0
+        _filled(cache, right, 0, block, 1.0, ids)
+        assert cache.find_prefix([*ids, 1]) == block
+
+
 def test_a_request_publishes_again_from_where_it_went_back() -> None:
     with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
         block = cache.prefix_block_tokens
