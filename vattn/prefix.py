@@ -172,7 +172,7 @@ class Ancestry:
         self._parents.update(zip(keys, itertools.chain((parent,), keys), strict=False))
         if len(self._parents) > self._most:
             kept = set[Key]()
-            for key in live():
+            for key in itertools.chain(keys[-1:], live()):  # callers publish the chain only after this
                 while key in self._parents and key not in kept:
                     kept.add(key)
                     key = self._parents[key]

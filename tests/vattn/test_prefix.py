@@ -157,6 +157,15 @@ def test_token_ids_that_cannot_be_a_request() -> None:
             check_extension(as_ids([1, 2]), as_ids(ids), 3)
 
 
+def test_a_chain_is_known_once_it_is_noted() -> None:
+    """Also if others are forgotten then: its blocks are not live yet."""
+    ancestry, salt = Ancestry(), root_key(b"")
+    keys = list(block_keys(salt, range(2000), 1))
+    ancestry.note(salt, keys[:10], tuple)
+    ancestry.note(keys[9], keys[10:], tuple)
+    assert ancestry.descendants(keys[:1]) == set(keys)
+
+
 def test_descendants_are_found_however_many_keys_are_forgotten() -> None:
     ancestry, salt = Ancestry(), root_key(b"")
     trunk = list(block_keys(salt, range(100), 1))

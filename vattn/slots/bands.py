@@ -393,9 +393,9 @@ class Bands:
         """The blocks with one of these keys, in an index or in slots."""
         return tuple((band.shared, block) for band in self._bands for block in band.shared.with_keys(keys))
 
-    def published_keys(self) -> Iterator[Key]:
-        """The keys of all published blocks."""
-        return (block.key for band in self._bands for block in band.shared.index if block.key is not None)
+    def keys(self) -> Iterator[Key]:
+        """The keys of all blocks, in an index or in slots."""
+        return itertools.chain.from_iterable(band.shared.keys() for band in self._bands)
 
     def grow(self, change: Change, slot: int, tokens: int, start: int) -> None:
         """Plans the growth that `growth` counts."""

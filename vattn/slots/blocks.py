@@ -165,8 +165,14 @@ class SharedBlocks:
 
     def with_keys(self, keys: Set[Key]) -> set[PageBlock]:
         """The blocks with one of these keys, in the index or in slots."""
-        everything = itertools.chain(self.index, *(slot.blocks for slot in self._slots))
-        return {block for block in everything if block.key in keys}
+        return {block for block in self._everything() if block.key in keys}
+
+    def keys(self) -> Iterator[Key]:
+        """The keys of all blocks that can be found, in the index or in slots."""
+        return (block.key for block in self._everything() if block.key is not None)
+
+    def _everything(self) -> Iterator[PageBlock]:
+        return itertools.chain(self.index, *(slot.blocks for slot in self._slots))
 
     def common(self, slot: int, blocks: Sequence[PageBlock]) -> int:
         """How many of these blocks, from the first on, are in place in the slot; equal keys mean equal values."""

@@ -152,8 +152,8 @@ class SlotTable:
             )
 
     def live_keys(self) -> Iterator[Key]:
-        """The keys of published blocks, and those that the next blocks of requests follow."""
-        yield from self._bands.published_keys()
+        """The keys of blocks, and those that the next blocks of requests follow."""
+        yield from self._bands.keys()
         yield from (known.keys[-1] for known in self.known if known.keys)
 
     # Decisions

@@ -13,6 +13,7 @@ import torch
 import vattn
 from tests.support.faults import FaultyTable
 from tests.support.target import DEVICE, host_only
+from vattn.prefix import block_keys, root_key
 
 WINDOW = 4
 GLOBAL, LOCAL = 0, 1  # the layers
@@ -504,6 +505,25 @@ def test_what_was_computed_on_retracted_blocks_is_not_found_again_if_the_request
         assert cached == 0
         _filled(cache, right, 0, block, 1.0, ids)
         assert cache.find_prefix([*ids, 1]) == block
+
+
+def test_ancestors_of_blocks_that_only_idle_slots_have_stay_known() -> None:
+    """Two requests compute the same block; the index loses that of the first, and a slot may serve the other."""
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32, memory_budget=16 * PAGE) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(block)]
+        first, second = (cache.admit([*ids, 1]).reqid for _ in range(2))
+        for slot in (first, second):
+            _filled(cache, slot, 0, block, 1.0, ids)
+        cache.free_reqid(first)
+        other = cache.alloc_reqid()
+        for length in range(block, cache.config.max_context_len, block):
+            if not cache.find_prefix([*ids, 1]):
+                break
+            cache.step({other: length})
+        assert not cache.find_prefix([*ids, 1])
+        cache.free_reqid(second)
+        assert set(block_keys(root_key(b""), ids, block)) <= set(cache._slots.live_keys())
 
 
 def test_a_request_publishes_again_from_where_it_went_back() -> None:
