@@ -315,7 +315,7 @@ class Backer(Decisions):
 
         def plan(change: Change) -> None:
             known = slots.known[slot]
-            slots.know(change, slot, replace(known, tokens=known.tokens[:0], keys=[], rewound=True))
+            slots.know(change, slot, replace(known, tokens=known.tokens[:0], keys=[], admitted=0, rewound=True))
             self.keep_only(change, slot, 0, handle)
             self.grow(change, {slot: target}, now=True, handle=handle)
             self._settle_rewound(change, slot)

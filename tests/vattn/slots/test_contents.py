@@ -567,6 +567,24 @@ def test_a_wrong_block_does_not_stand_for_a_right_one_with_its_tokens() -> None:
         cache.check()
 
 
+def test_what_a_request_wrote_in_place_of_blocks_that_it_found_is_not_served_once_it_is_retracted() -> None:
+    with make(groups=None, num_layers=1, num_kv_heads=1, head_dim=32) as cache:
+        block = cache.prefix_block_tokens
+        ids = [*range(2 * block)]
+        right, _ = cache.admit(ids)
+        _filled(cache, right, 0, 2 * block, 1.0, ids)
+        wrong, cached = cache.admit([*ids, 1])
+        assert cached == 2 * block
+        cache.unshare(wrong)
+        _filled(cache, wrong, 0, 2 * block, math.nan, ids)
+        cache.retract(wrong)
+        cache.free_reqid(wrong)
+        cache.check()
+        slot, cached = cache.admit([*ids, 1])
+        assert cached == 2 * block
+        assert all(tensor[slot, : 2 * block].eq(1).all() for tensor in cache.layer(0))
+
+
 # Promises
 
 
