@@ -337,6 +337,7 @@ class Storage:
             self.max_context_len if length <= first else first
             for length, first in zip(after, self.ungraded, strict=True)
         ]
+        self._check_windows(after)
         if after != self.lengths:
             if longest:
                 self._detach()
@@ -358,13 +359,31 @@ class Storage:
         if rows is not None and any(self.recording):
             rows.release_past()
 
+    def _check_windows(self, after: Sequence[int]) -> None:
+        """Checks that windows of layers that are to be shorter than others reach only tokens that are stored then, too.
+
+        Raises:
+            InvalidLength: they do not.
+        """
+        longest = max(after)
+        # The memory of all goes back with the longest, and gives back what is behind its window.
+        start = longest if self._rows is not None and longest < self._rows.length else 0
+        for index, window in self._windows.items():
+            if window is None or not 0 < after[index] < longest or (after[index] == self.lengths[index] and not start):
+                continue
+            if max(0, after[index] - window + 1) < max(start - window + 1, self.first_kept(index)):
+                raise InvalidLength(
+                    f"layer {index} cannot hold {after[index]} tokens while another holds {longest}: memory that its "
+                    f"window of {window} tokens reaches there is given back; crop all layers at once, or reset"
+                )
+
     def first_kept(self, index: int) -> int:
-        """The first token of a layer that is still stored."""
+        """The first token of a layer that is still stored, whatever its length: layers share their rows' memory."""
         window = self._windows[index]
         if window is None or self._rows is None:
             return 0
         # An interrupted crop leaves the start where it was.
-        return max(0, min(self._rows.start, self.lengths[index]) - window + 1)
+        return max(0, min(self._rows.start, max(self.lengths)) - window + 1)
 
     def part(self, index: int, first: int, end: int) -> tuple[Tensor, Tensor] | None:
         """K and V of tokens `[first, end)` of a layer, which a user may keep; None before the layer's first update."""

@@ -146,7 +146,7 @@ def back_and_forth() -> None:
 
 @mutation("virtual cache", "after an interrupted crop windows begin where rows did", "virtual_cache")
 def windows_begin_with_rows() -> None:
-    _rewrite(_storage(), "first_kept", ("min(self._rows.start, self.lengths[index])", "self._rows.start"))
+    _rewrite(_storage(), "first_kept", ("min(self._rows.start, max(self.lengths))", "self._rows.start"))
     _rewrite(_storage(), "saved", ("min(self._rows.start, max(self.lengths))", "self._rows.start"))
     _rewrite(_storage(), "settle", ("self._rows.start <= max(self.lengths)", "max(self.lengths)"))
 

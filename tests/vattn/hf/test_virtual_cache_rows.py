@@ -366,6 +366,42 @@ def mixed(**options: Any) -> vattn.VirtualCache:
     return vattn.VirtualCache(config, **OPTIONS | options)
 
 
+def windowed(*tokens: int) -> vattn.VirtualCache:
+    """Three layers with a window of 20, after forward passes of so many tokens."""
+    config = MistralConfig(num_hidden_layers=3, num_attention_heads=HEADS, sliding_window=20)
+    cache = vattn.VirtualCache(config, layout="layer", **OPTIONS)
+    with torch.no_grad():
+        for count in tokens:
+            for layer in range(3):
+                cache.update(*[torch.ones(1, HEADS, count, 64)] * 2, layer)
+    return cache
+
+
+def test_a_layer_with_a_window_is_not_cropped_to_what_was_given_back() -> None:
+    """Nor are others that are longer, if that gives back what it shows."""
+    with windowed(40, 40, 110) as cache:
+        with pytest.raises(vattn.InvalidLength, match="layer 0 cannot hold 60 tokens while another holds 190"):
+            cache.layers[0].crop(60)
+        cache.layers[0].crop(90)
+        cache.layers[1].crop(180)
+        with pytest.raises(vattn.InvalidLength, match="layer 0 cannot hold 90 tokens while another holds 180"):
+            cache.layers[2].crop(180)
+        assert [layer.get_seq_length() for layer in cache.layers] == [90, 180, 190]
+        assert all(layer.keys.eq(1).all() for layer in cache.layers)
+        cache.crop(90)
+        assert all(layer.keys.eq(1).all() for layer in cache.layers)
+        cache.check()
+
+
+def test_a_reset_layer_does_not_keep_others_from_moving() -> None:
+    """What is behind the window is given back, whichever layers are empty."""
+    with windowed(40, 40, 110) as cache:
+        cache.layers[0].reset()
+        keys = cache.layers[1].keys
+        cache.layers[1].reset()
+        assert all(each.eq(1).all() for each in (keys, cache.layers[2].keys))
+
+
 def test_a_crop_that_is_refused_leaves_beams_as_they_were() -> None:
     """The full layer goes back into what its rows share, and forth again."""
     with mixed() as cache:
