@@ -601,7 +601,8 @@ class Storage:
     def _lose(self) -> None:
         """Empties a cache whose rows may be lost."""
         lengths, views = [0] * len(self.lengths), [None] * len(self.views)
-        self.lengths, self.views, self.end = lengths, [*views], -1
+        ungraded = [self.max_context_len] * len(self.lengths)
+        self.lengths, self.ungraded, self.views, self.end = lengths, ungraded, [*views], -1
 
     def _retire(self, leases: dict[KVCache, _Lease], shown: Set[KVCache]) -> None:
         """Closes unused caches. One that tensors still show is freed with the last of them."""

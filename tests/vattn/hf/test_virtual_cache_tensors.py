@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, MistralConfig
+from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 import vattn
 from bench.harness.models import CACHE
@@ -469,6 +469,21 @@ def test_gradients_through_earlier_forward_passes_are_refused_not_lost(model: tr
         cache.reset()
         assert gradients(model, cache, 0)
     torch.ones(1, requires_grad=True).sum().backward()  # torch keeps a graph that failed until the next one
+
+
+def test_gradients_are_not_refused_for_tokens_that_a_failure_took() -> None:
+    config = LlamaConfig(num_hidden_layers=1)
+    options = {"max_batch_size": 4, "memory_budget": 17 * 4096, "layout": "layer", "overlap": False}
+    with vattn.VirtualCache(config, **OPTIONS | options) as cache:
+        rows = torch.ones(1, 2, 50, 64, requires_grad=True)
+        cache.update(rows, rows, 0)
+        with pytest.raises(vattn.OutOfPages):
+            cache.batch_repeat_interleave(4)
+        assert cache.get_seq_length() == 0
+        with torch.no_grad():
+            cache.update(rows[:, :, :20], rows[:, :, :20], 0)
+        sum(each.sum() for each in cache.update(rows[:, :, :5], rows[:, :, :5], 0)).backward()
+        assert rows.grad is not None
 
 
 # Pools
