@@ -624,12 +624,16 @@ class Storage:
     # Memory
 
     def _place(self, index: int, shape: Shape, tokens: int) -> None:
-        """Creates a cache for a layer and for those with its window that had no update yet and are probably alike.
+        """Finds a layer its place, or creates a cache for it and for those with its window that had no update yet and
+        are probably alike.
 
         Args:
             tokens: of all rows, that the first update stores.
         """
         assert self._rows is not None
+        if place := self._spare_place(index, shape):
+            self._places = self._places | {index: place}
+            return
         window = self._windows[index]
         alike = [i for i, other in self._windows.items() if other == window and self.views[i] is None]
         stored = tokens * len(self._windows) * shape.token_bytes
@@ -649,6 +653,15 @@ class Storage:
         leases = self._leases | {cache: _Lease(cache)}
         self._rows.add(cache)
         self._places, self._leases = places, leases
+
+    def _spare_place(self, index: int, shape: Shape) -> _Place | None:
+        """A place in a cache that was created for other layers and, since it was probably alike, for this one."""
+        for place in self._places.values():
+            layers = place.cache.config.tensor_groups[0].indices
+            if index in layers and place.shape.holds(shape):
+                scales = self._groups(place.shape, layers, self._windows[index])[1]
+                return replace(place, layer=index, scales=scales.get(index))
+        return None
 
     def _make(self, config: KVConfig, rows: BatchRows) -> KVCache:
         """A cache with the rows' slots and tokens, which is closed if it cannot have them: a traceback may keep it."""

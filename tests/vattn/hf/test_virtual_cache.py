@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, TextIteratorStreamer
+from transformers import DynamicCache, LlamaConfig, MistralConfig, TextIteratorStreamer
 
 import vattn
 from bench.harness.models import CACHE
@@ -59,6 +59,24 @@ def test_rows_leave_unused_at_most_a_little_or_what_the_first_update_stores(
         for layer in range(4):
             cache.update(rows, rows, layer)
         assert {made.layout.name for made in cache._storage.open_caches()} == {layout}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_layers_whose_shapes_alternate_take_a_cache_per_shape(kv_cache_dtype: str) -> None:
+    """And not one per layer, each of which backs all layers after it."""
+    kinds = ["sliding_attention", "full_attention", *["full_attention"] * 6]  # the int8 scales of one are a layer, too
+    config = MistralConfig(num_hidden_layers=8, sliding_window=20, layer_types=kinds)
+    with vattn.VirtualCache(config, kv_cache_dtype=kv_cache_dtype, layout="layer", **OPTIONS) as cache:
+        rows = [torch.randn(2, 2, 15, (64, 64, 32)[layer % 3]) for layer in range(8)]
+        for _ in range(2):
+            for layer in range(8):
+                cache.update(rows[layer], -rows[layer], layer)
+            assert len(cache._storage.open_caches()) == 3
+            for layer, wanted in zip(cache.layers, rows, strict=True):
+                torch.testing.assert_close(layer.keys[:, :, :15], wanted, rtol=0, atol=0.05)
+                torch.testing.assert_close(layer.values[:, :, :15], -wanted, rtol=0, atol=0.05)
+            cache.check()
+            cache.reset()
 
 
 def test_a_few_short_rows_take_little_more_than_their_tokens() -> None:
