@@ -15,7 +15,7 @@ blocks would have to be stepped back before they could be written.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -64,6 +64,18 @@ class BatchRows:
         """Adds a cache that is prepared."""
         # Layers with windows last: a step that is taken back takes from them where they could go back to.
         self._caches = sorted([*self._caches, cache], key=lambda each: _window(each) is not None)
+
+    def begin(self, start: int, rows: Iterable[int] | None = None) -> None:
+        """Has empty rows, all in use if not given, begin with a copy: layers with a window back only those tokens of it
+        that queries from `start` on see.
+        """
+        self._claimed = False
+        rows = range(self.count) if rows is None else rows
+        for (cache, _), row in itertools.product(self._windows(), rows):
+            cache.free_reqid(row)
+            begun = cache.alloc_reqid(start=start)
+            assert begun == row, "another slot was idle"
+        self._claimed = True
 
     def step(self, length: int, *, recording: bool = False) -> None:
         """Backs `length` tokens of every row, in all caches or none.
@@ -195,6 +207,7 @@ class BatchRows:
         start = min((self._equal[row][source] if row < old else 0 for row, source in moves.items()), default=length)
         try:
             if start < length:
+                self.begin(self.start, range(old, len(sources)))
                 for cache, window in self._windows():
                     if len(sources) > old:
                         cache.step(self._all(self.start))  # a step can be taken back to where it began

@@ -468,17 +468,18 @@ class Storage:
     def restore(self, saved: Saved) -> None:
         """Copies the saved tokens of a cache for the same model into this one, which is empty."""
         start, self.recording, self.ungraded, layers = saved
-        for index, layer in enumerate(layers):
-            if layer is None:
-                continue
-            length, first, dtype, stored = layer
+        held = {index: layer for index, layer in enumerate(layers) if layer is not None}
+        for index, (_, _, dtype, stored) in held.items():
             rows, heads = stored[0].shape[:2]
             key, value = (
                 torch.empty(rows, heads, 0, tensor.shape[3], dtype=dtype, device=tensor.device) for tensor in stored[:2]
             )
-            view = self.observe(index, key, value)
-            if length != self.end:
-                view = self.advance(index, length)
+            self.observe(index, key, value)
+        if self._rows is not None:
+            self._rows.begin(start)
+        for index, (length, first, _, stored) in held.items():
+            view = self.advance(index, length) if length != self.end else self.views[index]
+            assert view is not None
             with torch.no_grad():
                 for tensor, other in zip(view.stored, stored, strict=True):
                     tensor.narrow(2, first, length - first).copy_(other)
@@ -563,8 +564,9 @@ class Storage:
         capacity. A failure changes nothing.
         """
         assert self._rows is not None
+        capacity, start = max(self._rows.capacity, len(sources)), min(self._rows.start, length)
         try:
-            rows, places, leases = self._reserve(max(self._rows.capacity, len(sources)), len(sources), length)
+            rows, places, leases = self._reserve(capacity, len(sources), length, start)
         except OutOfPages as error:
             if self._lent:
                 error.add_note(
@@ -574,7 +576,7 @@ class Storage:
             raise
         views: list[View | None] = [None] * len(self.views)
         try:
-            rows.arrived(min(self._rows.start, length))
+            rows.arrived(start)
             for index in self._shown():
                 view = views[index] = self._view(places[index], leases[places[index].cache], rows.count)
                 self._copy(index, view, sources, length)
@@ -721,10 +723,10 @@ class Storage:
         return quantised_groups([group], shape.dtype) if self._quantised else ([group], {})
 
     def _reserve(
-        self, capacity: int, count: int, length: int
+        self, capacity: int, count: int, length: int, start: int
     ) -> tuple[BatchRows, dict[int, _Place], dict[KVCache, _Lease]]:
-        """Memory like the present one for this many rows of this length: rows, places and leases. A failure leaves
-        nothing behind.
+        """Memory like the present one for this many rows of this length, into which what queries from `start` on see is
+        copied: rows, places and leases. A failure leaves nothing behind.
         """
         rows = BatchRows(capacity, count)
         caches: dict[KVCache, KVCache] = {}
@@ -732,6 +734,7 @@ class Storage:
             for old in self.open_caches():
                 caches[old] = self._make(replace(old.config, max_batch_size=rows.slots), rows)
                 rows.add(caches[old])
+            rows.begin(start)
             rows.step(length)
         except BaseException:
             _close(caches.values())

@@ -366,15 +366,34 @@ def mixed(**options: Any) -> vattn.VirtualCache:
     return vattn.VirtualCache(config, **OPTIONS | options)
 
 
-def windowed(*tokens: int) -> vattn.VirtualCache:
+def windowed(*tokens: int, **options: Any) -> vattn.VirtualCache:
     """Three layers with a window of 20, after forward passes of so many tokens."""
     config = MistralConfig(num_hidden_layers=3, num_attention_heads=HEADS, sliding_window=20)
-    cache = vattn.VirtualCache(config, layout="layer", **OPTIONS)
+    cache = vattn.VirtualCache(config, layout="layer", **OPTIONS | options)
     with torch.no_grad():
         for count in tokens:
             for layer in range(3):
                 cache.update(*[torch.ones(1, HEADS, count, 64)] * 2, layer)
     return cache
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_copies_of_windows_take_memory_for_what_is_copied(rows: int) -> None:
+    """And not for all tokens before it, until the next step gives it back."""
+    with windowed(170, 1, max_batch_size=rows, overlap=False) as cache:
+        pages = cache.stats().owned_pages
+        with pickle.loads(pickle.dumps(cache)) as copied:
+            assert copied.stats().peak_mapped_pages == pages
+            assert all(layer.keys.eq(1).all() for layer in copied.layers)
+            copied.check()
+        keys = cache.layers[0].keys if rows == 1 else None  # moves to another memory, or not
+        for count in (rows, 1, rows):
+            cache.batch_select_indices(torch.zeros(count, dtype=torch.long))
+            cache.trim()
+            assert cache.stats().owned_pages == count * pages
+            assert all(layer.keys.eq(1).all() for layer in cache.layers)
+        del keys
+        cache.check()
 
 
 def test_a_layer_with_a_window_is_not_cropped_to_what_was_given_back() -> None:
